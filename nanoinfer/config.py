@@ -2,85 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from nanoinfer.common.errors import did_you_mean
-from nanoinfer.common.units import Size, parse_bytes, parse_memory
+from nanoinfer.common.units import is_share, parse_bytes, parse_memory
 from nanoinfer.common.unsupported import ENGINE, check_keywords
 
 QUANTISED = ("int4", "int4-symmetric", "int8", "fp8")
 """What the weights of a wide checkpoint can be quantised to."""
-
-Check = Callable[[str, Any], Any]
-"""Takes a field's name and its value, and returns what the config holds; ValueError if the value is not allowed."""
-
-
-def _option(default: Any, check: Check) -> Any:
-    """Declare a field; None where it is the default is allowed, too."""
-    return field(default=default, metadata={"check": check})
-
-
-def _must_be(allowed: str, accepts: Callable[[Any], object]) -> Check:
-    def check(name: str, value: Any) -> Any:
-        if not accepts(value):
-            raise ValueError(f"{name}={value!r} must be {allowed}")
-        return value
-
-    return check
-
-
-def _one_of(*allowed: str) -> Check:
-    def check(name: str, value: Any) -> str:
-        if value not in allowed:
-            guess = did_you_mean(str(value), allowed)
-            raise ValueError(f"{name}={value!r} is not one of {', '.join(allowed)}{guess}")
-        return value
-
-    return check
-
-
-def _count(least: int, reason: str = "") -> Check:
-    return _must_be(f"a whole number of at least {least}{reason}", lambda value: _is_number(value, int, least))
-
-
-def _block_size(name: str, value: Any) -> int:
-    return _must_be("a multiple of 16, such as 256", lambda value: value % 16 == 0)(name, _count(16)(name, value))
-
-
-def _share_or_memory(name: str, value: Any) -> float | Size:
-    return value if isinstance(value, float) and 0 < value <= 1 else parse_memory(value, name)
-
-
-def _zero_or_size(name: str, value: Any) -> int:
-    return 0 if _is_number(value, int | float) and value == 0 else parse_bytes(value, name)
-
-
-def _is_number(value: object, kind: Any, least: float = 0) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool) and value >= least
-
-
-def _are_counts(values: object) -> bool:
-    return isinstance(values, list) and all(type(value) is int and value >= 1 for value in values)
-
-
-def _are_fields(value: object) -> bool:
-    return isinstance(value, dict) and all(isinstance(name, str) for name in value)
-
-
-_FLAG = _must_be("True or False", lambda value: isinstance(value, bool))
-_PATH = _must_be("a checkpoint's directory or a hub id", lambda value: isinstance(value, str | Path) and str(value))
-_FIELDS = _must_be("None or a dict of the config's fields", _are_fields)
-_METHOD = _must_be('None or text, such as "int4" or "awq"', lambda value: isinstance(value, str))
-_DEVICE = _must_be('text: "auto", "cuda", "cuda:1" or "cpu"', lambda value: isinstance(value, str))
-_SHARE = _must_be("above 0 and at most 1, such as 0.9", lambda value: _is_number(value, int | float) and 0 < value <= 1)
-_OFFLOAD = _must_be('True, False or "auto"', lambda value: isinstance(value, bool) or value == "auto")
-_LIST = "list of whole numbers of at least 1"
-_BATCHES = _must_be(f'None, "staged" or a {_LIST}', lambda value: value == "staged" or value and _are_counts(value))
-_TOKENS = _must_be(f"None, [] for none, or a {_LIST}, such as [16, 64, 256]", _are_counts)
 
 
 @partial(check_keywords, table=ENGINE, taker="LLM")
@@ -156,36 +87,36 @@ class EngineConfig:
         progress_bar: show progress while loading, pinning and capturing.
     """
 
-    model: str | Path = _option(MISSING, _PATH)
+    model: str | Path
     tokenizer: str | Path | None = None
-    skip_tokenizer_init: bool = _option(False, _FLAG)
-    hf_overrides: dict | None = _option(None, _FIELDS)
-    dtype: str = _option("auto", _one_of("auto", "bfloat16", "float16", "float32", "half", "float"))
-    quantization: str | None = _option(None, _METHOD)
-    head_quantization: str | None = _option(None, _one_of("int8"))
-    kv_cache_dtype: str = _option("auto", _one_of("auto", "fp8"))
-    generation_config: str = _option("auto", _one_of("auto", "vllm"))
-    device: str = _option("auto", _DEVICE)
-    max_model_len: int | None = _option(None, _count(1))
-    max_num_seqs: int | None = _option(None, _count(1))
-    max_num_batched_tokens: int | None = _option(None, _count(1))
-    gpu_memory_utilization: float = _option(0.9, _SHARE)
-    gpu_memory_limit: int | float | str | None = _option(None, _share_or_memory)
-    resident_kv_limit: int | str | None = _option(None, _zero_or_size)
-    num_gpu_blocks_override: int | None = _option(None, _count(1))
-    host_memory_limit: int | str | None = _option(None, lambda name, value: parse_memory(value, name))
-    block_size: int = _option(256, _block_size)
-    enable_cpu_offload: bool | str = _option(False, _OFFLOAD)
-    num_ring_slots: int = _option(4, _count(2, ": one slot is filled while another is read"))
-    ring_slot_bytes: int | str | None = _option(None, lambda name, value: parse_bytes(value, name))
-    enforce_eager: bool = _option(False, _FLAG)
-    cuda_graph_batch_sizes: list[int] | str | None = _option(None, _BATCHES)
-    capture_num_tokens: list[int] | None = _option(None, _TOKENS)
-    attention_backend: str = _option("auto", _one_of("auto", "triton", "torch", "flash_attn"))
-    enable_prefix_caching: bool = _option(True, _FLAG)
-    seed: int = _option(0, _count(0))
-    load_format: str = _option("auto", _one_of("auto", "dummy"))
-    pin_host_memory: str = _option("auto", _one_of("auto", "require"))
+    skip_tokenizer_init: bool = False
+    hf_overrides: dict | None = None
+    dtype: str = "auto"
+    quantization: str | None = None
+    head_quantization: str | None = None
+    kv_cache_dtype: str = "auto"
+    generation_config: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    gpu_memory_utilization: float = 0.9
+    gpu_memory_limit: int | float | str | None = None
+    resident_kv_limit: int | str | None = None
+    num_gpu_blocks_override: int | None = None
+    host_memory_limit: int | str | None = None
+    block_size: int = 256
+    enable_cpu_offload: bool | str = False
+    num_ring_slots: int = 4
+    ring_slot_bytes: int | str | None = None
+    enforce_eager: bool = False
+    cuda_graph_batch_sizes: list[int] | str | None = None
+    capture_num_tokens: list[int] | None = None
+    attention_backend: str = "auto"
+    enable_prefix_caching: bool = True
+    seed: int = 0
+    load_format: str = "auto"
+    pin_host_memory: str = "auto"
     progress_bar: bool = True
 
     def __post_init__(self) -> None:
@@ -194,11 +125,49 @@ class EngineConfig:
             object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
         if self.kv_cache_dtype == "fp8_e4m3":
             object.__setattr__(self, "kv_cache_dtype", "fp8")
-        for option in fields(self):
-            value = getattr(self, option.name)
-            if "check" in option.metadata and not (value is None and option.default is None):
-                object.__setattr__(self, option.name, option.metadata["check"](option.name, value))
-        counts, limit = self.capture_num_tokens, self.max_num_batched_tokens
+        self._check(
+            "model", isinstance(self.model, str | Path) and str(self.model), "a checkpoint's directory or a hub id"
+        )
+        self._check("device", isinstance(self.device, str), 'text: "auto", "cuda", "cuda:1" or "cpu"')
+        overrides = self.hf_overrides
+        is_right = overrides is None or isinstance(overrides, dict) and all(isinstance(name, str) for name in overrides)
+        self._check("hf_overrides", is_right, "None or a dict of the config's fields")
+        self._one_of("dtype", ("auto", "bfloat16", "float16", "float32", "half", "float"))
+        self._one_of("kv_cache_dtype", ("auto", "fp8"))
+        self._check("quantization", isinstance(self.quantization, str | None), 'None or text, such as "int4" or "awq"')
+        if self.head_quantization is not None:
+            self._one_of("head_quantization", ("int8",))
+        self._one_of("generation_config", ("auto", "vllm"))
+        self._one_of("load_format", ("auto", "dummy"))
+        self._one_of("attention_backend", ("auto", "triton", "torch", "flash_attn"))
+        self._one_of("pin_host_memory", ("auto", "require"))
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override"):
+            if getattr(self, name) is not None:
+                self._count(name, minimum=1)
+        self._count("block_size", minimum=16)
+        self._check("block_size", self.block_size % 16 == 0, "a multiple of 16, such as 256")
+        self._count("num_ring_slots", minimum=2, reason=": one slot is filled while another is read")
+        self._count("seed", minimum=0)
+        offloads = isinstance(self.enable_cpu_offload, bool) or self.enable_cpu_offload == "auto"
+        self._check("enable_cpu_offload", offloads, 'True, False or "auto"')
+        for name in ("enforce_eager", "enable_prefix_caching", "skip_tokenizer_init"):
+            self._check(name, isinstance(getattr(self, name), bool), "True or False")
+        for name in ("gpu_memory_limit", "host_memory_limit", "ring_slot_bytes", "resident_kv_limit"):
+            value = getattr(self, name)
+            if value is None or is_share(value) and name == "gpu_memory_limit":
+                continue
+            parse = parse_memory if name.endswith("memory_limit") else parse_bytes
+            is_zero = name == "resident_kv_limit" and value == 0 and not isinstance(value, bool)
+            object.__setattr__(self, name, 0 if is_zero else parse(value, name))
+        share = self.gpu_memory_utilization
+        is_number = isinstance(share, int | float) and not isinstance(share, bool)
+        self._check("gpu_memory_utilization", is_number and 0 < share <= 1, "above 0 and at most 1, such as 0.9")
+        sizes, counts, limit = self.cuda_graph_batch_sizes, self.capture_num_tokens, self.max_num_batched_tokens
+        is_right = sizes is None or sizes == "staged" or sizes and _are_counts(sizes)
+        what = "list of whole numbers of at least 1"
+        self._check("cuda_graph_batch_sizes", is_right, f'None, "staged" or a {what}')
+        is_right = counts is None or _are_counts(counts)
+        self._check("capture_num_tokens", is_right, f"None, [] for none, or a {what}, such as [16, 64, 256]")
         if counts and limit is not None and max(counts) > limit:
             raise ValueError(
                 f"capture_num_tokens={counts!r} holds {max(counts)}, and a prefill step has at most "
@@ -229,3 +198,22 @@ class EngineConfig:
         # If the engine itself has cut steps to below 2048 tokens, memory is short: graphs must take little of it.
         limit = max_num_batched_tokens if self.max_num_batched_tokens is not None else max_num_batched_tokens // 4
         return [count for count in (16, 32, 64, 128, 256, 512) if is_cuda and count <= limit]
+
+    def _one_of(self, name: str, allowed: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if value not in allowed:
+            guess = did_you_mean(str(value), allowed)
+            raise ValueError(f"{name}={value!r} is not one of {', '.join(allowed)}{guess}")
+
+    def _count(self, name: str, *, minimum: int, reason: str = "") -> None:
+        value = getattr(self, name)
+        is_count = isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+        self._check(name, is_count, f"a whole number of at least {minimum}{reason}")
+
+    def _check(self, name: str, is_right: object, what: str) -> None:
+        if not is_right:
+            raise ValueError(f"{name}={getattr(self, name)!r} must be {what}")
+
+
+def _are_counts(values: object) -> bool:
+    return isinstance(values, list) and all(type(value) is int and value >= 1 for value in values)

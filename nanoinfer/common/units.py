@@ -69,3 +69,8 @@ def format_size(num_bytes: float) -> str:
 def counted(number: int, noun: str) -> str:
     """Return a number of things as text: "1 request", "2,000 requests"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def is_share(value: int | float | str | None) -> bool:
+    """Whether a memory limit is meant as a share of the memory: a float above 0 and at most 1."""
+    return isinstance(value, float) and 0 < value <= 1
