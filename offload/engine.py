@@ -145,9 +145,9 @@ class OffloadEngine:
                     if step.write_through and (layers := self._kv_layers(begin, last)):
                         self._write_through(layers, step.write_through)
                     begin = last + 1
-                case Fill(number, target, _, is_ahead):
+                case Fill(number, target, is_place, is_ahead):
                     cut, transfer = (ahead.transfers if is_ahead else wanted)[number]
-                    num_bytes = self._fill(cut, transfer, target)
+                    num_bytes = self._fill(cut, transfer, target, is_place)
                     what = "prefetch for the next step" if is_ahead else "fill"
                     timeline.lap(self.copy, COPY, what, num_bytes=num_bytes, cut=cut, number=number)
                     if is_ahead:
@@ -164,7 +164,7 @@ class OffloadEngine:
                     timeline.lap(self.compute, COMPUTE, WAIT, cut=cut, number=number)
                 case Release(place):
                     self.runtime.poison(self.compute, places.bytes[place])
-                    self.compute.record(places.released[place])
+                    self.compute.record(places.used[place])
         self._first = (self._first + plan.num_through_ring) % ring.num_ring_slots
         if step.write_through:
             self._note_writes()
@@ -258,25 +258,25 @@ class OffloadEngine:
             self.counters.discarded_bytes += transfer.num_bytes(self.layout)
         del self.prefetched[keep:]
 
-    def _fill(self, cut: int, transfer: Transfer, target: int) -> int:
+    def _fill(self, cut: int, transfer: Transfer, target: int, is_place: bool) -> int:
         """Bring what is wanted at a cut into the ring slot, or to the place, and return its bytes."""
-        ring, places, through_ring = self.ring, self.places, transfer.landing is None
+        buffers = self.places if is_place else self.ring
         copies = self._copies.get((transfer, target))
         if copies is None:
-            memory = ring.bytes[target] if through_ring else places.bytes[target]
-            what = "a ring slot" if through_ring else "the place"
+            memory = buffers.bytes[target]
+            what = "the place" if is_place else "a ring slot"
             assert transfer.num_bytes(self.layout) <= len(memory), f"{what} holds less than that"
             copies = self._copies[transfer, target] = list(transfer.copies(memory, self.host))
         counters, before = self.counters, self.counters.streamed_bytes
-        if through_ring:
-            self.copy.wait(ring.used[target], "ring.fill_after_attention")
+        if is_place:
+            self.copy.wait(buffers.used[target], "place.fill_after_last_piece")
         else:
-            self.copy.wait(places.released[target], "place.fill_after_last_piece")
+            self.copy.wait(buffers.used[target], "ring.fill_after_attention")
         self._timeline.begin(self.copy, COPY)
         for destination, source in copies:
             self.copy.copy(destination, source(self.cuts[cut].kv_layer))
             counters.streamed_bytes += destination.nbytes
-        self.copy.record((ring if through_ring else places).copied[target])
+        self.copy.record(buffers.copied[target])
         counters.num_fills += 1
         return counters.streamed_bytes - before
 

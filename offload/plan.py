@@ -168,6 +168,7 @@ class StreamPlan:
 
     @cached_property
     def num_through_ring(self) -> int:
+        """How many of the transfers take a ring slot."""
         return sum(need.through_ring for need in self.needs)
 
     @cached_property

@@ -158,11 +158,11 @@ class Ring:
 class Places:
     """Fixed-address GPU buffers for transfers that stay while pieces read them, with the two events of each.
 
-    `bytes[p]` is place p, [bytes] uint8. `copied[p]` is recorded on the copy stream behind the fill of p, `released[p]`
-    on the compute stream behind the last piece that reads p.
+    `bytes[p]` is place p, [bytes] uint8. `copied[p]` is recorded on the copy stream behind the fill of p, `used[p]` on
+    the compute stream behind the last piece that reads p.
     """
 
     def __init__(self, runtime: Runtime, sizes: Sequence[int]) -> None:
         self.bytes = [torch.zeros(size, dtype=torch.uint8, device=runtime.device) for size in sizes]
         self.copied = [runtime.event() for _ in sizes]
-        self.released = [runtime.event() for _ in sizes]
+        self.used = [runtime.event() for _ in sizes]

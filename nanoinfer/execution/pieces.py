@@ -43,13 +43,14 @@ class Pieces:
 
     Attributes:
         cuts: one behind each piece.
+        window_of: layer with attention -> index into the distinct windows of the model.
         whole: for each section of a step in which no KV streams, the number of its last piece.
         cut: the same for a step in which KV may stream at every attention.
     """
 
     def __init__(self, model: Decoder, held: Held) -> None:
         self._pieces, self._held = model.pieces(), held
-        self._window_of = [model.spec.attention.windows.index(window) for window in model.spec.windows]
+        self.window_of = [model.spec.attention.windows.index(window) for window in model.spec.windows]
         self.cuts = tuple(piece.cut for piece in self._pieces)
         last = len(self._pieces) - 1
         self.whole = tuple(i for i, cut in enumerate(self.cuts) if cut.transfers or i == last)
@@ -98,10 +99,10 @@ class Pieces:
 
     @cached_property
     def _without_kv(self) -> StreamPlan:
-        return self._plan([()] * (max(self._window_of) + 1))
+        return self._plan([()] * len(set(self.window_of)))
 
     def _plan(self, chunks: Sequence[Sequence[Chunk]]) -> StreamPlan:
-        kv = [() if cut.kv_layer is None else chunks[self._window_of[cut.kv_layer]] for cut in self.cuts]
+        kv = [() if cut.kv_layer is None else chunks[self.window_of[cut.kv_layer]] for cut in self.cuts]
         own = [cut.transfers for cut in self.cuts]
         return StreamPlan(tuple([*some, *more] if more else some for some, more in zip(kv, own, strict=True)))
 

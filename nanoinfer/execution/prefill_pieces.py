@@ -71,7 +71,7 @@ class PrefillPieces:
     def begin(self, num_tokens: int, inputs: list[Tensor]) -> StepTensors:
         """Return the tensors of a step of `num_tokens` tokens, whose padded inputs lie in the table.
 
-        inputs: as `pack` returns.
+        inputs: as `pack_inputs` returns.
         """
         count = self.padded_count(num_tokens)
         self.counters.padded_tokens += count - num_tokens
@@ -88,11 +88,11 @@ class PrefillPieces:
             yield GraphWork(
                 ("prefill", count), f"prefill graphs, {count} tokens", partial(self._reset_table, count), launches
             )
-
-        slots = range(self._resources.ring.num_ring_slots) if self.fixed else ()
+        largest = max(self.fixed, default=0)
+        slots = range(self._resources.ring.num_ring_slots) if largest else ()
         for kind, slot in product(pieces.ring_transfers, slots):
-            use = partial(self.use, pieces.ring_transfers[kind], slot, self.fixed[max(self.fixed)])
-            prepare = partial(self._reset_table, max(self.fixed))
+            use = partial(self.use, pieces.ring_transfers[kind], slot, self.fixed[largest])
+            prepare = partial(self._reset_table, largest)
             yield GraphWork(("prefill use", kind, slot), "ring slot graphs", prepare, [use])
 
     def use(self, transfer: Transfer, ring_slot: int, tensors: StepTensors) -> None:

@@ -51,9 +51,9 @@ class Resources:
     def windows(self) -> tuple[int | None, ...]:
         return self.model.spec.attention.windows
 
-    @cached_property
+    @property
     def window_of(self) -> list[int]:
-        return [self.windows.index(window) for window in self.model.spec.windows]
+        return self.pieces.window_of
 
     @property
     def max_blocks_per_seq(self) -> int:

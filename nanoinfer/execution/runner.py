@@ -107,10 +107,10 @@ class ModelRunner:
         states = RecurrentStates(spec, plan.max_num_seqs, runtime.device)
         blocks_per_segment = max(1, min(plan.num_host_blocks, SEGMENT_BYTES // self.layout.block_bytes))
         host = HostPool(self.layout, plan.num_host_blocks, blocks_per_segment)
-        cuts = [piece.cut for piece in model.pieces()]
+        self.decode_program, self.prefill_program = self._programs(self.gpu_kv, states)
+        cuts = self.decode_program.resources.pieces.cuts
         self.offload = OffloadEngine(runtime, self.gpu_kv, host, self.ring, self.compute, cuts, self.places)
         self.block_copies = BlockCopies(self.offload, self.gpu_kv, self.kept, states)
-        self.decode_program, self.prefill_program = self._programs(self.gpu_kv, states)
         # A broken weight makes logits of every request unsound, an overflow those of single ones, at any step.
         self._logits_fault = (
             "logits of the request are NaN or infinite: the checkpoint's weights are damaged (download it again)"

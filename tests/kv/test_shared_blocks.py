@@ -224,7 +224,8 @@ class Link:
 
         def counted(step, *args):
             before = num_copies
-            blocks = [step.plan.blocks(layer) for layer in range(num_layers)]
+            at = step.plan.at[:num_layers]
+            blocks = [[block for transfer in found for block in transfer.host_blocks] for found in at]
             self.planned_bytes += sum(map(len, blocks)) * engine.runner.layout.layer_block_bytes
             result = run_step(step, *args)
             self.steps.append((type(step).__name__, blocks, num_copies - before))

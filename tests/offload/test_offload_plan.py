@@ -1,10 +1,11 @@
 """Blocks, runs, chunks and plans: plain numbers."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 
-from offload import BlockPool, Chunk, StreamPlan, pack, pack_together
+from offload import BlockPool, Chunk, Landing, Need, StreamPlan, pack, pack_together
 from offload.layout import runs
 from offload.plan import host_runs
 
@@ -82,6 +83,14 @@ def test_the_transfers_of_a_plan_run_over_layers_without_chunks():
     plan = StreamPlan(([a, b], [], [a]))
     assert plan.transfers == [(0, a), (0, b), (2, a)]
     assert [need.through_ring for need in plan.needs] == [2, 0, 1]
+
+
+def test_what_passes_through_the_ring_comes_first_at_a_cut():
+    """The schedule counts by that order."""
+    landed = SimpleNamespace(landing=Landing(0, 1))
+    with pytest.raises(AssertionError, match="the ring's transfers come first"):
+        StreamPlan(([landed, Chunk((1,), 0)], ())).needs  # noqa: B018
+    assert StreamPlan(([Chunk((1,), 0), landed], ())).needs == (Need(1, (Landing(0, 1),)), Need())
 
 
 def test_pool_hands_out_lowest_numbers_and_refuses_more_than_it_has():

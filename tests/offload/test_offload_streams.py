@@ -240,6 +240,15 @@ def test_each_wait_removed_is_noticed(rule):
     pytest.fail(f"{NUM_SEEDS} seeds ran without {rule!r} and nothing went wrong: the wait or the test is not needed")
 
 
+def test_a_step_that_copies_blocks_has_a_number():
+    """Nobody could wait for its copies."""
+    toy = Toy(seed=3, dropped_rule=None, num_ring_slots=2, blocks_per_slot=1)
+    toy.plan, toy.ahead, toy.write_through = plan_of([]), None, [(1, 0)]
+    with pytest.raises(AssertionError, match="has a number"):
+        toy.engine.run(toy, 0)
+    assert not any(stream.queue for stream in toy.runtime.streams), "nothing was enqueued"
+
+
 def test_prefetch_crosses_the_step_boundary():
     toy = Toy(seed=3, dropped_rule=None, num_ring_slots=2, blocks_per_slot=1)
     host_blocks = toy.lifetimes.host_blocks.allocate(3)

@@ -46,24 +46,24 @@ class Faults:
         self._llm = llm
         self._tables.append(None)
 
-    def fill(self, engine, layer, chunk, ring_slot):
+    def fill(self, engine, cut, chunk, ring_slot, is_place):
         if not self._tables or not self._llm.engine.scheduler.running:
-            return self._fill(engine, layer, chunk, ring_slot)
+            return self._fill(engine, cut, chunk, ring_slot, is_place)
         sequence = self._llm.engine.scheduler.running[0]
         table = self._llm.engine.kv_cache.tables.host[sequence.row].tolist()
         if self._tables[-1] is None:
             self._tables[-1] = table
         if len(self._tables) == 1:  # the first document stays whole
-            return self._fill(engine, layer, chunk, ring_slot)
+            return self._fill(engine, cut, chunk, ring_slot, is_place)
         (block,) = chunk.blocks
         table, other = self._tables[-1], self._tables[0]
         found = self._read(table, other, table.index(block)) if block in table else block
         self.num_faults += found != block
         if found is None:
-            engine.copy.wait(engine.ring.attended[ring_slot], "ring.fill_after_attention")
+            engine.copy.wait(engine.ring.used[ring_slot], "ring.fill_after_attention")
             engine.copy.record(engine.ring.copied[ring_slot])
             return 0
-        return self._fill(engine, layer, replace(chunk, blocks=(found,)), ring_slot)
+        return self._fill(engine, cut, replace(chunk, blocks=(found,)), ring_slot, is_place)
 
 
 def run(exam, faults=None):
