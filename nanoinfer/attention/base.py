@@ -153,6 +153,10 @@ class AttentionBackend(ABC):
         shapes = ((*heads, self.spec.head_dim), heads, heads)
         return [torch.empty(shape, dtype=torch.float32, device=self.device) for shape in shapes]
 
+    def check_sinks(self, sinks: Tensor | None) -> None:
+        """Assert that sinks are given where the model has some: without them the result would be another, unnoticed."""
+        assert (sinks is not None) == self.spec.sinks, "sinks belong to a model whose spec has them"
+
     @abstractmethod
     def decode_partial(
         self, q: Tensor, kv: Tensor, work: DecodeWork, seq_lens: Tensor, partials: Partials, window: int | None
@@ -165,23 +169,38 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def merge(
-        self, partials: Partials, ranges: Tensor, partials_per_block: Tensor, out: Tensor, *, is_cut: bool = True
+        self,
+        partials: Partials,
+        ranges: Tensor,
+        partials_per_block: Tensor,
+        out: Tensor,
+        *,
+        is_cut: bool = True,
+        sinks: Tensor | None = None,
     ) -> None:
         """Combine partials ranges[b]:ranges[b + 1], which lie in ascending order, into out[b].
 
         ranges: [B + 1] int32, device; partials_per_block: as in ``DecodeWork``; is_cut: whether partials_per_block may
-        be above 1. out: [B, num_q_heads, head_dim], contiguous; an empty range yields zeros.
+        be above 1. out: [B, num_q_heads, head_dim], contiguous; an empty range yields zeros. sinks: [num_q_heads], if
+        the spec has some: each adds exp(sink) to the denominator of its head, here alone.
         """
 
     @abstractmethod
     def prefill(
-        self, q: Tensor, kv: Tensor, key_range: KeyRange, state: PrefillState | None, out: Tensor, window: int | None
+        self,
+        q: Tensor,
+        kv: Tensor,
+        key_range: KeyRange,
+        state: PrefillState | None,
+        out: Tensor,
+        window: int | None,
+        sinks: Tensor | None = None,
     ) -> None:
         """Causal attention of all queries to one key range. Key ranges come in ascending order of position.
 
         q: [num_tokens, num_q_heads, head_dim], rows may be strided. out: the same shape, contiguous, written by the
-        last range only. state may be None where the first range is the last: load_state is 0 for every sequence and
-        store_state is False.
+        last range only, and there sinks count, as in ``merge``. state may be None where the first range is the last:
+        load_state is 0 for every sequence and store_state is False.
         """
 
     def decode_rows(

@@ -60,6 +60,8 @@ class FlashAttnBackend(AttentionBackend):
             problem = f"block_size is {spec.block_size} tokens, and it takes multiples of 256"
         elif spec.head_dim % 8 or spec.head_dim > 256:
             problem = f"head_dim is {spec.head_dim}, and it takes multiples of 8 up to 256"
+        elif spec.sinks:
+            problem = "the model has attention sinks, which it does not take"
         elif offload and any(window is not None for window in spec.windows):
             problem = "the model has sliding-window layers, which it cannot run with offload"
         if problem is not None:
@@ -92,12 +94,26 @@ class FlashAttnBackend(AttentionBackend):
         store_partials(item_out, item_lse, items, work.num_items, partials.out, partials.lse)
 
     def merge(
-        self, partials: Partials, ranges: Tensor, partials_per_block: Tensor, out: Tensor, *, is_cut: bool = True
+        self,
+        partials: Partials,
+        ranges: Tensor,
+        partials_per_block: Tensor,
+        out: Tensor,
+        *,
+        is_cut: bool = True,
+        sinks: Tensor | None = None,
     ) -> None:
         merge(partials.out, partials.lse, partials.weight, ranges, partials_per_block, out, tiles=1)
 
     def prefill(
-        self, q: Tensor, kv: Tensor, key_range: KeyRange, state: PrefillState | None, out: Tensor, window: int | None
+        self,
+        q: Tensor,
+        kv: Tensor,
+        key_range: KeyRange,
+        state: PrefillState | None,
+        out: Tensor,
+        window: int | None,
+        sinks: Tensor | None = None,
     ) -> None:
         assert state is not None or not key_range.store_state, "store_state needs a PrefillState"
         assert state is None or window is None, "flash_attn runs windows with resident KV only"

@@ -110,8 +110,16 @@ class TorchBackend(AttentionBackend):
         partials.lse[place] = (peak + elementwise(torch.log, total)).flatten(1)
 
     def merge(
-        self, partials: Partials, ranges: Tensor, partials_per_block: Tensor, out: Tensor, *, is_cut: bool = True
+        self,
+        partials: Partials,
+        ranges: Tensor,
+        partials_per_block: Tensor,
+        out: Tensor,
+        *,
+        is_cut: bool = True,
+        sinks: Tensor | None = None,
     ) -> None:
+        self.check_sinks(sinks)
         bounds = ranges.long().unsqueeze(1)
         widest = int(bounds.diff(dim=0).max()) if len(out) else 0
         width = max(1, -(-widest // MERGED_SPLITS)) * MERGED_SPLITS
@@ -123,20 +131,32 @@ class TorchBackend(AttentionBackend):
             is_beyond = (index >= bounds[1:][rows]).unsqueeze(-1)
             index.clamp_(max=capacity - 1)
             lse = partials.lse[index].masked_fill_(is_beyond, NEG_INF)  # [b, width, Hq]
-            weights = elementwise(torch.exp, lse - _finite(lse.amax(1, keepdim=True))).unsqueeze(-1)
+            peak = _finite(lse.amax(1, keepdim=True))
+            weights = elementwise(torch.exp, lse - peak).unsqueeze(-1)
             values = partials.out[index].masked_fill_(is_beyond.unsqueeze(-1), 0.0)  # [b, width, Hq, D]
             total, mixed = _sum_of_splits(weights), _sum_of_splits(values.mul_(weights))
-            out[rows] = mixed.div_(_not_zero(total))
+            total = _not_zero(total)
+            if sinks is not None:
+                total += elementwise(torch.exp, sinks.float() - peak[:, 0]).unsqueeze(-1)
+            out[rows] = mixed.div_(total)
 
     def prefill(
-        self, q: Tensor, kv: Tensor, key_range: KeyRange, state: PrefillState | None, out: Tensor, window: int | None
+        self,
+        q: Tensor,
+        kv: Tensor,
+        key_range: KeyRange,
+        state: PrefillState | None,
+        out: Tensor,
+        window: int | None,
+        sinks: Tensor | None = None,
     ) -> None:
+        self.check_sinks(sinks)
         assert state is not None or not key_range.store_state, "store_state needs a PrefillState"
         tiles = _tiles(key_range.cu_seqlens_q.tolist(), key_range.query_pos.tolist())
         row_elements = TILE_QUERIES * self.spec.num_q_heads
         count = _at_once(row_elements * max(self.spec.block_size, self.spec.head_dim))
         for begin in range(0, len(tiles), count):
-            self._attend_tiles(tiles[begin : begin + count], q, kv, key_range, state, out, window)
+            self._attend_tiles(tiles[begin : begin + count], q, kv, key_range, state, out, window, sinks)
 
     def _attend_tiles(
         self,
@@ -147,6 +167,7 @@ class TorchBackend(AttentionBackend):
         state: PrefillState | None,
         out: Tensor,
         window: int | None,
+        sinks: Tensor | None,
     ) -> None:
         spec, count = self.spec, len(tiles)
         rows = slice(tiles[0].rows[0], tiles[-1].rows[1])
@@ -204,7 +225,11 @@ class TorchBackend(AttentionBackend):
         if key_range.store_state:
             state.acc[rows], state.m[rows], state.l[rows] = (self._in_rows(part, places) for part in (acc, m, l))
         else:
-            out[rows] = self._in_rows(acc / _not_zero(l).unsqueeze(-1), places).to(out.dtype)
+            total = _not_zero(l)
+            if sinks is not None:
+                each = sinks.float().repeat_interleave(TILE_QUERIES).view(heads)
+                total += elementwise(torch.exp, each - _finite(m))
+            out[rows] = self._in_rows(acc / total.unsqueeze(-1), places).to(out.dtype)
 
     def _attend_block(
         self,

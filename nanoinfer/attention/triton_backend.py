@@ -91,15 +91,31 @@ class TritonBackend(AttentionBackend):
         )  # fmt: skip
 
     def merge(
-        self, partials: Partials, ranges: Tensor, partials_per_block: Tensor, out: Tensor, *, is_cut: bool = True
+        self,
+        partials: Partials,
+        ranges: Tensor,
+        partials_per_block: Tensor,
+        out: Tensor,
+        *,
+        is_cut: bool = True,
+        sinks: Tensor | None = None,
     ) -> None:
+        self.check_sinks(sinks)
         assert out.is_contiguous(), "out must be contiguous"
         tiles = self.tiles_per_block if is_cut else 1
-        merge(partials.out, partials.lse, partials.weight, ranges, partials_per_block, out, tiles=tiles)
+        merge(partials.out, partials.lse, partials.weight, ranges, partials_per_block, out, tiles=tiles, sinks=sinks)
 
     def prefill(
-        self, q: Tensor, kv: Tensor, key_range: KeyRange, state: PrefillState | None, out: Tensor, window: int | None
+        self,
+        q: Tensor,
+        kv: Tensor,
+        key_range: KeyRange,
+        state: PrefillState | None,
+        out: Tensor,
+        window: int | None,
+        sinks: Tensor | None = None,
     ) -> None:
+        self.check_sinks(sinks)
         assert state is not None or not key_range.store_state, "store_state needs a PrefillState"
         self._check_rows(q, kv)
         assert out.is_contiguous(), "out must be contiguous"
@@ -108,7 +124,7 @@ class TritonBackend(AttentionBackend):
             (key_range.cu_seqlens_q, key_range.query_pos, key_range.first_block, key_range.kv_end,
              key_range.load_state), key_range.block_table,
             max_query_len=key_range.max_query_len, store_state=key_range.store_state, window=window,
-            shape=self.shape, tiles=self.tiles,
+            sinks=sinks, shape=self.shape, tiles=self.tiles,
         )  # fmt: skip
 
     def _check_rows(self, x: Tensor, kv: Tensor) -> None:

@@ -120,9 +120,10 @@ class Activations:
         table = torch.zeros(1, -(-tokens // kv.shape[2]), dtype=torch.int32, device=kv.device)
         key_range = KeyRange.of_one(tokens, table)
         state, windows = self.backend.prefill_state(tokens), self.model.spec.windows
+        sinks = self.model.attention_sinks()
 
         def end_attention(layer: int, tensors: StepTensors) -> None:
-            self.backend.prefill(tensors.q, kv, key_range, state, tensors.attention, windows[layer])
+            self.backend.prefill(tensors.q, kv, key_range, state, tensors.attention, windows[layer], sinks[layer])
 
         nothing = dict.fromkeys(("begin", "attend", "end"), lambda *given: None)
         return SimpleNamespace(end_attention=end_attention, **nothing)

@@ -31,6 +31,7 @@ class DecodeAttention:
         runtime, ring, self._gpu_kv = resources.runtime, resources.ring, resources.gpu_kv
         self._compute, self._backend, self._ring = resources.compute, resources.backend, ring
         self._windows, self._window_of, self.lists = resources.windows, resources.window_of, DecodeLists(resources)
+        self._sinks = resources.pieces.sinks
         self._q, self._lengths, self._block_table = q, lengths, block_table
         self.whole_rows = not resources.backend.exact_splits
         # At most MAX_TILES_APART tiles have a partial of their own; every other block has one partial, and a block that
@@ -80,6 +81,7 @@ class DecodeAttention:
                 splits.partials_per_block,
                 out,
                 is_cut=self.lists.may_cut(len(out)),
+                sinks=self._sinks[layer],
             )
 
     def load_record(self, layer: int, chunk: Chunk, ring_slot: int) -> bool:

@@ -42,6 +42,7 @@ class Pieces:
     """Runs the pieces of one model.
 
     Attributes:
+        sinks: layer with attention -> its sinks, [num_q_heads], or None.
         cuts: one behind each piece.
         window_of: layer with attention -> index into the distinct windows of the model.
         whole: for each section of a step in which no KV streams, the number of its last piece.
@@ -51,6 +52,7 @@ class Pieces:
     def __init__(self, model: Decoder, held: Held) -> None:
         self._pieces, self._held = model.pieces(), held
         self.window_of = [model.spec.attention.windows.index(window) for window in model.spec.windows]
+        self.sinks = model.attention_sinks()
         self.cuts = tuple(piece.cut for piece in self._pieces)
         last = len(self._pieces) - 1
         self.whole = tuple(i for i, cut in enumerate(self.cuts) if cut.transfers or i == last)

@@ -283,4 +283,5 @@ class PrefillStep(OffloadStep):
 
     def _attend(self, layer: int, key_range: KeyRange, kv: torch.Tensor) -> None:
         resources, (q, out) = self.program.resources, self.tensors.attention_rows(self.num_tokens)
-        resources.backend.prefill(q, kv, key_range, self.state, out, resources.windows[resources.window_of[layer]])
+        window = resources.windows[resources.window_of[layer]]
+        resources.backend.prefill(q, kv, key_range, self.state, out, window, resources.pieces.sinks[layer])

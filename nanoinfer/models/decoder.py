@@ -177,6 +177,7 @@ class Decoder(nn.Module):
             head_dim=head_dim,
             scale=head_dim**-0.5 if traits.attention_scale is None else traits.attention_scale,
             softcap=traits.attention_softcap,
+            sinks=traits.attention_sinks,
             windows=tuple(dict.fromkeys(state.window for state in layers if isinstance(state, AttentionState))),
             dtype=dtype,
         )
@@ -225,6 +226,10 @@ class Decoder(nn.Module):
         """
         kind = tuple(map(self.layer_kind, range(max(0, begin - 1), min(end + 1, len(self.layers)))))
         return Piece((begin == 0, end == len(self.layers), kind), partial(self.run_layers, begin, end, cut), cut)
+
+    def attention_sinks(self) -> list[Tensor | None]:
+        """Return the sinks of each layer with attention, [num_q_heads]; None: it has none."""
+        return [self.layers[layer].self_attn.sinks for layer in self.spec.kv_layers]
 
     def place_bytes(self) -> tuple[int, ...]:
         """Return the bytes of each place that a cut of the model names: enough for the largest transfer."""

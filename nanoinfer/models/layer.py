@@ -46,6 +46,8 @@ class Traits:
     """Factor on q.k; None: head_dim ** -0.5."""
     attention_softcap: float | None = None
     """Attention logits become softcap * tanh(logits / softcap)."""
+    attention_sinks: bool = False
+    """A learned logit of each query head is one more in the softmax, and its share is dropped."""
     embedding_scale: float | None = None
     """Factor on the embeddings."""
     rounds_embedding_scale: bool = False
@@ -90,6 +92,9 @@ class Attention(nn.Module):
         if traits.qk_norm is not None:
             sizes = (q_size, kv_size) if traits.qk_norm == "all heads" else (self._head_dim, self._head_dim)
             self.q_norm, self.k_norm = (traits.norm(size, traits.norm_eps, **options) for size in sizes)
+        self.sinks = None
+        if traits.attention_sinks:
+            self.sinks = nn.Parameter(torch.empty(spec.attention.num_q_heads, **options), requires_grad=False)
         self._steps = HeadSteps(
             eps=traits.norm_eps,
             offset=traits.norm.offset,

@@ -98,7 +98,8 @@ def prompt_logits(model: Decoder, token_ids: list[int]) -> Tensor:
     for index in range(len(pieces)):
         pieces.run(index, tensors)
         if index < len(spec.windows):
-            backend.prefill(tensors.q, kv, key_range, None, tensors.attention, spec.windows[index])
+            window, sinks = spec.windows[index], pieces.sinks[index]
+            backend.prefill(tensors.q, kv, key_range, None, tensors.attention, window, sinks)
     return torch.cat([model.logits(some).cpu() for some in tensors.x.split(ROWS_AT_ONCE)])
 
 

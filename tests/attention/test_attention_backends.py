@@ -12,6 +12,7 @@ from attention_cases import (
     list_items,
     make_paged,
     make_q,
+    make_sinks,
     make_spec,
     make_work,
     per_block,
@@ -23,15 +24,17 @@ from attention_cases import (
     run_prefill_through_shared_slot,
 )
 
+from nanoinfer.attention.base import KeyRange
 from nanoinfer.attention.registry import make_backend
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
-SHAPES = [  # q_heads, kv_heads, head_dim, block_size, dtype, softcap
-    (2, 2, 16, 16, torch.float32, None),
-    (6, 2, 48, 32, torch.float32, 30.0),
-    (7, 1, 80, 48, torch.float32, None),
-    (3, 1, 128, 32, torch.bfloat16, None),
-    (2, 1, 256, 16, torch.bfloat16, 20.0),
+SHAPES = [  # q_heads, kv_heads, head_dim, block_size, dtype, softcap, sinks
+    (2, 2, 16, 16, torch.float32, None, False),
+    (6, 2, 48, 32, torch.float32, 30.0, False),
+    (7, 1, 80, 48, torch.float32, None, True),
+    (3, 1, 128, 32, torch.bfloat16, None, False),
+    (2, 1, 256, 16, torch.bfloat16, 20.0, False),
+    (8, 1, 64, 32, torch.bfloat16, None, True),
 ]
 
 
@@ -44,8 +47,8 @@ def build(name, spec):
 
 
 def shaped(shape):
-    q_heads, kv_heads, head_dim, block_size, dtype, softcap = shape
-    return make_spec(q_heads, kv_heads, head_dim, block_size, dtype, softcap)
+    *sizes, sinks = shape
+    return make_spec(*sizes, sinks=sinks)
 
 
 backends = pytest.mark.parametrize("name", ["torch", "triton"])
@@ -211,10 +214,12 @@ def test_merge_finds_the_largest_of_many_splits_wherever_it_is(name, count):
 
 @backends
 @pytest.mark.parametrize("as_many", [1, 513, 1025], ids=["few", "many", "more"])
-def test_merge_of_rows_with_any_number_of_splits_equals_one_softmax_each(name, as_many, monkeypatch):
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_merge_of_rows_with_any_number_of_splits_equals_one_softmax_each(name, as_many, has_sinks, monkeypatch):
     """A program's share, and how it reads, depend on the number of programs: a row's largest may come early or late."""
     num_rows, q_heads = 12, 2
-    spec = make_spec(q_heads=q_heads, kv_heads=1, head_dim=48)
+    spec = make_spec(q_heads=q_heads, kv_heads=1, head_dim=48, sinks=has_sinks)
+    sinks = make_sinks(spec)
     backend = build(name, spec)
     if name == "triton":
         module = sys.modules["nanoinfer.kernels.attention.merge"]
@@ -228,10 +233,11 @@ def test_merge_of_rows_with_any_number_of_splits_equals_one_softmax_each(name, a
     partials.out[-1], partials.lse[-1] = POISON, POISON
     want = torch.zeros(num_rows, q_heads, 48)
     for row, (begin, end) in enumerate(ranges.unfold(0, 2, 1).tolist()):
-        weights = partials.lse[begin:end].double().softmax(0)
+        logits = partials.lse[begin:end] if sinks is None else torch.cat((partials.lse[begin:end], sinks[None]))
+        weights = logits.double().softmax(0)[: end - begin]
         want[row] = torch.einsum("sh,shd->hd", weights, partials.out[begin:end].double())
     out = torch.full_like(want, POISON)
-    backend.merge(partials, ranges.int(), per_block(), out)
+    backend.merge(partials, ranges.int(), per_block(), out, sinks=sinks)
     assert torch.allclose(out, want, rtol=1e-5, atol=1e-5)
 
 
@@ -315,3 +321,62 @@ def test_prefill_reads_no_block_before_the_window(name):
     want = run_prefill(build(name, spec), q, paged, [48], [5], window)
     paged.kv[paged.tables[0][:2]] = POISON  # the first query, at 48, sees 39 and up: block 2
     assert torch.equal(run_prefill(build(name, spec), q, paged, [48], [5], window), want)
+
+
+@backends
+@pytest.mark.parametrize(("window", "partials_per_block"), [(None, 1), (None, 2), (20, 1)])
+def test_a_sink_counts_once_however_a_row_is_cut(name, window, partials_per_block):
+    """As in dense attention, alone and with others, with tiles as items of their own and without."""
+    spec, lens = make_spec(block_size=16 if partials_per_block == 1 else 128, sinks=True), [1, 16, 150]
+    paged, q, backend = make_paged(spec, lens), make_q(spec, len(lens)), build(name, spec)
+    out, partials = run_decode(backend, q, paged.kv, paged.tables, lens, window, partials_per_block)
+    assert relative_error(out, dense_decode(spec, q, paged, lens, window)) < 2e-6
+    # The partials are those of a model without sinks: whatever buffer they come from, they know of none.
+    plain = build(name, make_spec(block_size=spec.block_size))
+    without, same = run_decode(plain, q, paged.kv, paged.tables, lens, window, partials_per_block)
+    assert not torch.equal(out, without)
+    assert torch.equal(partials.out[:-1], same.out[:-1]) and torch.equal(partials.lse[:-1], same.lse[:-1])
+    for row in range(len(lens)):
+        one = run_decode(backend, q[row:][:1], paged.kv, paged.tables[row:][:1], lens[row:][:1], window)[0]
+        assert name == "torch" or torch.equal(one[0], out[row]), "alone, and not cut into tiles"
+        assert relative_error(one[0], out[row]) < 1e-6
+
+
+@backends
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.sampled("None-torch.float32-torch", "20-torch.bfloat16-triton")
+def test_a_sink_counts_once_however_a_prompts_keys_are_cut(name, dtype, window):
+    spec = make_spec(q_heads=3, kv_heads=1, head_dim=32, dtype=dtype, sinks=True)
+    query_pos, q_lens = [37, 0, 60], [40, 9, 7]
+    paged, q, backend = make_paged(spec, [77, 9, 67]), make_q(spec, 56), build(name, spec)
+    whole = run_prefill(backend, q, paged, query_pos, q_lens, window)
+    assert relative_error(whole, dense_prefill(spec, q, paged, query_pos, q_lens, window)) < TOLERANCE[dtype]
+    for cuts in (1, 3):
+        assert torch.equal(run_prefill(backend, q, paged, query_pos, q_lens, window, cuts), whole)
+
+
+@backends
+@pytest.mark.parametrize(("sink", "as_without"), [(-200.0, True), (300.0, False)])
+def test_a_sink_far_from_all_logits_changes_nothing_or_leaves_nothing(name, sink, as_without):
+    spec, lens = make_spec(sinks=True), [20]
+    paged, backend, sinks = make_paged(spec, lens), build(name, spec), torch.full((6,), sink)
+    partials, q, cu = backend.partials(60), make_q(spec, 3), [0, 1, 7, 51]
+    partials.out.normal_(generator=torch.Generator().manual_seed(0))
+    partials.lse.normal_(generator=torch.Generator().manual_seed(1))
+    merged, prefilled = torch.full((3, 6, 16), POISON), torch.full((3, 6, 16), POISON)
+    backend.merge(partials, int32(cu), per_block(), merged, sinks=sinks)
+    key_range = KeyRange.of_one(3, int32(paged.tables), begin=17)
+    backend.prefill(q, paged.kv, key_range, None, prefilled, None, sinks)
+    plain, plain_merged = build(name, make_spec()), torch.empty(3, 6, 16)
+    plain.merge(partials, int32(cu), per_block(), plain_merged)
+    plain_prefilled = torch.empty(3, 6, 16)
+    plain.prefill(q, paged.kv, key_range, None, plain_prefilled, None)
+    for found, without in ((merged, plain_merged), (prefilled, plain_prefilled)):
+        assert torch.equal(found, without if as_without else torch.zeros_like(without))
+
+
+def test_sinks_that_are_forgotten_are_noticed():
+    backend, out = build("torch", make_spec(sinks=True)), torch.empty(1, 6, 16)
+    with pytest.raises(AssertionError, match="sinks"):
+        backend.merge(backend.partials(1), int32([0, 1]), per_block(), out)

@@ -129,6 +129,7 @@ def test_prefill_piece_without_keys_adds_nothing(build):
     ("change", "message"),
     [
         ({"dtype": torch.float32}, "takes bfloat16 or float16.*'triton'"),
+        ({"sinks": True}, "the model has attention sinks, which it does not take; choose attention backend 'triton'"),
         ({"block_size": 128}, "block_size is 128 tokens.*multiples of 256"),
         ({"head_dim": 272}, "head_dim is 272"),
         ({"windows": (None, 64)}, "sliding-window layers.*offload.*'triton'"),

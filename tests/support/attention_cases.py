@@ -15,7 +15,9 @@ from nanoinfer.attention.base import AttentionSpec, DecodeWork, KeyRange
 POISON = float("nan")
 
 
-def make_spec(q_heads=6, kv_heads=2, head_dim=16, block_size=16, dtype=torch.float32, softcap=None, windows=(None,)):
+def make_spec(
+    q_heads=6, kv_heads=2, head_dim=16, block_size=16, dtype=torch.float32, softcap=None, windows=(None,), sinks=False
+):
     return AttentionSpec(
         num_q_heads=q_heads,
         num_kv_heads=kv_heads,
@@ -24,6 +26,7 @@ def make_spec(q_heads=6, kv_heads=2, head_dim=16, block_size=16, dtype=torch.flo
         block_size=block_size,
         softcap=softcap,
         windows=windows,
+        sinks=sinks,
         dtype=dtype,
     )
 
@@ -67,6 +70,13 @@ def make_q(spec, num_tokens, device="cpu", seed=1):
     return fused.to(device)[:, : spec.num_q_heads]
 
 
+def make_sinks(spec, device="cpu"):
+    """[num_q_heads], about as large as logits are; None: the spec has none."""
+    if not spec.sinks:
+        return None
+    return (2 * torch.randn(spec.num_q_heads, generator=torch.Generator().manual_seed(2))).to(device, spec.dtype)
+
+
 def dense(spec, q, k, v, pos, window):
     """Causal attention of q [n, Hq, D] at positions pos.. to k, v [L, Hkv, D], in float64."""
     q, k, v = q.double(), k.double(), v.double()
@@ -79,7 +89,11 @@ def dense(spec, q, k, v, pos, window):
     hidden = j > i
     if window is not None:
         hidden |= j <= i - window
-    return torch.einsum("hqk,khd->qhd", logits.masked_fill(hidden, float("-inf")).softmax(-1), v).float()
+    logits = logits.masked_fill(hidden, float("-inf"))
+    if spec.sinks:
+        sinks = make_sinks(spec, q.device).double()[:, None, None].expand(-1, len(q), 1)
+        logits = torch.cat((logits, sinks), -1)
+    return torch.einsum("hqk,khd->qhd", logits.softmax(-1)[..., : len(k)], v).float()
 
 
 def relative_error(got, want):
@@ -130,7 +144,8 @@ def run_decode(backend, q, kv, tables, lens, window=None, partials_per_block=1):
     work = make_work(items, device=q.device, partials_per_block=partials_per_block)
     backend.decode_partial(q, kv, work, int32(lens, q.device), partials, window)
     out = torch.full(q.shape, POISON, dtype=q.dtype, device=q.device)
-    backend.merge(partials, int32(ranges, q.device), work.partials_per_block, out)
+    sinks = make_sinks(spec, q.device)
+    backend.merge(partials, int32(ranges, q.device), work.partials_per_block, out, sinks=sinks)
     return out, partials
 
 
@@ -174,7 +189,7 @@ def run_prefill(backend, q, paged, query_pos, q_lens, window=None, cuts=None):
             query_rows=(0, len(q)),
             store_state=first + step < widest,
         )
-        backend.prefill(q, buffer, key_range, state, out, window)
+        backend.prefill(q, buffer, key_range, state, out, window, make_sinks(spec, device))
     return out
 
 
@@ -204,7 +219,7 @@ def run_prefill_after_history(backend, q, paged, query_pos, q_lens):
             query_rows=(0, len(q)),
             store_state=not last,
         )
-        backend.prefill(q, paged.kv, key_range, state, out, None)
+        backend.prefill(q, paged.kv, key_range, state, out, None, make_sinks(spec, device))
     return out
 
 
@@ -234,7 +249,7 @@ def run_prefill_through_ring(backend, q, paged, query_pos, q_lens, blocks_per_sl
                 query_rows=(cu[i], cu[i + 1]),
                 store_state=True,
             )
-            backend.prefill(q, slot, key_range, state, out, None)
+            backend.prefill(q, slot, key_range, state, out, None, make_sinks(spec, device))
     widest = max(len(table) for table in paged.tables)
     rest = [table[cut:] for table, cut in zip(paged.tables, history, strict=True)]
     key_range = KeyRange(
@@ -248,7 +263,7 @@ def run_prefill_through_ring(backend, q, paged, query_pos, q_lens, blocks_per_sl
         query_rows=(0, len(q)),
         store_state=False,
     )
-    backend.prefill(q, paged.kv, key_range, state, out, None)
+    backend.prefill(q, paged.kv, key_range, state, out, None, make_sinks(spec, device))
     return out
 
 
@@ -278,7 +293,7 @@ def run_prefill_through_shared_slot(backend, q, paged, query_pos, q_lens, num_sh
             query_rows=(0, len(q)),
             store_state=first == 0,
         )
-        backend.prefill(q, kv, key_range, state, out, None)
+        backend.prefill(q, kv, key_range, state, out, None, make_sinks(spec, device))
     return out
 
 

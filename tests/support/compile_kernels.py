@@ -222,7 +222,10 @@ def compile_attention(head_dim: int, kv_dtype: torch.dtype, *, is_common: bool) 
         prefill.prefill(
             q, kv, q.clone(), state, tables, ints(1, 4),
             max_query_len=8, store_state=False, window=window, shape=shape, tiles=tiles,
+            sinks=None if window is None else zeros(32),
         )  # fmt: skip
+    if is_common and not is_again:
+        merge.merge(out, lse, lse.clone(), ints(9), ints(8), q, tiles=4, sinks=zeros(32))
     for batch_size in batch_sizes[:1] if is_again else batch_sizes:
         merge.merge(
             out, lse, lse.clone(), ints(batch_size + 1), ints(batch_size), zeros(batch_size, 32, head_dim), tiles=4

@@ -9,7 +9,7 @@ from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.layer import KVSlots
 
 
-def dense_attention(q, k, v, scale, softcap, window):
+def dense_attention(q, k, v, scale, softcap, window, sinks=None):
     """Causal softmax attention over one whole sequence. q: [N, Hq, D]; k, v: [N, Hkv, D]."""
     group_size = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group_size, dim=1), v.repeat_interleave(group_size, dim=1)
@@ -18,7 +18,10 @@ def dense_attention(q, k, v, scale, softcap, window):
         scores = softcap * torch.tanh(scores / softcap)
     distance = torch.arange(len(q))[:, None] - torch.arange(len(k))
     hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1, dtype=torch.float32).to(q.dtype)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(q), 1)), -1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)[..., : len(k)]
     return torch.einsum("hqk,khd->qhd", weights, v).contiguous()
 
 
@@ -41,6 +44,7 @@ def dense_logits(model: Decoder, token_ids: list[int], first_position: int = 0) 
         target = empty_slots(spec, len(token_ids))
         q = model.before_attention(layer, normed, positions, target)
         k, v = target.kv[0]
-        attn = dense_attention(q, k, v, spec.attention.scale, spec.attention.softcap, state.window)
+        sinks = model.layers[layer].self_attn.sinks
+        attn = dense_attention(q, k, v, spec.attention.scale, spec.attention.softcap, state.window, sinks)
         normed = model.after_attention(layer, x, attn)
     return model.logits(normed)

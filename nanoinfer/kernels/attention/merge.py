@@ -102,10 +102,22 @@ def weights_of(lse, peak):
 
 
 @triton.jit
-def add_once(parts, lse):
+def with_sink(total, sink, peak):
+    """Add the weight of the heads' sinks, [HEADS] or None, to the sum of weights [HEADS, 1].
+
+    Where it overflows, since a sink lies so far above all logits, the mean is 0, which it rounds to anyway.
+    """
+    if sink is not None:
+        total += tl.exp2((sink - peak) * 1.4426950408889634)[:, None]
+    return total
+
+
+@triton.jit
+def add_once(parts, lse, sink):
     """Sum at most one block per lane: return the weighted sum [HEADS, COLUMNS] and the sum of weights [HEADS, 1]."""
-    weights = weights_of(lse, finite(tl.max(lse, 0)))
-    return add_lanes(weights * parts), add_lanes(weights)
+    peak = finite(tl.max(lse, 0))
+    weights = weights_of(lse, peak)
+    return add_lanes(weights * parts), with_sink(add_lanes(weights), sink, peak)
 
 
 @triton.jit
@@ -117,16 +129,17 @@ def add_more(acc, total, parts, lse, peak):
 
 @triton.jit
 def read_once(
-    lse_row, out_row, count, heads, columns, NUM_Q_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, LANES: tl.constexpr
+    lse_row, out_row, count, heads, sink, columns, NUM_Q_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
     """Read up to `LANES` blocks and sum them with `add_once`."""
     parts, lse = read_partials(lse_row, out_row, tl.arange(0, LANES), count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
-    return add_once(parts, lse)
+    return add_once(parts, lse, sink)
 
 
 @triton.jit
 def add_long(
-    lse_row, out_row, count, heads, columns, NUM_Q_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    lse_row, out_row, count, heads, sink, columns, NUM_Q_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     LANES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Like `read_once`, for any number of blocks."""
@@ -156,7 +169,7 @@ def add_long(
             acc, total = add_more(acc, total, parts1, lse1, peak)
             acc, total = add_more(acc, total, parts2, lse2, peak)
             acc, total = add_more(acc, total, parts3, lse3, peak)
-    return add_lanes(acc), add_lanes(total)
+    return add_lanes(acc), with_sink(add_lanes(total), sink, peak)
 
 
 @triton.jit
@@ -169,7 +182,7 @@ def store_mean(target, columns, total, weight, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize_on_alignment=["partial_lse", "partial_weight", "ranges", "partials_per_block"],
+    do_not_specialize_on_alignment=["partial_lse", "partial_weight", "ranges", "partials_per_block", "sinks"],
 )
 def merge_kernel(
     partial_out,  # [capacity, NUM_Q_HEADS, HEAD_DIM] float32
@@ -177,6 +190,7 @@ def merge_kernel(
     partial_weight,  # [capacity, NUM_Q_HEADS] float32, of items that are tiles
     ranges,  # [B + 1] int32
     partials_per_block,  # [B] int32
+    sinks,  # [NUM_Q_HEADS] or None
     out,  # [B, NUM_Q_HEADS, HEAD_DIM]
     NUM_Q_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -196,6 +210,9 @@ def merge_kernel(
     per_block = tl.load(partials_per_block + row)
     lse_row = partial_lse + first.to(tl.int64) * NUM_Q_HEADS
     weight_row = partial_weight + first.to(tl.int64) * NUM_Q_HEADS
+    sink = None
+    if sinks is not None:
+        sink = tl.load(sinks + heads).to(tl.float32)
     wait_for_inputs(PDL)
     if not LATE:
         let_next_in(PDL)
@@ -207,20 +224,24 @@ def merge_kernel(
         parts, lse = read_tiles(
             lse_row, out_row, weight_row, tl.arange(0, TILED_LANES), count, heads, columns, NUM_Q_HEADS, HEAD_DIM, TILES
         )
-        total, weight = add_once(parts, lse)
+        total, weight = add_once(parts, lse, sink)
         store_mean(target, columns, total, weight, HEAD_DIM)
     elif count <= FEW_BLOCKS:
-        total, weight = read_once(lse_row, out_row, count, heads, columns, NUM_Q_HEADS, HEAD_DIM, FEW_BLOCKS)
+        total, weight = read_once(lse_row, out_row, count, heads, sink, columns, NUM_Q_HEADS, HEAD_DIM, FEW_BLOCKS)
         store_mean(target, columns, total, weight, HEAD_DIM)
     else:
         for begin in range(0, COLUMNS, CHUNK):
             chunk = tl.program_id(2) * COLUMNS + begin + tl.arange(0, CHUNK)
             if count <= LANES // 2:
-                total, weight = read_once(lse_row, out_row, count, heads, chunk, NUM_Q_HEADS, HEAD_DIM, LANES // 2)
+                total, weight = read_once(
+                    lse_row, out_row, count, heads, sink, chunk, NUM_Q_HEADS, HEAD_DIM, LANES // 2
+                )
             elif count <= LANES:
-                total, weight = read_once(lse_row, out_row, count, heads, chunk, NUM_Q_HEADS, HEAD_DIM, LANES)
+                total, weight = read_once(lse_row, out_row, count, heads, sink, chunk, NUM_Q_HEADS, HEAD_DIM, LANES)
             else:
-                total, weight = add_long(lse_row, out_row, count, heads, chunk, NUM_Q_HEADS, HEAD_DIM, LANES, AHEAD)
+                total, weight = add_long(
+                    lse_row, out_row, count, heads, sink, chunk, NUM_Q_HEADS, HEAD_DIM, LANES, AHEAD
+                )
             store_mean(target, chunk, total, weight, HEAD_DIM)
     if LATE:
         let_next_in(PDL)
@@ -235,8 +256,11 @@ def merge(
     out: Tensor,
     *,
     tiles: int,
+    sinks: Tensor | None = None,
 ) -> None:
     """out[b] = softmax-weighted mean of the partials ranges[b]:ranges[b + 1]; zeros for an empty range.
+
+    sinks: [num_q_heads], a logit of each head that adds to the sum of weights, once; None: there is none.
 
     partial_out, partial_lse, partial_weight: as `decode_partial` writes them, [capacity, num_q_heads, head_dim] and
     [capacity, num_q_heads]; ranges: [B + 1] int32; partials_per_block: [B] int32, 1 or `tiles`; out: [B, num_q_heads,
@@ -249,7 +273,7 @@ def merge(
     block_d = next_power_of_2(head_dim)
     taken = form(batch_size * num_q_heads, num_q_heads, block_d)
     merge_kernel[(batch_size, num_q_heads // taken["HEADS"], block_d // taken["COLUMNS"])](
-        partial_out, partial_lse, partial_weight, ranges, partials_per_block, out,
+        partial_out, partial_lse, partial_weight, ranges, partials_per_block, sinks, out,
         NUM_Q_HEADS=num_q_heads, HEAD_DIM=head_dim, **taken, TILES=tiles, LANES=LANES, num_warps=1,
         **launch_options(out, fuses=False),
     )  # fmt: skip

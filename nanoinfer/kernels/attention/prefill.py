@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.attention.online_softmax import softmax_step, tile_logits
+from nanoinfer.kernels.attention.online_softmax import finite, softmax_step, tile_logits
 from nanoinfer.kernels.attention.shape import NO_WINDOW, KernelShape, Tiles, kv_descriptor
 
 
@@ -67,6 +67,7 @@ def attend_tiles(
     do_not_specialize=["q_stride", "table_stride", "store_state", "window"],
     do_not_specialize_on_alignment=[
         "cu_seqlens_q", "query_pos", "first_block", "kv_end", "load_state", "block_table", "state_m", "state_l",
+        "sinks",
     ],
 )  # fmt: skip
 def prefill_kernel(
@@ -77,6 +78,7 @@ def prefill_kernel(
     state_acc, state_m, state_l,  # [num_tokens, num_q_heads, HEAD_DIM], [num_tokens, num_q_heads] twice; float32
     cu_seqlens_q, query_pos, first_block, kv_end, load_state,  # [S + 1], then [S] each; int32
     block_table,  # [S, W] int32, rows table_stride apart
+    sinks,  # [num_q_heads] or None
     q_stride, table_stride, store_state, window,
     NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TO_LOG2: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -143,6 +145,10 @@ def prefill_kernel(
         tl.store(state_m + token_head, m, mask=in_row)
         tl.store(state_l + token_head, l, mask=in_row)
     else:
+        if sinks is not None:
+            # As in `with_sink` of the merge; m is base 2.
+            sink = tl.load(sinks + head).to(tl.float32)
+            l += tl.exp2(tl.fma(tl.full(m.shape, 1.4426950408889634, tl.float32), sink, -finite(m)))
         acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
         out_pointers = out + token_head[:, None] * HEAD_DIM + columns[None, :]
         tl.store(out_pointers, acc.to(out.dtype.element_ty), mask=in_tile)
@@ -159,19 +165,21 @@ def prefill(
     max_query_len: int,
     store_state: bool,
     window: int | None,
+    sinks: Tensor | None = None,
     shape: KernelShape,
     tiles: Tiles,
 ) -> None:
     """Causal attention of packed queries to one range of each sequence's KV.
 
     q, out: [num_tokens, num_q_heads, head_dim]; state: (acc, m, l), float32, m in base 2, acc not normalised;
-    sequences: (cu_seqlens_q [S + 1], query_pos, first_block, kv_end, load_state [S]), int32; block_table: [S, W] int32.
+    sequences: (cu_seqlens_q [S + 1], query_pos, first_block, kv_end, load_state [S]), int32; block_table: [S, W] int32;
+    sinks: as in `merge`.
     """
     num_sequences = block_table.shape[0]
     if num_sequences == 0 or max_query_len == 0:
         return
     prefill_kernel[(triton.cdiv(max_query_len, tiles.block_m), shape.num_q_heads, num_sequences)](
-        q, kv, kv_descriptor(kv, tiles.block_n, shape), out, *state, *sequences, block_table,
+        q, kv, kv_descriptor(kv, tiles.block_n, shape), out, *state, *sequences, block_table, sinks,
         q.stride(0), block_table.stride(0), int(store_state), NO_WINDOW if window is None else window,
         **shape.constants(), WINDOWED=window is not None, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=True,

@@ -29,6 +29,8 @@ class AttentionSpec:
     softcap: float | None
     """logits = softcap * tanh(logits / softcap), after the scale and before the mask; None: no cap."""
     dtype: torch.dtype
+    sinks: bool = False
+    """Whether each query head has a sink: one more logit in every softmax, of no key, whose share is dropped."""
     windows: tuple[int | None, ...] = (None,)
     """The distinct sliding windows of the model's layers, in tokens; None in it stands for full attention."""
     block_size: int = 256
