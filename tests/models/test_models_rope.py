@@ -75,6 +75,24 @@ def test_parts_of_heads_and_pairs_of_neighbours_turn_as_in_transformers(family, 
     assert torch.equal(apply_rope(x, table, positions, interleaved=family != "phi3"), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_yarn_without_truncation_is_that_of_gpt_oss(dtype):
+    """A rotation of whole pairs' numbers would begin at pair 8 and end at 18: here at 8.09 and 17.40."""
+    own = import_module("transformers.models.gpt_oss.modeling_gpt_oss")
+    config = own.GptOssConfig()
+    inv_freq, factor = rope_inv_freq(config.rope_parameters, 64, "cpu")
+    known = {0: 1.0, 8: 0.0508132748, 9: 0.0317056962, 12: 0.00679495949, 17: 1.29318701e-4, 31: 3.02351143e-7}
+    assert inv_freq[[*known]].tolist() == pytest.approx([*known.values()], rel=2e-7)
+    assert factor == pytest.approx(1.3465736, rel=1e-8)
+    positions, x = torch.tensor([0, 1, 127, 128, 70_000]), torch.randn(5, 3, 64).to(dtype)
+    cos, sin = own.GptOssRotaryEmbedding(config)(x, positions[None])
+    expected = own.apply_rotary_pos_emb(x, x, cos[0], sin[0])[0]
+    table = rope_table(config.rope_parameters, 64, 70_001, dtype, "cpu")
+    assert torch.equal(apply_rope(x, table, positions), expected)
+    truncated = rope_inv_freq(dict(config.rope_parameters, truncate=True), 64, "cpu")[0]
+    assert not torch.equal(truncated, inv_freq)
+
+
 def test_the_context_that_is_asked_for_chooses_the_rotation():
     """transformers would turn the same positions otherwise as soon as one lies beyond."""
     for parameters, limit, beyond in ((LONGROPE, 512, 513), (ROTATIONS["dynamic"], 2048, 3000)):
