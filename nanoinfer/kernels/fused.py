@@ -3,6 +3,9 @@
 from torch import Tensor
 
 from nanoinfer.kernels import reference
+from nanoinfer.kernels.experts.choose import choose_experts as choose_experts
+from nanoinfer.kernels.experts.product import expert_mlp as expert_mlp
+from nanoinfer.kernels.experts.product import shared_mlp as shared_mlp
 from nanoinfer.kernels.layer import activation as kernel
 from nanoinfer.kernels.layer.layer_norm import layer_norm as layer_norm
 from nanoinfer.kernels.layer.norm_rope_store import norm_rope_store as norm_rope_store
@@ -10,9 +13,13 @@ from nanoinfer.kernels.layer.rms_norm import rms_norm as rms_norm
 from nanoinfer.kernels.linear.packed import packed_linear as packed_linear
 from nanoinfer.kernels.linear.rows import linear as linear
 from nanoinfer.kernels.linear.rows import linear_parts as linear_parts
+from nanoinfer.kernels.linear.rows import wide_linear as wide_linear
 from nanoinfer.kernels.step.rows import step_inputs as step_inputs
 from nanoinfer.kernels.step.rows import update_rows as update_rows
 from nanoinfer.kernels.step.sample import sample_rows as sample_rows
+
+has_experts = True
+"""Whether experts are found by kernels."""
 
 
 def has_activation(activation: str, x: Tensor) -> bool:

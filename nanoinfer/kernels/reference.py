@@ -5,23 +5,20 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer.common import exact
+from nanoinfer.kernels.activations import ACTIVATIONS as ACTIVATIONS
+from nanoinfer.kernels.experts.reference import choose_experts as choose_experts
+from nanoinfer.kernels.experts.reference import expert_mlp as expert_mlp
+from nanoinfer.kernels.experts.reference import shared_mlp as shared_mlp
 from nanoinfer.kernels.layer.head_steps import HeadSteps
 from nanoinfer.sampling.reference import sample_rows as sample_rows
 
-# By the names that configs give them.
-ACTIVATIONS = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-    "relu2": lambda x: F.relu(x).square(),
-}
+has_experts = False
+"""Whether experts are found by kernels; otherwise each one's matrices are made."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation=None, out=None, library_counts=()):
@@ -51,6 +48,11 @@ def linear_parts(x: Tensor, weight: Tensor, num_parts: int, *, library_counts: o
     return linear(x, weight)
 
 
+def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T of values widened to float32, not rounded: [N, num_rows] float32."""
+    return exact.linear(x.float(), weight.float())
+
+
 def packed_linear(x, weight, bias=None, *, activation=None, out=None, num_parts=1) -> None:
     """None: the weight must be expanded first."""
 
@@ -72,6 +74,7 @@ def rms_norm(
     once; otherwise x / rms(x) is rounded first.
     """
     if other is not None:
+        other = other if other.dim() == x.dim() else sum(other.unbind()).to(x.dtype)
         x += other if factor is None else other * factor
     wide = x.float()
     normed = wide * exact.elementwise(torch.rsqrt, (wide * wide).mean(-1, keepdim=True).add_(eps))

@@ -41,6 +41,25 @@ class RecurrentState:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SparseSpec:
+    """What is sparse in a model.
+
+    Attributes:
+        num_layers: layers with experts.
+        num_experts, num_chosen: of such a layer, and of a row there.
+        intermediate_size, shared_size: of an expert, and of the one that all rows take; 0: there is none.
+        expert_bytes: of all experts of all layers, without shared ones, in the formats that they have on the device.
+    """
+
+    num_layers: int
+    num_experts: int
+    num_chosen: int
+    intermediate_size: int
+    shared_size: int = 0
+    expert_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """A model's numbers, from its config alone."""
 
@@ -52,6 +71,8 @@ class ModelSpec:
     intermediate_size: int
     mlp_width: int = 3
     """Values that an MLP computes from a row, for each of the intermediate size: gate, up and their product."""
+    sparse: SparseSpec | None = None
+    """What is sparse; None: nothing is."""
     attention: AttentionSpec
     vocab_size: int
     max_position: int

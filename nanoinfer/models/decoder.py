@@ -13,7 +13,7 @@ where a layer attends to keys and values, because they may lie anywhere. Between
         else:
             q = model.before_attention(layer, normed, positions, target)    # keys and values go to `target`
             attn = ...                                                       # the attention backend, over the KV cache
-            normed = model.after_attention(layer, x, attn)                   # adds to x
+            normed = model.after_attention(layer, x, attn, num_live)         # adds to x
     logits = model.logits(normed)
 
 so model files hold no branch on the mode; the engine walks the pieces (`nanoinfer.execution.pieces`). All calls but
@@ -34,12 +34,13 @@ from transformers import PretrainedConfig
 
 from nanoinfer.common import exact
 from nanoinfer.kernels.attention.spec import AttentionSpec
+from nanoinfer.layers.experts import Experts, Sparse, SparseMLP, share_pools
 from nanoinfer.layers.formats.base import Filling, Renamed
 from nanoinfer.layers.formats.packed import temporary_bytes
 from nanoinfer.layers.linear import Embedding, Head, Linear, scratch_size, share_scratch
 from nanoinfer.layers.norm import RMSNorm
 from nanoinfer.layers.rope import Context, longest_contexts, query_scales, rope_table
-from nanoinfer.models.base import AttentionState, ModelSpec, RecurrentState
+from nanoinfer.models.base import AttentionState, ModelSpec, RecurrentState, SparseSpec
 from nanoinfer.models.checkpoint_info import CheckpointInfo
 from nanoinfer.models.layer import DecoderLayer, KVSlots, Traits
 from nanoinfer.models.pieces import Held, Piece
@@ -98,12 +99,15 @@ class Decoder(nn.Module):
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, **table, **options)
         self.layers = nn.ModuleList()
         for index, state in enumerate(spec.layers):
-            own = replace(traits, formats=Renamed(formats.below(f"model.layers.{index}", held), self.names))
+            of_layer = Renamed(formats.below(f"model.layers.{index}", held), self.names)
+            sparse = traits.sparse if self.is_sparse(hf_config, index) else None
+            own = replace(traits, formats=of_layer, sparse=sparse)
             self.layers.append(self.layer_classes[type(state)](spec, own, device=device))
         self.norm = traits.norm(spec.hidden_size, traits.norm_eps, factor=traits.residual_factor, **options)
         if not spec.tied_embeddings:
             self.lm_head = Head(spec.hidden_size, spec.vocab_size, formats=formats.below("lm_head"), **options)
         share_scratch(self, **options)
+        self.expert_pools = share_pools(self, device=device)
         self._embedding_scale = traits.embedding_scale
         if traits.rounds_embedding_scale:  # a product with the number rounds as with a scalar tensor then
             self._embedding_scale = torch.tensor(self._embedding_scale, dtype=spec.dtype, device="cpu").item()
@@ -133,6 +137,11 @@ class Decoder(nn.Module):
             raise ValueError(f"the config has sliding_attention layers, but sliding_window={window!r}")
         windows = {"full_attention": None, "sliding_attention": window}
         return tuple(AttentionState(windows[layer_type]) for layer_type in layer_types)
+
+    @classmethod
+    def is_sparse(cls, hf_config: PretrainedConfig, layer: int) -> bool:
+        """Whether a layer has experts, where `Traits.sparse` says that the model has some."""
+        return True
 
     @classmethod
     def rope_parameters(cls, hf_config: PretrainedConfig) -> tuple[Mapping | None, ...]:
@@ -201,9 +210,24 @@ class Decoder(nn.Module):
             scratch_bytes=dtype.itemsize * scratch_size(shapes_only, False),
             gpu_scratch_bytes=dtype.itemsize * scratch_size(shapes_only, dtype.itemsize == 2),
             product_bytes=temporary_bytes(scratch_size(shapes_only, False)),
+            sparse=shapes_only.sparse_spec(traits.sparse),
             place_bytes=shapes_only.place_bytes(),
             rope_row_bytes=sum(table.nbytes for table in shapes_only.rope_tables)
             + dtype.itemsize * bool(traits.query_scaling),
+        )
+
+    def sparse_spec(self, sparse: Sparse | None) -> SparseSpec | None:
+        """Return what of the model is sparse, with what its experts take."""
+        owners = [layer.mlp.experts for layer in self.layers if isinstance(getattr(layer, "mlp", None), SparseMLP)]
+        if not owners:
+            return None
+        return SparseSpec(
+            num_layers=len(owners),
+            num_experts=sparse.routing.num_experts,
+            num_chosen=sparse.routing.num_chosen,
+            intermediate_size=sparse.intermediate_size,
+            shared_size=sparse.shared_size,
+            expert_bytes=sum(one.num_experts * one.stride for one in owners),
         )
 
     def position_tables(self) -> list[Tensor]:
@@ -244,8 +268,9 @@ class Decoder(nn.Module):
         """Return what tells layers apart whose launches differ: what they keep, sizes and formats of their weights."""
         weights = tuple((name, one.shape, one.dtype) for name, one in self.layers[layer].named_parameters())
         packed = [module.packed for module in self.layers[layer].modules() if hasattr(module, "packed")]
-        formats = tuple((one.packing, one.can_fold, one.zeros_fold) for one in packed)
-        return self.spec.layers[layer], self._rope_of_layer[layer], weights, formats
+        formats = tuple((one.packing, one.folding.scales, one.folding.zeros) for one in packed)
+        experts = tuple(one.kind for one in self.layers[layer].modules() if isinstance(one, Experts))
+        return self.spec.layers[layer], self._rope_of_layer[layer], weights, formats, experts
 
     def run_layers(self, begin: int, end: int, cut: Cut, tensors: StepTensors, held: Held) -> None:
         """Run a piece, as `piece` says. Its keys and values go to the layer of its cut."""
@@ -255,7 +280,7 @@ class Decoder(nn.Module):
             tensors.set_x(x)
         else:
             tensors.drop_q()
-            normed = self.after_attention(begin - 1, tensors.x, tensors.attention)
+            normed = self.after_attention(begin - 1, tensors.x, tensors.attention, tensors.num_live)
         for layer in range(begin, end):
             normed = self.recur(layer, tensors.x, normed, tensors.rows, held.states[layer])
         if end == len(self.layers):
@@ -286,12 +311,13 @@ class Decoder(nn.Module):
         rope = None if index is None else self.rope_tables[index]
         return self.layers[layer].self_attn.project(normed, rope, self.query_scales, positions, target)
 
-    def after_attention(self, layer: int, x: Tensor, attn: Tensor) -> Tensor:
+    def after_attention(self, layer: int, x: Tensor, attn: Tensor, num_live: Tensor) -> Tensor:
         """Add the output projection and the MLP to x, in place. Return x normed for the next layer or the head.
 
-        x: [N, hidden_size], the residual sum so far; attn: [N, num_q_heads, head_dim], contiguous.
+        x: [N, hidden_size], the residual sum so far; attn: [N, num_q_heads, head_dim], contiguous; num_live: [1] int32,
+        how many rows are tokens.
         """
-        return self.layers[layer].after_attention(x, attn.flatten(1), self._norm_before(layer + 1))
+        return self.layers[layer].after_attention(x, attn.flatten(1), self._norm_before(layer + 1), num_live)
 
     def recur(self, layer: int, x: Tensor, normed: Tensor, rows: Tensor, state: Tensor) -> Tensor:
         """Run a whole layer that keeps a `RecurrentState`: add it to x, in place, and update the states of its rows.
@@ -333,6 +359,10 @@ class Decoder(nn.Module):
             if isinstance(module, Linear):
                 found = module.checkpoint_views()
                 prefix = prefix if module.merged is None else prefix.rsplit(".", 1)[0]
+            elif isinstance(module, Experts):
+                found = module.checkpoint_views()
+            elif module is self.expert_pools:
+                continue
             else:
                 found = dict(module.named_parameters(recurse=False))
             views |= {self._name_in_checkpoint(f"{prefix}.{ending}"): view for ending, view in found.items()}

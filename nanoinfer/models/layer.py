@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.kernels.layer.head_steps import HeadSteps
+from nanoinfer.kernels.experts.routing import GatedActivation
+from nanoinfer.layers.experts import Sparse, SparseMLP
 from nanoinfer.layers.formats.base import DENSE, Formats
 from nanoinfer.layers.linear import Linear
 from nanoinfer.layers.mlp import MLP, GatedMLP
@@ -31,6 +33,8 @@ class Traits:
     output_bias: bool = False
     """Bias of the attention's output projection."""
     mlp_bias: bool = False
+    sparse: Sparse | None = None
+    """What is sparse; set to None for each layer that is not."""
     qk_norm: str | None = None
     """Norm of queries and keys: "head", of each head, before the rotation; "rotated head", of each head, behind it;
     "all heads", of all query heads together and of all key heads together, before it."""
@@ -139,23 +143,24 @@ class DecoderLayer(nn.Module):
         self.self_attn = Attention(spec, traits, device=device)
         self.attention_output_norm = norm(traits.norms_after)
         self.post_attention_layernorm = norm(traits.norms_before)
-        self.mlp = traits.mlp(
-            spec.hidden_size,
-            spec.intermediate_size,
-            traits.activation,
-            bias=traits.mlp_bias,
-            formats=traits.formats.below("mlp"),
-            **options,
-        )
+        options["formats"] = traits.formats.below("mlp")
+        if traits.sparse is not None:
+            activation = traits.sparse.activation or GatedActivation(name=traits.activation)
+            self.mlp = SparseMLP(spec.hidden_size, traits.sparse, activation, **options)
+        else:
+            size = spec.hidden_size, spec.intermediate_size
+            self.mlp = traits.mlp(*size, traits.activation, bias=traits.mlp_bias, **options)
         self.mlp_output_norm = norm(traits.norms_after)
 
-    def after_attention(self, x: Tensor, attn: Tensor, norm: RMSNorm | None) -> Tensor:
+    def after_attention(self, x: Tensor, attn: Tensor, norm: RMSNorm | None, num_live: Tensor) -> Tensor:
         """Add attention and MLP to x, in place, and return `norm`, the one that follows, of x. attn: [N, q_size].
 
-        Where none follows, x itself is returned.
+        Where none follows, x itself is returned. num_live: [1] int32, how many rows are tokens.
         """
         if self.attention_output_norm is None:
             normed = self.self_attn.o_proj.project_add_norm(x, attn, self.post_attention_layernorm)
+            if isinstance(self.mlp, SparseMLP):
+                return self.mlp.add(x, normed, norm, num_live)
             return self.mlp.down_proj.project_add_norm(x, self.mlp.hidden(normed), norm)
         # Attention's output has no name, so it is freed before the gated layer, the largest user of memory.
         normed = _norm_of_sum(self.post_attention_layernorm, x, self.attention_output_norm(self.self_attn.o_proj(attn)))

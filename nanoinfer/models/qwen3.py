@@ -15,9 +15,9 @@ class Qwen3(Decoder):
     has_layer_types = True
 
     @classmethod
-    def traits(cls, hf_config: PretrainedConfig) -> Traits:
+    def traits(cls, hf_config: PretrainedConfig, **own) -> Traits:
         bias = hf_config.attention_bias
-        return super().traits(hf_config, qkv_bias=bias, output_bias=bias, qk_norm="head")
+        return super().traits(hf_config, qkv_bias=bias, output_bias=bias, qk_norm="head", **own)
 
     @classmethod
     def trained_length(cls, hf_config: PretrainedConfig) -> int:

@@ -11,9 +11,10 @@ from typing import TypeVar
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
+from nanoinfer.layers.experts import Experts
 from nanoinfer.layers.linear import Linear
 from nanoinfer.models.checkpoint_info import TensorEntry
 from nanoinfer.models.decoder import Decoder
@@ -154,8 +155,10 @@ def fill_with_noise(model: Decoder, seed: int, progress: bool) -> None:
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
     modules = list(model.modules())
     for module in tqdm(modules, desc="random weights", delay=_PROGRESS_DELAY_S, disable=not progress):
-        if isinstance(module, Linear):
+        if isinstance(module, Linear | Experts):
             module.fill_with_noise(generator)
+            continue
+        if isinstance(module, nn.ParameterList):  # whose experts fill it
             continue
         for name, weight in module.named_parameters(recurse=False):
             mean = module.neutral_weight if name == "weight" else 0.0

@@ -46,7 +46,7 @@ def test_any_number_of_rows_has_the_bits_of_the_expanded_matrix(name, packing, d
         if packing.columns and size % packing.columns and packing.rows == 1:
             continue
         weights, module = filled(packing, num_rows, size, largest=largest, device=DEVICE)
-        assert module.packed.can_fold == (packing.folded[0] > 0 and (largest < 1 or packing.kind == "fp8"))
+        assert module.packed.folding.scales == (packing.folded[0] > 0 and (largest < 1 or packing.kind == "fp8"))
         packed, matrix = module.packed, torch.empty(num_rows, size, dtype=dtype, device=DEVICE)
         expand(packed, matrix)
         wanted = weights.expand(module, slice(0, num_rows)).to(dtype)
@@ -88,7 +88,7 @@ def test_tiles_of_more_programs_than_cores_have_the_same_bits(name):
 def test_zeros_that_are_folded_and_others_have_the_bits_of_the_expanded_matrix(name, zeros_fold):
     packing, size = Packing(**PACKINGS[name] | dict(scale_dtype=torch.bfloat16)), 512
     weights, module = filled(packing, 160, size, largest=0.03, zeros_fold=zeros_fold, device=DEVICE)
-    assert module.packed.can_fold and module.packed.zeros_fold == zeros_fold
+    assert module.packed.folding.scales and module.packed.folding.zeros == zeros_fold
     wanted = weights.expand(module, slice(0, 160)).bfloat16()
     matrix = expand(module.packed, torch.empty(160, size, dtype=torch.bfloat16, device=DEVICE))
     assert torch.equal(matrix.view(torch.int16), wanted.view(torch.int16))

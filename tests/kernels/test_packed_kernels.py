@@ -258,7 +258,7 @@ def test_scales_are_folded_where_every_product_is_exact():
             weight = empty_packed(packing, 4, 64, "cpu")
             weight.put_scales(0, 3, torch.full((3, 1), limit / 4).bfloat16())
             weight.put_scales(3, 4, torch.full((1, 1), scale).bfloat16())
-            assert weight.can_fold == is_folded, (kind, bits, scale)
+            assert weight.folding.scales == is_folded, (kind, bits, scale)
     assert Packing(kind="int", bits=4, columns=64, scale_dtype=HALF).folded == (0, 0)
     for bits, power in ((4, 129), (8, 0)):  # zeros are no power of two, and those of 8 bits lie in a table
         packing = Packing(kind="int", bits=bits, columns=64, scale_dtype=torch.bfloat16, has_zeros=True)
@@ -280,7 +280,7 @@ def test_what_one_part_of_a_merged_weight_has_counts_for_all(bad):
             ]
             for step in steps if is_first else reversed(steps):
                 step()
-        assert weight.can_fold == (not has_large_scale) and weight.zeros_fold == has_large_scale
+        assert weight.folding.scales == (not has_large_scale) and weight.folding.zeros == has_large_scale
         assert torch.equal(weight.zeros_of(slice(0, 12)), torch.full((12, 2), 7, dtype=torch.uint8))
 
 

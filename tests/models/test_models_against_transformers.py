@@ -140,7 +140,7 @@ def test_queries_are_packed_and_only_the_sum_changes(family, tmp_path):
     assert again is given and torch.equal(given, q)
     attn, weights = q.clone(), [weight.clone() for weight in model.parameters()]
     assert torch.equal(x, before[0]) and torch.equal(normed, before[1])
-    model.after_attention(0, x, attn)
+    model.after_attention(0, x, attn, torch.tensor([len(x)], dtype=torch.int32))
     assert not torch.equal(x, before[0]), "the sum is kept in place"
     assert torch.equal(attn, q) and all(map(torch.equal, model.parameters(), weights))
 

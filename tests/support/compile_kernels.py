@@ -155,7 +155,7 @@ def compile_packed() -> None:
         ways = [ways[0], ways[1], ways[5], ways[-1]] if gpu.architecture == architectures[0] else ways[:1]
     for case, can_fold, zeros_fold in ways:
         weight = empty_packed(Packing(**case), 256, 1024, "cpu")
-        weight.can_fold, weight.zeros_fold = can_fold, zeros_fold
+        weight.folding.scales, weight.folding.zeros = can_fold, zeros_fold
         layers.packed_linear(zeros(1, 1024), weight)
         if not is_brief or gpu.architecture != architectures[0]:
             layers.packed_linear(zeros(64, 1024), weight, zeros(256), activation="silu")

@@ -55,7 +55,7 @@ class Resident(Decoder):
 
     def end(self, layer, tensors):
         tensors.drop_q()
-        self.after_attention(layer - 1, tensors.x, tensors.attention)
+        self.after_attention(layer - 1, tensors.x, tensors.attention, tensors.num_live)
 
     def begin(self, layer, cut, transfers, here, tensors, held):
         if self.brings:  # what passes through the ring was used already

@@ -46,5 +46,5 @@ def dense_logits(model: Decoder, token_ids: list[int], first_position: int = 0) 
         k, v = target.kv[0]
         sinks = model.layers[layer].self_attn.sinks
         attn = dense_attention(q, k, v, spec.attention.scale, spec.attention.softcap, state.window, sinks)
-        normed = model.after_attention(layer, x, attn)
+        normed = model.after_attention(layer, x, attn, torch.tensor([len(x)], dtype=torch.int32))
     return model.logits(normed)

@@ -27,6 +27,7 @@ from transformers import (
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     SeedOssConfig,
     SmolLM3Config,
     Starcoder2Config,
@@ -39,6 +40,7 @@ _CONFIGS = {
     "mistral": MistralConfig,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
+    "qwen3_moe": Qwen3MoeConfig,
     "gemma3": Gemma3TextConfig,
     "granite": GraniteConfig,
     "granite4": GraniteMoeHybridConfig,
@@ -103,6 +105,8 @@ def tiny_config(
         if family == "granite4":
             fields |= dict(shared_intermediate_size=56, num_local_experts=0, position_embedding_type="rope")
             fields |= dict(layer_types=["attention"] * num_layers, mamba_n_heads=1)
+    elif family == "qwen3_moe":
+        fields |= dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=True)
     elif family in ("starcoder2", "ministral3"):
         fields |= dict(sliding_window=sliding_window)
     elif family == "ministral":
@@ -145,7 +149,7 @@ def make_checkpoint(
         elif "embed_tokens" in name or "lm_head" in name:
             weight.data = 0.5 * noise
         else:
-            weight.data = 1.5 * weight.shape[1] ** -0.5 * noise
+            weight.data = 1.5 * weight.shape[-1] ** -0.5 * noise
     model.tie_weights()
     model.to(dtype)
     limit = {} if shards == 1 else dict(max_shard_size=model.num_parameters() * dtype.itemsize // shards)

@@ -43,7 +43,7 @@ class Form(NamedTuple):
         factor: whether a global scale multiplies (1) or divides (2) the scales.
         expansion: which instructions; -1: those that triton chooses; -2: the interpreter.
         fold, fold_zero: see `Packing.folded`.
-        fold_products: whether zeros are multiplied with their scales; see `PackedWeight.zeros_fold`.
+        fold_products: whether zeros are multiplied with their scales; see `Folding.zeros`.
         product, result: the dtype of the product, and one that it is rounded to besides, or None.
     """
 
@@ -292,8 +292,8 @@ def form_of(weight: PackedWeight, device: torch.device, dtype: torch.dtype) -> F
     scale_dtype = packing.scale_dtype
     product = packing.product_dtype or (scale_dtype if scale_dtype in _TYPES else torch.float32)
     fits = packing.has_words and has_instructions(device)
-    folds = fits and weight.can_fold and dtype == torch.bfloat16 and packing.folded[0] > 0
-    fold_products = folds and packing.has_zeros and weight.zeros_fold
+    folds = fits and weight.folding.scales and dtype == torch.bfloat16 and packing.folded[0] > 0
+    fold_products = folds and packing.has_zeros and weight.folding.zeros
     number = number_of(packing, dtype, folds, fold_products) if fits else -1 if has_instructions(device) else -2
     return Form(
         size=size,

@@ -110,7 +110,7 @@ PRODUCT_OF_HALVES = "\n".join(
 def number_of(packing: Packing, dtype: torch.dtype, folds: bool, fold_products: bool = False) -> int:
     """Return the number in `EXPANSIONS` for weights of the model's dtype.
 
-    folds: see `Packing.can_fold`; fold_products: see `PackedWeight.zeros_fold`.
+    folds: see `Packing.can_fold`; fold_products: see `Folding.zeros`.
     """
     if folds:
         return len(_CASES) + _FOLDED_CASES.index((packing.kind, packing.bits, packing.has_zeros and not fold_products))

@@ -17,7 +17,7 @@ or a scale and its zero. Two such words, of two groups, are one of 64 bits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -127,6 +127,19 @@ class Packing:
 
 
 @dataclass
+class Folding:
+    """What the scales and zeros that were put into a weight allow; weights that one kernel multiplies share it.
+
+    Attributes:
+        scales: whether all scales can be folded; see `Packing.can_fold`.
+        zeros: whether the product of every zero with its scale is a bfloat16, so that it needs no rounding.
+    """
+
+    scales: bool = True
+    zeros: bool = True
+
+
+@dataclass
 class PackedWeight:
     """The tensors of a weight, [num_rows, in_features].
 
@@ -136,8 +149,7 @@ class PackedWeight:
         zeros: likewise, uint8; None: none, or in the words.
         global_scale: [num_rows] float32; None: none.
         group_index: [in_features] int32; None: none.
-        can_fold: whether all scales that were put in can be folded; see `Packing.can_fold`.
-        zeros_fold: whether the product of every zero with its scale is a bfloat16, so that it needs no rounding.
+        folding: what was put in allows.
     """
 
     packing: Packing
@@ -148,8 +160,7 @@ class PackedWeight:
     zeros: Tensor | None = None
     global_scale: Tensor | None = None
     group_index: Tensor | None = None
-    can_fold: bool = True
-    zeros_fold: bool = True
+    folding: Folding = field(default_factory=Folding)
 
     def put_codes(self, begin: int, codes: Tensor) -> None:
         """Write rows from `begin` on: [n, in_features] uint8."""
@@ -183,7 +194,7 @@ class PackedWeight:
     def put_scales(self, begin: int, end: int, scales: Tensor) -> None:
         """Write those of rows [begin, end): [rows of scales, groups], or what broadcasts to it."""
         packing = self.packing
-        self.can_fold = self.can_fold and packing.can_fold(scales)
+        self.folding.scales = self.folding.scales and packing.can_fold(scales)
         if packing.table(self.in_features) == "plain":
             self.scales[:, begin // packing.rows : -(-end // packing.rows)].copy_(scales.t())
             return
@@ -209,10 +220,10 @@ class PackedWeight:
         self._check_zeros(begin, end)
 
     def _check_zeros(self, begin: int, end: int) -> None:
-        """Whether the rows that were put in, whose scales or zeros may still be 0, leave `zeros_fold` true."""
-        if self.packing.has_zeros and self.packing.folded[0] > 0 and self.zeros_fold:
+        """Whether the rows that were put in, whose scales or zeros may still be 0, leave `folding.zeros` true."""
+        if self.packing.has_zeros and self.packing.folded[0] > 0 and self.folding.zeros:
             products = self.scales_of(slice(begin, end)).float() * self.zeros_of(slice(begin, end))
-            self.zeros_fold = bool((products == products.bfloat16()).all())
+            self.folding.zeros = bool((products == products.bfloat16()).all())
 
     def zeros_of(self, rows: slice | Tensor) -> Tensor:
         """Return zeros of some rows of the weight: [n, groups] uint8."""

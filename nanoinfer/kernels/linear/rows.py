@@ -151,6 +151,14 @@ def linear_parts(x: Tensor, weight: Tensor, num_parts: int, *, library_counts: C
     return _product(x, weight, None, None, out, num_parts)
 
 
+def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T, not rounded: [N, num_rows] float32. The library computes it in float32 alone."""
+    if x.element_size() == 4:
+        return linear(x, weight)
+    _check(x, weight)
+    return _product(x, weight, None, None, torch.empty(len(x), len(weight), dtype=torch.float32, device=x.device))
+
+
 def _product(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, out: Tensor, num_parts: int = 1
 ) -> Tensor:

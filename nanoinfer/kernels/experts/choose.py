@@ -1,0 +1,194 @@
+"""Which experts a row takes, with which weights; and the pairs of row and expert in the order of the experts."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanoinfer.kernels.experts.routing import SIGMOID, SOFTMAX, Routing
+from nanoinfer.kernels.launch.pdl import launch_options, let_next_in, wait_for_inputs
+from nanoinfer.kernels.launch.sizes import next_power_of_2
+
+NONE = -1
+"""In place of an expert: a row that is no token chooses none."""
+_PAIRS_AT_ONCE = 4096
+
+
+@triton.jit
+def best(key, expert, is_open):
+    """Return the number of the best key among the open ones, the lowest of equals. A NaN counts as the least."""
+    key = tl.where(is_open & (key == key), key, float("-inf"))
+    return tl.min(tl.where(is_open & (key == tl.max(key)), expert, 2**30))
+
+
+@triton.jit
+def choose_experts_kernel(
+    logits,  # [N, EXPERTS]
+    bias,  # [EXPERTS] float32, counts for the choice alone; None: none
+    num_live,  # [1] int32
+    ids,  # [N, CHOSEN] int32
+    weights,  # [N, CHOSEN] float32
+    like,  # a pointer to the model's dtype
+    factor,
+    EXPERTS: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    SCORES: tl.constexpr,  # 0: softmax, 1: sigmoid, 2: softmax of the chosen ones
+    NORMED: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CHOSEN_GROUPS: tl.constexpr,
+    TILE: tl.constexpr,
+    CHOSEN_TILE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0)
+    expert = tl.arange(0, TILE)
+    inside = expert < EXPERTS
+    place = tl.arange(0, CHOSEN_TILE)
+    own = row.to(tl.int64) * CHOSEN + place
+    wait_for_inputs(PDL)
+    let_next_in(PDL)
+    if row >= tl.load(num_live):
+        tl.store(ids + own, -1, mask=place < CHOSEN)
+        tl.store(weights + own, 0.0, mask=place < CHOSEN)
+        return
+    value = tl.load(logits + row.to(tl.int64) * EXPERTS + expert, mask=inside, other=float("-inf")).to(tl.float32)
+    key = value
+    score = value
+    if SCORES == 0:
+        score = tl.exp(value - tl.max(value))
+        score = tl.div_rn(score, tl.broadcast_to(tl.sum(score), score.shape))
+    elif SCORES == 1:
+        score = tl.sigmoid(value)
+        key = score
+        if bias is not None:
+            key += tl.load(bias + expert, mask=inside, other=0.0)
+    is_open = inside
+    if GROUPS > 1:
+        SIZE: tl.constexpr = EXPERTS // GROUPS
+        of_group = tl.full([TILE], float("-inf"), tl.float32)
+        for group in tl.static_range(GROUPS):
+            is_own = inside & (expert // SIZE == group)
+            first = best(key, expert, is_own)
+            second = best(key, expert, is_own & (expert != first))
+            both = tl.sum(tl.where(expert == first, key, 0.0)) + tl.sum(tl.where(expert == second, key, 0.0))
+            of_group = tl.where(expert == group, both, of_group)
+        is_open = expert < 0
+        is_group = expert < GROUPS
+        for _ in tl.static_range(CHOSEN_GROUPS):
+            group = best(of_group, expert, is_group)
+            is_group = is_group & (expert != group)
+            is_open = is_open | (inside & (expert // SIZE == group))
+    chosen = tl.full([CHOSEN_TILE], -1, tl.int32)
+    weight = tl.full([CHOSEN_TILE], 0.0, tl.float32)
+    total = 0.0
+    first_value = 0.0
+    for index in tl.static_range(CHOSEN):
+        number = best(key, expert, is_open)
+        is_open = is_open & (expert != number)
+        # The value itself, also a NaN: no other is added.
+        own_score = tl.sum(tl.where(expert == number, score, 0.0))
+        if SCORES == 2:
+            if index == 0:
+                first_value = own_score
+            own_score = tl.exp(own_score - first_value)
+        total += own_score
+        chosen = tl.where(place == index, number, chosen)
+        weight = tl.where(place == index, own_score, weight)
+    if NORMED:
+        if SCORES == 1:
+            total += 1e-20
+        weight = tl.div_rn(weight, tl.broadcast_to(total, weight.shape))
+    if ROUNDED:
+        weight = weight.to(like.dtype.element_ty).to(tl.float32)
+    weight *= factor
+    tl.store(ids + own, chosen, mask=place < CHOSEN)
+    tl.store(weights + own, weight, mask=place < CHOSEN)
+
+
+def choose_experts(
+    logits: Tensor, routing: Routing, bias: Tensor | None, num_live: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Choose the experts of each row. A NaN in a row changes what this row alone gets, and its experts exist.
+
+    Args:
+        logits: [N, num_experts], in the model's dtype or float32.
+        bias: [num_experts] float32, which with "sigmoid" counts for the choice and not for the weight.
+        num_live: [1] int32: rows from this number on choose nothing.
+        dtype: the model's.
+
+    Returns:
+        Numbers of experts, [N, num_chosen] int32, in the order of the choice, and weights, float32. -1: none.
+    """
+    num_rows, shape = len(logits), (len(logits), routing.num_chosen)
+    ids = torch.empty(shape, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
+    assert logits.is_contiguous() and logits.data_ptr() % 16 == 0, "rows are packed, and begin where all others do"
+    if num_rows:
+        choose_experts_kernel[(num_rows,)](
+            logits, bias, num_live, ids, weights, torch.empty(0, dtype=dtype, device=logits.device), routing.factor,
+            EXPERTS=routing.num_experts, CHOSEN=routing.num_chosen,
+            SCORES={SOFTMAX: 0, SIGMOID: 1}.get(routing.scores, 2), NORMED=routing.is_normed,
+            ROUNDED=routing.is_rounded, GROUPS=routing.num_groups, CHOSEN_GROUPS=routing.num_chosen_groups,
+            TILE=next_power_of_2(routing.num_experts), CHOSEN_TILE=next_power_of_2(routing.num_chosen), num_warps=1,
+            **launch_options(logits, fuses=False),
+        )  # fmt: skip
+    return ids, weights
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def sort_pairs_kernel(
+    ids,  # [num_pairs]
+    table,  # [EXPERTS]
+    order,  # [num_pairs]
+    begins,  # [EXPERTS + 1]
+    num_pairs,
+    EXPERTS: tl.constexpr,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    expert = tl.program_id(0)
+    wait_for_inputs(PDL)
+    let_next_in(PDL)
+    before = 0
+    own = 0
+    for start in range(0, num_pairs, TILE):
+        pair = start + tl.arange(0, TILE)
+        other = tl.load(ids + pair, mask=pair < num_pairs, other=-1)
+        # Experts that are not here take no pairs.
+        is_here = (other >= 0) & (other <= expert)
+        is_here = is_here & (tl.load(table + other, mask=is_here, other=-1) >= 0)
+        before += tl.sum((is_here & (other < expert)).to(tl.int32))
+        own += tl.sum((is_here & (other == expert)).to(tl.int32))
+    tl.store(begins + expert, before)
+    if expert == EXPERTS - 1:
+        tl.store(begins + EXPERTS, before + own)
+    if own > 0:
+        for start in range(0, num_pairs, TILE):
+            pair = start + tl.arange(0, TILE)
+            is_own = tl.load(ids + pair, mask=pair < num_pairs, other=-1) == expert
+            count = is_own.to(tl.int32)
+            tl.store(order + before + tl.cumsum(count) - count, pair, mask=is_own)
+            before += tl.sum(count)
+
+
+def sort_pairs(ids: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """Sort pairs of row and expert by expert; those of one expert keep their order. No shape depends on the choice.
+
+    Args:
+        ids: [N, num_chosen] int32; table: [num_experts] int32, each expert's place, -1: it is not here.
+
+    Returns:
+        The pairs, as numbers row * num_chosen + index, [N * num_chosen] int32, of which those that choose nothing are
+        left out at the end; and where the pairs of each expert begin, and those of the last end, [num_experts + 1].
+    """
+    order = torch.empty(ids.numel(), dtype=torch.int32, device=ids.device)
+    begins = torch.empty(len(table) + 1, dtype=torch.int32, device=ids.device)
+    tile = min(_PAIRS_AT_ONCE, max(32, next_power_of_2(ids.numel())))
+    sort_pairs_kernel[(len(table),)](
+        ids, table, order, begins, ids.numel(), EXPERTS=len(table), TILE=tile, num_warps=max(1, min(8, tile // 256)),
+        **launch_options(ids),
+    )  # fmt: skip
+    return order, begins

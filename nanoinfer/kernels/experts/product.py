@@ -1,0 +1,423 @@
+"""Products of rows with the weights of their experts, grouped by expert: one kernel at every number of rows.
+
+A program takes a tile of one expert's rows and a tile of its weight, and all columns: K ascends in one float32
+accumulator, as in `kernels.linear`, so that a row's bits depend on its expert's weight and on the row alone. The weight
+is the left operand, wide or expanded from packed codes in the kernel. Where an expert's bytes lie, a table on the device
+says: the host is asked nothing, and the grid is large enough for any choice.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanoinfer.kernels.experts import reference
+from nanoinfer.kernels.experts.choose import sort_pairs
+from nanoinfer.kernels.experts.routing import NAMES, ExpertWeight, GatedActivation
+from nanoinfer.kernels.launch.pdl import launch_options, let_next_in, wait_for_inputs
+from nanoinfer.kernels.launch.sizes import next_power_of_2
+from nanoinfer.kernels.layer.activation import activate
+from nanoinfer.kernels.layer.rms_norm import rounded
+from nanoinfer.kernels.linear.expand import COLUMN, expanded_plane, first_blocks, form_of, scales_of_rows
+from nanoinfer.kernels.linear.launches import gpu_of
+from nanoinfer.kernels.linear.packed import expanded_block, waited_for
+from nanoinfer.kernels.linear.tiles import biased
+
+WORKSPACE_BYTES = 64 * 2**20
+"""About as many bytes of float32 products lie beside each other before they are added."""
+
+
+class Places(NamedTuple):
+    """Where the tensors of a weight lie: bytes of a run, and of a run those before each tensor; see `ExpertWeight`."""
+
+    stride: int
+    codes: int
+    scales: int
+    zeros: int
+    global_scale: int
+    group_index: int
+    bias: int
+
+
+class Tiles(NamedTuple):
+    """Rows of x and of the weight for a program, columns of a step if the weight is wide, and so on."""
+
+    block_m: int
+    block_n: int
+    columns: int
+    num_warps: int
+    stages: int
+
+
+@triton.jit
+def tensor_of(pool, place, offset: tl.constexpr, stride: tl.constexpr):
+    """Return a pointer to the values that lie `offset` bytes behind the begin of a run; None for no tensor."""
+    if pool is None:
+        return None
+    else:
+        size: tl.constexpr = pool.dtype.element_ty.primitive_bitwidth // 8
+        return pool + (place * (stride // size) + offset // size)
+
+
+@triton.jit
+def added(weight, value, acc, FORM: tl.constexpr, PRECISION: tl.constexpr):
+    """Add the product with weights that lie in registers; see `waited_for`, which the interpreter does not know."""
+    acc = tl.dot(weight, value, acc, input_precision=PRECISION)
+    if FORM.expansion != -2:
+        acc = waited_for(acc)
+    return acc
+
+
+@triton.jit
+def clamped(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+    """(up + 1) * gate * sigmoid(ALPHA * gate) of float32 values within the limit; a NaN stays one."""
+    gate = tl.where(gate > LIMIT, LIMIT, gate)
+    up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    return (up + 1.0) * (gate * tl.sigmoid(gate * ALPHA))
+
+
+@triton.jit(do_not_specialize=["num_pairs", "first_row", "num_tiles_n"])
+def expert_product_kernel(
+    x,  # [N, SIZE]; row order[i] // CHOSEN with GATHER, else i
+    out,  # [num_pairs, width], rows out_stride apart; row order[i] with SCATTER, else i
+    ids,  # [num_pairs], read without `order`
+    table,  # [EXPERTS]: an expert's place, -1: it is not here
+    order,  # [num_pairs]: what `sort_pairs` returns; None: each pair is a tile
+    begins,  # [EXPERTS + 1]
+    words, scales, zeros, global_scale, group_index, bias,  # the pool in each tensor's dtype; `words` also of wide rows
+    num_pairs,
+    first_row,  # of the weight, that column 0 of `out` belongs to
+    width,  # columns of `out`
+    out_stride,
+    out_part,  # elements from one part of a sum to the next
+    FORM: tl.constexpr,  # None: the weight is wide
+    PLACES: tl.constexpr,
+    SIZE: tl.constexpr,
+    NUM_ROWS: tl.constexpr,  # of the weight, gate and up counted together
+    EXPERTS: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    PART: tl.constexpr,  # columns of a part
+    GATHER: tl.constexpr,
+    SCATTER: tl.constexpr,
+    GATED: tl.constexpr,
+    GELU: tl.constexpr,
+    LIMIT: tl.constexpr,  # None: no clamp
+    ALPHA: tl.constexpr,
+    UNROLL: tl.constexpr,  # blocks of one step
+    WHOLE: tl.constexpr,  # whether a block is one operand
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # columns of one step, of a wide weight
+    STAGES: tl.constexpr,
+    EXPERT_TILE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(1)
+    in_tile = tl.arange(0, BLOCK_M)
+    wait_for_inputs(PDL)
+    if order is None:
+        expert = tl.load(ids + tile)
+        position = tile + 0 * in_tile
+        live = in_tile == 0
+        if expert < 0:
+            return
+    else:
+        each = tl.arange(0, EXPERT_TILE)
+        is_one = each < EXPERTS
+        begin = tl.load(begins + each, mask=is_one, other=0)
+        end = tl.load(begins + each + 1, mask=is_one, other=0)
+        tiles = tl.cdiv(end - begin, BLOCK_M)
+        ends = tl.cumsum(tiles)
+        if tile >= tl.sum(tiles):
+            return
+        expert = tl.sum((ends <= tile).to(tl.int32))
+        is_own = each == expert
+        position = tl.sum(tl.where(is_own, begin + (tile - ends + tiles) * BLOCK_M, 0)) + in_tile
+        live = position < tl.sum(tl.where(is_own, end, 0))
+    place = tl.load(table + expert).to(tl.int64)
+    if place < 0:
+        return
+    pair = position
+    if order is not None:
+        pair = tl.load(order + position, mask=live, other=0)
+    x_row = pair // CHOSEN if GATHER else position
+    x_row = tl.where(live, x_row, 0)
+    words_at = tensor_of(words, place, PLACES.codes, PLACES.stride)
+    bias_at = tensor_of(bias, place, PLACES.bias, PLACES.stride)
+    OUT_N: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    OUT_ROWS: tl.constexpr = NUM_ROWS // 2 if GATED else NUM_ROWS
+    column_of_out = tl.program_id(0) * OUT_N
+    in_rows = tl.arange(0, BLOCK_N)
+    # Rows beyond the last are computed as the last, and not stored.
+    row = tl.minimum(first_row + column_of_out + in_rows % OUT_N, OUT_ROWS - 1)
+    if GATED:
+        row += in_rows // OUT_N * OUT_ROWS
+    begin_column = tl.program_id(2) * PART
+    end_column = tl.minimum(begin_column + PART, SIZE)
+    EVEN_PART: tl.constexpr = PART == SIZE
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    x_at = x + x_row.to(tl.int64)[None, :] * SIZE
+    if FORM is None:
+        at = tl.arange(0, BLOCK_K)
+        EVEN: tl.constexpr = EVEN_PART and SIZE % BLOCK_K == 0
+        weight_at = words_at + row[:, None] * SIZE + at[None, :]
+        for start in tl.range(begin_column, end_column, BLOCK_K, num_stages=STAGES):
+            if EVEN:
+                value = tl.load(x_at + (start + at)[:, None], mask=live[None, :], other=0.0)
+                weight = tl.load(weight_at + start)
+            else:
+                in_part = start + at < end_column
+                value = tl.load(x_at + (start + at)[:, None], mask=live[None, :] & in_part[:, None], other=0.0)
+                weight = tl.load(weight_at + start, mask=in_part[None, :], other=0.0)
+            acc = tl.dot(weight, value, acc, input_precision=PRECISION)
+    else:
+        BLOCK: tl.constexpr = FORM.block
+        PLANE: tl.constexpr = FORM.plane
+        EVEN: tl.constexpr = EVEN_PART and SIZE % (UNROLL * BLOCK) == 0
+        ALIGNED: tl.constexpr = (UNROLL * BLOCK) % FORM.group == 0
+        scales_at = tensor_of(scales, place, PLACES.scales, PLACES.stride)
+        zeros_at = tensor_of(zeros, place, PLACES.zeros, PLACES.stride)
+        global_at = tensor_of(global_scale, place, PLACES.global_scale, PLACES.stride)
+        index_at = tensor_of(group_index, place, PLACES.group_index, PLACES.stride)
+        of_row = scales_of_rows(scales_at, zeros_at, global_at, row, FORM)
+        word_tile = words_at + row[:, None] * PLANE + tl.arange(0, PLANE)[None, :]
+        # A part may begin within a step, whose other columns are 0.
+        first_step = begin_column // (UNROLL * BLOCK) * (UNROLL * BLOCK)
+        for start in tl.range(first_step, end_column, UNROLL * BLOCK, num_stages=STAGES):
+            first = start // BLOCK
+            for u in tl.static_range(UNROLL):
+                block = first + u
+                if not EVEN:
+                    block = tl.minimum(block, (SIZE - 1) // BLOCK)
+                words_tile = tl.load(word_tile + block * NUM_ROWS * PLANE)
+                if WHOLE:
+                    at = start + u * BLOCK + tl.arange(0, BLOCK)
+                    value = tl.load(x_at + at[:, None], mask=live[None, :], other=0.0)
+                    weight = expanded_block(
+                        words_tile, scales_at, zeros_at, global_at, index_at, of_row, row, NUM_ROWS, first, u, x, FORM,
+                        ALIGNED, EVEN,
+                    )  # fmt: skip
+                    acc = added(weight, value, acc, FORM, PRECISION)
+                else:
+                    for p in tl.static_range(16 // FORM.bits):
+                        at = start + u * BLOCK + p * PLANE + tl.arange(0, PLANE)
+                        weight = expanded_plane(
+                            words_tile, scales_at, zeros_at, global_at, index_at, of_row, row, NUM_ROWS, first,
+                            u * BLOCK + p * PLANE, x, p, FORM, ALIGNED, EVEN,
+                        )  # fmt: skip
+                        if EVEN:
+                            value = tl.load(x_at + at[:, None], mask=live[None, :], other=0.0)
+                        else:  # what lies beyond may be infinite, and its product with 0 no number
+                            in_part = (at >= begin_column) & (at < end_column)
+                            value = tl.load(x_at + at[:, None], mask=live[None, :] & in_part[:, None], other=0.0)
+                            weight = tl.where(in_part[None, :], weight, 0.0)
+                        acc = added(weight, value, acc, FORM, PRECISION)
+    let_next_in(PDL)
+    result = tl.trans(acc)
+    up = result
+    if GATED:
+        result, up = tl.split(tl.permute(tl.reshape(result, [BLOCK_M, 2, OUT_N]), (0, 2, 1)))
+    out_column = column_of_out + tl.arange(0, OUT_N)
+    inside = (out_column < width) & (first_row + out_column < OUT_ROWS)
+    if bias is not None:
+        result = biased(result, bias_at + first_row + out_column, inside)
+    if GATED:
+        if bias is not None:
+            up = biased(up, bias_at + OUT_ROWS + first_row + out_column, inside)
+        if LIMIT is None:
+            result = rounded(activate(rounded(result, x), GELU), x) * rounded(up, x)
+        else:
+            result = clamped(rounded(result, x), rounded(up, x), LIMIT, ALPHA)
+    out_row = pair if SCATTER else position
+    target = out + tl.program_id(2) * out_part + out_row.to(tl.int64)[:, None] * out_stride + out_column[None, :]
+    tl.store(target, result.to(out.dtype.element_ty), mask=live[:, None] & inside[None, :])
+
+
+@triton.jit
+def add_experts_kernel(
+    products,  # [N * CHOSEN, width] float32
+    ids,  # [N, CHOSEN]
+    weights,  # [N, CHOSEN] float32
+    table,  # [EXPERTS]
+    shared,  # [2, N, SIZE] float32, added last; None: none
+    out,  # [2, N, SIZE] float32
+    first_column,  # of out, that column 0 of `products` belongs to
+    width,
+    num_rows,
+    SIZE: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    FIRST_HALF: tl.constexpr,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    inside = column < width
+    wait_for_inputs(PDL)
+    let_next_in(PDL)
+    first = tl.zeros([TILE], tl.float32)
+    second = tl.zeros([TILE], tl.float32)
+    for index in tl.static_range(CHOSEN):
+        pair = row * CHOSEN + index
+        expert = tl.load(ids + pair)
+        # Of an expert that is not chosen, or not here, nothing is read or added.
+        is_here = tl.minimum(expert, tl.load(table + tl.maximum(expert, 0))) + 0 * column >= 0
+        counts = inside & is_here
+        product = tl.load(products + pair * width + column, mask=counts, other=0.0) * tl.load(weights + pair)
+        first = tl.where(counts & (expert < FIRST_HALF), first + product, first)
+        second = tl.where(counts & (expert >= FIRST_HALF), second + product, second)
+    at = row * SIZE + first_column + column
+    other = num_rows.to(tl.int64) * SIZE
+    if shared is not None:
+        first += tl.load(shared + at, mask=inside, other=0.0)
+        second += tl.load(shared + other + at, mask=inside, other=0.0)
+    tl.store(out + at, first, mask=inside)
+    tl.store(out + other + at, second, mask=inside)
+
+
+class Pairs(NamedTuple):
+    """Pairs of row and expert. ids: [N, num_chosen]; table: each expert's place; order, begins: `sort_pairs`, if need be."""
+
+    ids: Tensor
+    table: Tensor
+    order: Tensor | None
+    begins: Tensor | None
+
+
+def pairs_of(ids: Tensor, table: Tensor) -> Pairs:
+    """Return the pairs, sorted. The pairs of one row need not be: they have different experts."""
+    return Pairs(ids, table, *((None, None) if len(ids) == 1 else sort_pairs(ids, table)))
+
+
+def expert_mlp(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    table: Tensor,
+    gate_up: tuple[ExpertWeight, ...],
+    down: ExpertWeight,
+    activation: GatedActivation,
+    first_half: int,
+    shared: Tensor | None = None,
+) -> Tensor:
+    """Run each row through its experts, and add what they give in two sums: [2, N, hidden_size] float32.
+
+    Args:
+        x: [N, hidden_size], packed.
+        ids, weights: of `choose_experts`.
+        table: [num_experts] int32, the place of each expert's run in the pool; -1: it is not here, and adds nothing.
+        gate_up: one weight, gate first, or two.
+        first_half: experts below this number belong to the first sum.
+        shared: [2, N, hidden_size] float32, added to the two sums last.
+    """
+    (num_rows, hidden_size), num_pairs = x.shape, ids.numel()
+    out = torch.empty(2, num_rows, hidden_size, dtype=torch.float32, device=x.device)
+    if num_rows == 0:
+        return out
+    pairs = pairs_of(ids, table)
+    hidden = _hidden(x, pairs, gate_up, activation)
+    width = slice_width(num_pairs, hidden_size)
+    products = torch.empty(num_pairs * width, dtype=torch.float32, device=x.device)
+    for begin in range(0, hidden_size, width):
+        count = min(width, hidden_size - begin)
+        some = products[: num_pairs * count].view(num_pairs, count)
+        _launch(hidden, some, pairs, down, first_row=begin, scatters=True)
+        tile = min(1024, next_power_of_2(count))
+        add_experts_kernel[(triton.cdiv(count, tile), num_rows)](
+            some, ids, weights, table, shared, out, begin, count, num_rows, SIZE=hidden_size, CHOSEN=ids.shape[1],
+            FIRST_HALF=first_half, TILE=tile, num_warps=4, **launch_options(x, fuses=False),
+        )  # fmt: skip
+    return out
+
+
+def shared_mlp(
+    x: Tensor, table: Tensor, gate_up: tuple[ExpertWeight, ...], down: ExpertWeight, activation: GatedActivation,
+    part: int,
+) -> Tensor:  # fmt: skip
+    """Run all rows through one expert. Of its last sum the columns before `part` are one part, the others another.
+
+    Returns [2, N, hidden_size] float32.
+    """
+    out = torch.empty(2, len(x), down.num_rows, dtype=torch.float32, device=x.device)
+    if part >= down.in_features:
+        out[1].zero_()
+    pairs = pairs_of(torch.zeros(len(x), 1, dtype=torch.int32, device=x.device), table)
+    if len(x):
+        _launch(_hidden(x, pairs, gate_up, activation), out, pairs, down, scatters=True, part=part)
+    return out
+
+
+def slice_width(num_pairs: int, hidden_size: int) -> int:
+    """Return how many columns of the experts' products lie in the workspace at a time. The choice does not matter."""
+    return min(hidden_size, max(128, WORKSPACE_BYTES // (4 * num_pairs) // 128 * 128))
+
+
+def _hidden(x: Tensor, pairs: Pairs, gate_up: tuple[ExpertWeight, ...], activation: GatedActivation) -> Tensor:
+    """Compute what goes into the experts' last product, in the order of the sorted pairs: [num_pairs, size]."""
+    num_pairs, num_rows = pairs.ids.numel(), sum(weight.num_rows for weight in gate_up)
+    if len(gate_up) == 1:
+        hidden = torch.empty(num_pairs, num_rows // 2, dtype=x.dtype, device=x.device)
+        _launch(x, hidden, pairs, gate_up[0], activation, gathers=True)
+        return hidden
+    both = torch.empty(num_pairs, num_rows, dtype=x.dtype, device=x.device)
+    for weight, out in zip(gate_up, both.chunk(2, dim=1), strict=True):
+        _launch(x, out, pairs, weight, gathers=True)
+    return reference.gated(*both.chunk(2, dim=1), activation)
+
+
+def _launch(
+    x: Tensor, out: Tensor, pairs: Pairs, weight: ExpertWeight, activation: GatedActivation | None = None, *,
+    gathers: bool = False, scatters: bool = False, first_row: int = 0, part: int | None = None,
+) -> None:  # fmt: skip
+    num_pairs, num_experts, width, size = pairs.ids.numel(), len(pairs.table), out.shape[-1], weight.in_features
+    assert x.is_contiguous() and out.stride(-1) == 1 and x.shape[1] == size, "rows must be packed"
+    tiles = tiles_of(x, num_pairs if pairs.order is not None else 0, num_experts)
+    num_tiles = num_pairs if pairs.order is None else min(num_pairs, num_experts + num_pairs // tiles.block_m)
+    part = min(part or size, size)
+    form, unroll, stages = None, 1, tiles.stages
+    if weight.packed is not None:
+        form = form_of(weight.packed, x.device, x.dtype)
+        unroll = _blocks_of_step(form, tiles.columns)
+        stages = 1 if form.mode == COLUMN.value else stages
+    is_whole = form is not None and part == size and size % (unroll * form.block) == 0
+    is_whole = is_whole and tiles.block_m >= 16 and tiles.block_n >= 64 and form.mode != COLUMN.value
+    gated = activation is not None
+    grid = (triton.cdiv(width, tiles.block_n // (2 if gated else 1)), num_tiles, triton.cdiv(size, part))
+    expert_product_kernel[grid](
+        x, out, *pairs, *(weight.tensors.get(name) for name in NAMES), num_pairs, first_row, width, out.stride(-2),
+        out.stride(0) if out.dim() == 3 else 0, FORM=form,
+        PLACES=Places(weight.stride, *(weight.offsets.get(name, 0) for name in NAMES)), SIZE=size,
+        NUM_ROWS=weight.num_rows, EXPERTS=num_experts, CHOSEN=pairs.ids.shape[1], PART=part, GATHER=gathers,
+        SCATTER=scatters, GATED=gated, GELU=gated and activation.name != "silu",
+        LIMIT=activation.limit if gated else None, ALPHA=activation.alpha if gated else 1.0, UNROLL=unroll,
+        WHOLE=is_whole, PRECISION="ieee" if x.dtype == torch.float32 else "tf32", BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n, BLOCK_K=tiles.columns, STAGES=stages, EXPERT_TILE=next_power_of_2(num_experts),
+        num_warps=tiles.num_warps, **launch_options(x),
+    )  # fmt: skip
+
+
+def _blocks_of_step(form, columns: int) -> int:
+    """Return how many blocks make up about so many columns."""
+    least = first_blocks(form)
+    return max(least, columns // form.block // least * least)
+
+
+def tiles_of(x: Tensor, num_pairs: int, num_experts: int) -> Tiles:
+    """Return the tiles of a product, by how many rows an expert has on average. No choice changes a bit."""
+    rows = -(-num_pairs // num_experts)
+    if x.element_size() == 4:
+        return Tiles(16, 32, 32, 4, 1)
+    if rows <= 1:
+        return Tiles(8, 32, 256, 2, 3)
+    if rows <= 8:
+        return Tiles(16, 32, 256, 2, 3)
+    if rows <= 24:
+        return Tiles(32, 64, 128, 4, 3)
+    if rows <= 96 or gpu_of(x.device).shared_memory < 160 * 1024:
+        return Tiles(64, 64, 64, 4, 3)
+    return Tiles(128, 128, 64, 8, 3)

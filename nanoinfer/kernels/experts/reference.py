@@ -1,0 +1,115 @@
+"""The choice of experts and what they compute, in plain torch: on the CPU, and what tests compare the kernels with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from nanoinfer.common import exact
+from nanoinfer.kernels.activations import ACTIVATIONS
+from nanoinfer.kernels.experts.routing import SIGMOID, SOFTMAX, GatedActivation, Routing
+
+Expert = Callable[[int], tuple[Tensor, Tensor | None, Tensor, Tensor | None]]
+"""Returns the matrices of an expert, in the model's dtype: gate and up, their bias, down, its bias."""
+
+
+def choose_experts(
+    logits: Tensor, routing: Routing, bias: Tensor | None, num_live: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Choose the experts of each row, as `choose.choose_experts` says."""
+    value = logits.float()
+    score = key = value
+    if routing.scores == SOFTMAX:
+        score = value.softmax(-1)
+    elif routing.scores == SIGMOID:
+        score = exact.elementwise(torch.sigmoid, value)
+        key = score if bias is None else score + bias
+    key = torch.where(key.isnan(), float("-inf"), key)
+    if routing.num_groups > 1:
+        groups = key.unflatten(-1, (routing.num_groups, -1))
+        best = groups.topk(2, dim=-1).values.sum(-1).sort(descending=True, stable=True).indices
+        is_open = torch.zeros_like(groups, dtype=torch.bool)
+        is_open.scatter_(1, best[:, : routing.num_chosen_groups, None].expand(-1, -1, groups.shape[-1]), True)
+        key = key.masked_fill(~is_open.flatten(1), float("-inf"))
+        ids = _sorted_within(key, is_open.flatten(1))
+    else:
+        ids = key.sort(descending=True, stable=True).indices
+    ids = ids[:, : routing.num_chosen]
+    weights = score.gather(1, ids)
+    if routing.scores not in (SOFTMAX, SIGMOID):
+        weights = exact.elementwise(torch.exp, weights - weights[:, :1])
+    if routing.is_normed:
+        total = torch.zeros_like(weights[:, 0])
+        for column in weights.unbind(1):  # in the order of the choice
+            total = total + column
+        weights = weights / (total + (1e-20 if routing.scores == SIGMOID else 0.0)).unsqueeze(1)
+    if routing.is_rounded:
+        weights = weights.to(dtype).float()
+    weights = weights * routing.factor
+    is_live = torch.arange(len(logits), device=logits.device)[:, None] < num_live
+    return ids.int().where(is_live, -1), weights.where(is_live, 0.0)
+
+
+def _sorted_within(key: Tensor, is_open: Tensor) -> Tensor:
+    """Return columns by descending key, the open ones first, also where their key is the least."""
+    order = key.sort(descending=True, stable=True).indices
+    return order.gather(1, is_open.gather(1, order).byte().sort(descending=True, stable=True).indices)
+
+
+def gated(gate: Tensor, up: Tensor, activation: GatedActivation) -> Tensor:
+    """Compute activation(gate) * up of rounded values: [N, size] each."""
+    if activation.limit is None:
+        return exact.elementwise(ACTIVATIONS[activation.name], gate) * up
+    limit, wide = activation.limit, gate.float().clamp(max=activation.limit)
+    sigmoid = exact.elementwise(torch.sigmoid, wide * activation.alpha)
+    return ((up.float().clamp(-limit, limit) + 1.0) * (wide * sigmoid)).to(gate.dtype)
+
+
+def expert_mlp(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    table: Tensor,
+    expert: Expert,
+    activation: GatedActivation,
+    first_half: int,
+    shared: Tensor | None = None,
+) -> Tensor:
+    """Run each row through its experts, one expert at a time, and add what they give: [2, N, hidden_size] float32.
+
+    Operands of 16 bits are widened to float32.
+    """
+    products = x.new_zeros(*ids.shape, x.shape[1], dtype=torch.float32)
+    is_here = (ids >= 0) & (table[ids.clamp(min=0).long()] >= 0)
+    for number in ids[is_here].unique().tolist():
+        rows, places = (is_here & (ids == number)).nonzero(as_tuple=True)
+        gate_up, bias, down, down_bias = expert(number)
+        products[rows, places] = _product(_hidden(x[rows], gate_up, bias, activation), down, down_bias)
+    sums = torch.zeros(2, *x.shape, dtype=torch.float32, device=x.device)
+    products *= weights.unsqueeze(2)
+    for column, of_expert, counts in zip(products.unbind(1), ids.unbind(1), is_here.unbind(1), strict=True):
+        for half, is_own in enumerate((of_expert < first_half, of_expert >= first_half)):
+            sums[half] = torch.where((is_own & counts)[:, None], sums[half] + column, sums[half])
+    return sums if shared is None else sums + shared
+
+
+def shared_mlp(x: Tensor, expert: Expert, activation: GatedActivation, part: int) -> Tensor:
+    """Run all rows through one expert, with its last sum in two parts: [2, N, hidden_size] float32."""
+    gate_up, bias, down, _ = expert(0)
+    hidden = _hidden(x, gate_up, bias, activation)
+    found = torch.zeros(2, *x.shape, dtype=torch.float32, device=x.device)
+    for sums, columns in zip(found, (slice(part), slice(part, None)), strict=True):
+        if down[:, columns].shape[1]:
+            sums.copy_(_product(hidden[:, columns], down[:, columns].contiguous(), None))
+    return found
+
+
+def _hidden(x: Tensor, gate_up: Tensor, bias: Tensor | None, activation: GatedActivation) -> Tensor:
+    return gated(*_product(x, gate_up, bias).to(x.dtype).chunk(2, dim=1), activation)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    found = exact.linear(x.float(), weight.float())
+    return found if bias is None else found + bias.float()

@@ -1,0 +1,331 @@
+"""Sparse MLPs: a router chooses experts for each row, and what they give is added in a fixed order.
+
+An expert is one run of bytes: all tensors of its packed weights, each beginning at a multiple of 128 bytes, at the same
+places in all experts of a layer. The runs of all layers whose runs are of one length lie in one pool, and a table says
+in which place of it each expert's run lies. So products find experts by a number on the device, and where an expert
+lies changes no bit.
+
+A row has two sums, in float32: of its experts with a number in the first half, in the order of the choice, and of the
+others. A shared expert's last product has two parts, one for each sum, added last. The sum of both is rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor, nn
+
+from nanoinfer.common.errors import did_you_mean, shown
+from nanoinfer.kernels.activations import ACTIVATIONS
+from nanoinfer.kernels.experts.routing import ExpertWeight, GatedActivation, Routing
+from nanoinfer.kernels.operations import operations_of
+from nanoinfer.layers.formats.base import DENSE, Filling, Formats, WeightFormat
+from nanoinfer.layers.formats.parted import Parted, merged
+from nanoinfer.layers.linear import Linear
+from nanoinfer.layers.norm import RMSNorm
+
+ALIGNMENT = 128
+"""Bytes at whose multiples the tensors of an expert begin."""
+SHARED_PART = 128
+"""The first part of a shared expert's last sum is half of its columns, rounded up to a multiple of this."""
+
+
+class ExpertProjection:
+    """A projection of every expert of a layer, or gate and up as one: where its tensors lie in a run, in what format.
+
+    names: the rows of each projection, by its name in the checkpoint. begin: the first byte in a run.
+    """
+
+    def __init__(
+        self, names: dict[str, int], in_features: int, weights: WeightFormat, *, bias: bool, dtype: torch.dtype,
+        begin: int,
+    ) -> None:  # fmt: skip
+        self.names, self.weights, self.num_rows, self.in_features = names, weights, sum(names.values()), in_features
+        self._template = SimpleNamespace(num_rows=self.num_rows, in_features=in_features)
+        weights.allocate(self._template, self.num_rows, in_features, dtype=dtype, device="meta")
+        if bias:
+            self._template.bias = torch.empty(self.num_rows, dtype=dtype, device="meta")
+        self._tensors = {name: one for name, one in vars(self._template).items() if isinstance(one, Tensor)}
+        self._offsets, self.end = {}, begin
+        for name, tensor in self._tensors.items():
+            self._offsets[name] = self.end
+            self.end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+
+    @property
+    def packed(self):
+        """The shapes and the packing of its tensors; None: they are wide."""
+        return getattr(self._template, "packed", None)
+
+    def in_run(self, run: Tensor) -> SimpleNamespace:
+        """Return what a `WeightFormat` takes for a module, and the bias, of one expert. run: [stride] uint8."""
+        tensors = {}
+        for name, tensor in self._tensors.items():
+            begin = self._offsets[name]
+            tensors[name] = run[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        found = SimpleNamespace(**vars(self._template) | tensors)
+        if self.packed is not None:
+            found.packed = replace(self.packed, **{name: one for name, one in tensors.items() if name != "bias"})
+        return found
+
+    def weight(self, pool: Tensor) -> ExpertWeight:
+        """Return where kernels find it. pool: [places, stride] uint8."""
+        names = {name: "codes" if name == "weight" else name for name in self._tensors}
+        dtypes = {
+            name: torch.uint8 if one.dtype == torch.float8_e4m3fn else one.dtype for name, one in self._tensors.items()
+        }
+        return ExpertWeight(
+            num_rows=self.num_rows,
+            in_features=self.in_features,
+            packed=self.packed,
+            tensors={ours: pool.view(-1).view(dtypes[name]) for name, ours in names.items()},
+            offsets={ours: self._offsets[name] for name, ours in names.items()},
+            stride=pool.shape[1],
+        )
+
+    def views(self, run: Tensor) -> Iterator[tuple[str, Tensor | Filling]]:
+        """Yield what checkpoint tensors fill of one expert, by the ends of their names."""
+        module, begin = self.in_run(run), 0
+        for name, count in self.names.items():
+            found = self.weights.views(module, begin, begin + count)
+            if hasattr(module, "bias"):
+                found = found | {"bias": module.bias[begin : begin + count]}
+            yield from ((f"{name}.{ending}", view) for ending, view in found.items())
+            begin += count
+
+    def matrix(self, run: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return one expert's matrix, in the model's dtype, and its bias."""
+        module = self.in_run(run)
+        if self.packed is None:
+            return module.weight, getattr(module, "bias", None)
+        out = torch.empty(self.num_rows, self.in_features, dtype=module.dtype, device=run.device)
+        self.weights.expand_into(module, out)
+        return out, getattr(module, "bias", None)
+
+
+class Experts(nn.Module):
+    """The experts of a layer: down(activation(gate(x)) * up(x)) each.
+
+    `share_pools` gives it `pool`, [places, stride] uint8, and `table`, [num_experts] int32.
+
+    Raises:
+        ValueError: the activation is not supported, or experts have unlike formats.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: GatedActivation,
+        *,
+        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        bias: bool = False,
+        formats: Formats = DENSE,
+        is_shared: bool = False,
+        dtype: torch.dtype,
+        device,
+    ) -> None:
+        """names: of gate, up and down in the checkpoint; formats: by these names below the number of an expert.
+
+        is_shared: there is one expert, whose names have no number.
+        """
+        super().__init__()
+        if activation.limit is None and activation.name not in ACTIVATIONS:
+            hint = did_you_mean(activation.name, ACTIVATIONS)
+            raise ValueError(
+                f"activation {shown(activation.name)} is not supported{hint}. Supported: {', '.join(ACTIVATIONS)}"
+            )
+        self.num_experts, self.activation, self._is_shared = num_experts, activation, is_shared
+        self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
+        gate, up, down = (self._format_of(formats, name) for name in names)
+        both, options = {names[0]: intermediate_size, names[1]: intermediate_size}, dict(bias=bias, dtype=dtype)
+        as_one = merged([gate, up], [intermediate_size] * 2)
+        if isinstance(as_one, Parted):
+            first = ExpertProjection({names[0]: intermediate_size}, hidden_size, gate, begin=0, **options)
+            second = {names[1]: intermediate_size}
+            self.gate_up = (first, ExpertProjection(second, hidden_size, up, begin=first.end, **options))
+        else:
+            self.gate_up = (ExpertProjection(both, hidden_size, as_one, begin=0, **options),)
+        self.down = ExpertProjection(
+            {names[2]: hidden_size}, intermediate_size, down, begin=self.gate_up[-1].end, **options
+        )
+        self.operations = operations_of(device)
+
+    def _format_of(self, formats: Formats, name: str) -> WeightFormat:
+        if self._is_shared:
+            return formats.of(name)
+        first = formats.of(f"0.{name}")
+        for number in range(1, self.num_experts):
+            if formats.of(f"{number}.{name}") != first:
+                raise ValueError(
+                    f"experts {number} and 0 of a layer have {name} in unlike formats: all experts of a layer must "
+                    "have one"
+                )
+        return first
+
+    @property
+    def projections(self) -> tuple[ExpertProjection, ...]:
+        """In the order in which they lie in a run."""
+        return *self.gate_up, self.down
+
+    @property
+    def stride(self) -> int:
+        """Bytes of an expert."""
+        return self.down.end
+
+    @property
+    def kind(self) -> tuple:
+        """What tells layers apart whose experts are computed in different ways."""
+        packed = [
+            one.packed and (one.packed.packing, one.packed.folding.scales, one.packed.folding.zeros)
+            for one in self.projections
+        ]
+        return self.num_experts, self.stride, tuple(packed)
+
+    def share(self, pool: Tensor, table: Tensor, first_place: int) -> None:
+        """Take runs of a pool. table: [num_experts], the places, from `first_place` on."""
+        self.pool, self.table, self._first_place = pool, table, first_place
+        self._weights = tuple(one.weight(pool) for one in self.gate_up), self.down.weight(pool)
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor, first_half: int, shared: Tensor | None) -> Tensor:
+        """Compute the two sums of each row: [2, N, hidden_size] float32; see `kernels.experts.product.expert_mlp`."""
+        return self.operations.expert_mlp(
+            x, ids, weights, self.table, *self._as_operands(), self.activation, first_half, shared
+        )
+
+    def as_shared(self, x: Tensor) -> Tensor:
+        """Compute the one expert for all rows, in two parts: [2, N, hidden_size] float32."""
+        part = -(-self.intermediate_size // (2 * SHARED_PART)) * SHARED_PART
+        return self.operations.shared_mlp(x, self.table, *self._as_operands(), self.activation, part)
+
+    def _as_operands(self) -> tuple:
+        return self._weights if self.operations.has_experts else (self._matrices,)
+
+    def _matrices(self, expert: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+        """Return gate and up as one matrix, their bias, down and its bias; see `kernels.experts.reference`."""
+        run = self._run(expert)
+        parts, biases = zip(*(one.matrix(run) for one in self.gate_up), strict=True)
+        bias = None if biases[0] is None else torch.cat(biases)
+        return torch.cat(parts) if len(parts) > 1 else parts[0], bias, *self.down.matrix(run)
+
+    def _run(self, expert: int) -> Tensor:
+        return self.pool[self._first_place + expert]
+
+    def checkpoint_views(self) -> dict[str, Tensor | Filling]:
+        """Return what checkpoint tensors fill, by the ends of their names, such as "7.up_proj.weight"."""
+        found = {}
+        for expert in range(self.num_experts):
+            run, number = self._run(expert), "" if self._is_shared else f"{expert}."
+            for projection in self.projections:
+                found |= {f"{number}{name}": view for name, view in projection.views(run)}
+        return found
+
+    def fill_with_noise(self, generator: torch.Generator) -> None:
+        """Fill all weights and biases with random values."""
+        for expert in range(self.num_experts):
+            for projection in self.projections:
+                module = projection.in_run(self._run(expert))
+                projection.weights.fill_with_noise(module, generator)
+                if hasattr(module, "bias"):
+                    module.bias.normal_(0.0, 0.02, generator=generator)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sparse:
+    """What a family says about its sparse layers.
+
+    Attributes:
+        routing: how experts are chosen.
+        intermediate_size, shared_size: of an expert, and of the expert that all rows take; 0: there is none.
+        names: of gate, up and down of an expert in the checkpoint.
+        has_wide_logits: whether the router's logits stay in float32; otherwise they are rounded to the model's dtype.
+        router_bias, expert_bias: whether there are biases.
+        choice_bias: whether a float32 bias is added for the choice alone.
+        activation: inside an expert; None: that of the config.
+    """
+
+    routing: Routing
+    intermediate_size: int
+    shared_size: int = 0
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    has_wide_logits: bool = False
+    router_bias: bool = False
+    expert_bias: bool = False
+    choice_bias: bool = False
+    activation: GatedActivation | None = None
+
+
+class SparseMLP(nn.Module):
+    """The sum of a row's experts, weighted by a router, and of a shared expert, if there is one.
+
+    Attributes:
+        gate: the router, [num_experts, hidden_size], wide in every format; named `router` here, as the families call it.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        sparse: Sparse,
+        activation: GatedActivation,
+        *,
+        formats: Formats,
+        dtype: torch.dtype,
+        device,
+    ) -> None:
+        super().__init__()
+        routing, options = sparse.routing, dict(dtype=dtype, device=device)
+        self._routing, self._has_wide_logits = routing, sparse.has_wide_logits
+        self.gate = Linear(hidden_size, routing.num_experts, bias=sparse.router_bias, **options)
+        if sparse.choice_bias:
+            bias = torch.empty(routing.num_experts, dtype=torch.float32, device=device)
+            self.gate.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
+        self.experts = Experts(
+            routing.num_experts,
+            hidden_size,
+            sparse.intermediate_size,
+            activation,
+            names=sparse.names,
+            bias=sparse.expert_bias,
+            formats=formats.below("experts"),
+            **options,
+        )
+        self.shared_experts = None
+        if sparse.shared_size:
+            of_shared = formats.below("shared_experts")
+            self.shared_experts = Experts(
+                1, hidden_size, sparse.shared_size, activation, formats=of_shared, is_shared=True, **options
+            )
+
+    def add(self, x: Tensor, normed: Tensor, norm: RMSNorm, num_live: Tensor) -> Tensor:
+        """Add the MLP of normed, [N, hidden_size], to x, in place, and return the norm of x.
+
+        num_live: [1] int32, how many rows are tokens: the others choose no expert.
+        """
+        operations = self.experts.operations
+        bias = getattr(self.gate, "e_score_correction_bias", None)
+        logits = operations.wide_linear(normed, self.gate.weight) if self._has_wide_logits else self.gate(normed)
+        ids, weights = operations.choose_experts(logits, self._routing, bias, num_live, normed.dtype)
+        shared = None if self.shared_experts is None else self.shared_experts.as_shared(normed)
+        return norm.after_sum(x, self.experts(normed, ids, weights, self._routing.first_half, shared))
+
+
+def share_pools(model: nn.Module, *, device) -> nn.ParameterList:
+    """Give the experts of all layers whose runs are of one length one pool, and each layer its table of places."""
+    by_stride: dict[int, list[Experts]] = {}
+    for module in model.modules():
+        if isinstance(module, Experts):
+            by_stride.setdefault(module.stride, []).append(module)
+    pools = nn.ParameterList()
+    for stride, owners in by_stride.items():
+        num_places = sum(one.num_experts for one in owners)
+        pool = torch.zeros(num_places, stride, dtype=torch.uint8, device=device)
+        table = torch.arange(num_places, dtype=torch.int32, device=device)
+        pools += [nn.Parameter(one, requires_grad=False) for one in (pool, table)]
+        begin = 0
+        for one in owners:
+            one.share(pool, table[begin : begin + one.num_experts], begin)
+            begin += one.num_experts
+    return pools

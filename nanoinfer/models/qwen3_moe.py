@@ -1,0 +1,33 @@
+"""Qwen3 with experts: every layer, or some, has a sparse MLP in place of the dense one."""
+
+from transformers import PretrainedConfig
+
+from nanoinfer.kernels.experts.routing import Routing
+from nanoinfer.layers.experts import Sparse
+from nanoinfer.models.layer import Traits
+from nanoinfer.models.qwen3 import Qwen3
+from nanoinfer.models.registry import register
+
+
+@register("Qwen3MoeForCausalLM")
+class Qwen3Moe(Qwen3):
+    """https://arxiv.org/abs/2505.09388"""
+
+    model_type = "qwen3_moe"
+    has_layer_types = False
+
+    @classmethod
+    def traits(cls, hf_config: PretrainedConfig) -> Traits:
+        routing = Routing(
+            num_experts=hf_config.num_experts,
+            num_chosen=hf_config.num_experts_per_tok,
+            is_normed=hf_config.norm_topk_prob,
+            is_rounded=True,
+        )
+        sparse = Sparse(routing=routing, intermediate_size=hf_config.moe_intermediate_size)
+        return super().traits(hf_config, sparse=sparse)
+
+    @classmethod
+    def is_sparse(cls, hf_config: PretrainedConfig, layer: int) -> bool:
+        step = hf_config.decoder_sparse_step
+        return layer not in (hf_config.mlp_only_layers or ()) and (layer + 1) % step == 0
