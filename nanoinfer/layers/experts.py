@@ -261,8 +261,7 @@ class Sparse:
 class SparseMLP(nn.Module):
     """The sum of a row's experts, weighted by a router, and of a shared expert, if there is one.
 
-    Attributes:
-        gate: the router, [num_experts, hidden_size], wide in every format; named `router` here, as the families call it.
+    `gate` is the router, [num_experts, hidden_size], wide in every format.
     """
 
     def __init__(
@@ -279,9 +278,10 @@ class SparseMLP(nn.Module):
         routing, options = sparse.routing, dict(dtype=dtype, device=device)
         self._routing, self._has_wide_logits = routing, sparse.has_wide_logits
         self.gate = Linear(hidden_size, routing.num_experts, bias=sparse.router_bias, **options)
+        self.choice_bias = None
         if sparse.choice_bias:
             bias = torch.empty(routing.num_experts, dtype=torch.float32, device=device)
-            self.gate.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
+            self.choice_bias = nn.Parameter(bias, requires_grad=False)
         self.experts = Experts(
             routing.num_experts,
             hidden_size,
@@ -305,9 +305,8 @@ class SparseMLP(nn.Module):
         num_live: [1] int32, how many rows are tokens: the others choose no expert.
         """
         operations = self.experts.operations
-        bias = getattr(self.gate, "e_score_correction_bias", None)
         logits = operations.wide_linear(normed, self.gate.weight) if self._has_wide_logits else self.gate(normed)
-        ids, weights = operations.choose_experts(logits, self._routing, bias, num_live, normed.dtype)
+        ids, weights = operations.choose_experts(logits, self._routing, self.choice_bias, num_live, normed.dtype)
         shared = None if self.shared_experts is None else self.shared_experts.as_shared(normed)
         return norm.after_sum(x, self.experts(normed, ids, weights, self._routing.first_half, shared))
 

@@ -35,7 +35,7 @@ from transformers import PretrainedConfig
 from nanoinfer.common import exact
 from nanoinfer.kernels.attention.spec import AttentionSpec
 from nanoinfer.layers.experts import Experts, Sparse, SparseMLP, share_pools
-from nanoinfer.layers.formats.base import Filling, Renamed
+from nanoinfer.layers.formats.base import Filling, Renamed, renamed
 from nanoinfer.layers.formats.packed import temporary_bytes
 from nanoinfer.layers.linear import Embedding, Head, Linear, scratch_size, share_scratch
 from nanoinfer.layers.norm import RMSNorm
@@ -66,7 +66,7 @@ class Decoder(nn.Module):
     layer_types: tuple[str, ...] = LAYER_TYPES
     """The types that a config may name."""
     names: Mapping[str, str] = {}
-    """Modules of a layer, by our name for them, which the checkpoints call otherwise."""
+    """What a layer's modules and parameters are called in checkpoints, by what their names here begin with."""
     intermediate_field: str = "intermediate_size"
     """The field of a config with the size of the MLP."""
     rotates_in_part: bool = False
@@ -369,9 +369,9 @@ class Decoder(nn.Module):
         return views
 
     def _name_in_checkpoint(self, name: str) -> str:
-        _, _, own = name.partition(".layers.")
-        module = own.partition(".")[2].rpartition(".")[0]  # of 3.mlp.up_proj.weight
-        return name.replace(f".{module}.", f".{self.names[module]}.") if module in self.names else name
+        before, layers, own = name.partition(".layers.")
+        number, dot, own = own.partition(".")
+        return before + layers + number + dot + renamed(own, self.names)
 
     def ignores(self, name: str) -> bool:
         """Whether a checkpoint may hold this tensor although the model has no place for it."""

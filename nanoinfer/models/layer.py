@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.kernels.layer.head_steps import HeadSteps
 from nanoinfer.kernels.experts.routing import GatedActivation
+from nanoinfer.kernels.layer.head_steps import HeadSteps
 from nanoinfer.layers.experts import Sparse, SparseMLP
 from nanoinfer.layers.formats.base import DENSE, Formats
 from nanoinfer.layers.linear import Linear
@@ -143,13 +143,13 @@ class DecoderLayer(nn.Module):
         self.self_attn = Attention(spec, traits, device=device)
         self.attention_output_norm = norm(traits.norms_after)
         self.post_attention_layernorm = norm(traits.norms_before)
-        options["formats"] = traits.formats.below("mlp")
+        of_mlp = options | dict(formats=traits.formats.below("mlp"))
         if traits.sparse is not None:
             activation = traits.sparse.activation or GatedActivation(name=traits.activation)
-            self.mlp = SparseMLP(spec.hidden_size, traits.sparse, activation, **options)
+            self.mlp = SparseMLP(spec.hidden_size, traits.sparse, activation, **of_mlp)
         else:
             size = spec.hidden_size, spec.intermediate_size
-            self.mlp = traits.mlp(*size, traits.activation, bias=traits.mlp_bias, **options)
+            self.mlp = traits.mlp(*size, traits.activation, bias=traits.mlp_bias, **of_mlp)
         self.mlp_output_norm = norm(traits.norms_after)
 
     def after_attention(self, x: Tensor, attn: Tensor, norm: RMSNorm | None, num_live: Tensor) -> Tensor:

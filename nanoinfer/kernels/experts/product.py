@@ -2,8 +2,8 @@
 
 A program takes a tile of one expert's rows and a tile of its weight, and all columns: K ascends in one float32
 accumulator, as in `kernels.linear`, so that a row's bits depend on its expert's weight and on the row alone. The weight
-is the left operand, wide or expanded from packed codes in the kernel. Where an expert's bytes lie, a table on the device
-says: the host is asked nothing, and the grid is large enough for any choice.
+is the left operand, wide or expanded from packed codes in the kernel. A table on the device says where an expert's
+bytes lie: the host is asked nothing, and the grid is large enough for any choice.
 """
 
 from __future__ import annotations
@@ -281,7 +281,7 @@ def add_experts_kernel(
 
 
 class Pairs(NamedTuple):
-    """Pairs of row and expert. ids: [N, num_chosen]; table: each expert's place; order, begins: `sort_pairs`, if need be."""
+    """Pairs of row and expert. ids: [N, num_chosen]; table: each expert's place; order, begins: of `sort_pairs`."""
 
     ids: Tensor
     table: Tensor

@@ -113,16 +113,24 @@ class _Below(Formats):
 
 
 class Renamed(Formats):
-    """Formats of a layer whose modules have other names in the checkpoint. names: these, by our own."""
+    """Formats of a layer whose modules have other names in the checkpoint. names: as in `renamed`."""
 
     def __init__(self, formats: Formats, names: Mapping[str, str]) -> None:
         self._formats, self._names = formats, names
 
     def of(self, name: str) -> WeightFormat:
-        return self._formats.of(self._names.get(name, name))
+        return self._formats.of(renamed(name, self._names))
 
     def holds(self, name: str) -> bool:
-        return self._formats.holds(self._names.get(name, name))
+        return self._formats.holds(renamed(name, self._names))
+
+
+def renamed(name: str, names: Mapping[str, str]) -> str:
+    """Return a module's name in the checkpoint. names: what a name begins with there, by what it begins with here."""
+    for ours, theirs in names.items():
+        if name == ours or name.startswith(f"{ours}."):
+            return theirs + name.removeprefix(ours)
+    return name
 
 
 class WeightFormat(Formats):
