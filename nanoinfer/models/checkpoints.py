@@ -37,6 +37,8 @@ CHECKPOINTS: dict[str, str] = {
     "zai-org/GLM-4-9B-0414": "Glm4ForCausalLM",
     "bigcode/starcoder2-7b": "Starcoder2ForCausalLM",
     "ByteDance-Seed/Seed-OSS-36B-Instruct": "SeedOssForCausalLM",
+    "openai/gpt-oss-20b": "GptOssForCausalLM",
+    "openai/gpt-oss-120b": "GptOssForCausalLM",
 }
 # What an architecture is that does not run, by a part of its name; the first that is found counts.
 _KINDS = {
@@ -47,7 +49,6 @@ _KINDS = {
     "Mixtral": "is a sparse model",
     "Llama4": "is a sparse model",
     "Deepseek": "is a sparse model",
-    "GptOss": "is a sparse model",
     "Dbrx": "is a sparse model",
     "Qwen3Next": "is a sparse model with recurrent layers",
     "Mamba": "has recurrent layers",

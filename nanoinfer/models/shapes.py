@@ -74,6 +74,17 @@ _GRANITE4 = _GRANITE | dict(
     attention_multiplier=0.015625,
     logits_scaling=10.0,
 )
+_GPT_OSS = dict(
+    model_type="gpt_oss",
+    head_dim=64,
+    vocab_size=201_088,
+    max_position_embeddings=131_072,
+    rms_norm_eps=1e-5,
+    rope_theta=150_000.0,
+    num_experts_per_tok=4,
+    sliding_window=128,
+    quantization_config=dict(quant_method="mxfp4"),
+)
 _OLMO2 = dict(vocab_size=100_352, max_position_embeddings=4096, rope_theta=5e5, rms_norm_eps=1e-6)
 _GLM = dict(vocab_size=151_552, partial_rotary_factor=0.5, rope_theta=10_000.0)
 _GLM4_9B = _GLM | dict(max_position_embeddings=131_072, attention_bias=True)
@@ -135,6 +146,8 @@ SHAPES: dict[str, dict] = {
     "nemotron-mini-4b": _shape("Nemotron", 3072, 9216, 32, 24, 8, False, **_NEMOTRON),
     "starcoder2-7b": _shape("Starcoder2", 4608, 18432, 32, 36, 4, True, **_STARCODER2),
     "starcoder2-15b": _shape("Starcoder2", 6144, 24576, 40, 48, 4, False, **_STARCODER2 | dict(rope_theta=1e5)),
+    "gpt-oss-20b": _shape("GptOss", 2880, 2880, 24, 64, 8, False, **_GPT_OSS, num_local_experts=32),
+    "gpt-oss-120b": _shape("GptOss", 2880, 2880, 36, 64, 8, False, **_GPT_OSS, num_local_experts=128),
     "mistral-small-24b": _shape("Mistral", 5120, 32768, 40, 32, 8, False, sliding_window=None, **_MISTRAL_SMALL),
 }
 

@@ -267,7 +267,10 @@ def resolve_dtype(dtype: str | torch.dtype, hf_config: PretrainedConfig) -> torc
     """Return the dtype to compute in, of 16 or 32 bits or a ValueError. "auto" is the config's, or else float32."""
     wanted = dtype
     if dtype == "auto":
-        wanted = getattr(hf_config, "dtype", None) or torch.float32
+        settings = getattr(hf_config, "quantization_config", None) or {}
+        # gpt-oss's configs say nothing, and all that is not packed is bfloat16.
+        usual = torch.bfloat16 if settings.get("quant_method") == "mxfp4" else torch.float32
+        wanted = getattr(hf_config, "dtype", None) or usual
     resolved = getattr(torch, wanted, None) if isinstance(wanted, str) else wanted
     if resolved not in FLOATS:
         raise ValueError(f"dtype {wanted} (given: {dtype!r}) is not supported: give bfloat16, float16 or float32")

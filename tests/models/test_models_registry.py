@@ -16,7 +16,9 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM",
     "granite4": "GraniteMoeHybridForCausalLM",
     "starcoder2": "Starcoder2ForCausalLM",
@@ -75,6 +77,7 @@ def test_spec_comes_from_the_config_alone(family):
         ),
         ("smollm3", dict(sliding_window=9, num_layers=4), (None, None, None, 9)),
         ("gemma3", dict(layer_types=None, sliding_window=9, num_layers=7), (9, 9, 9, 9, 9, None, 9)),
+        ("gpt_oss", dict(sliding_window=9, num_layers=5), (9, None, 9, None, 9)),
     ],
     ids=str,
 )
@@ -89,7 +92,7 @@ def test_one_rotation_table_serves_layers_that_rotate_alike():
 
 def test_unsupported_architecture_is_refused_with_checkpoints_that_run():
     with pytest.raises(ValueError, match="it is a sparse model, .*Qwen/Qwen3-8B or Qwen/Qwen3-14B can$"):
-        find_class(tiny_config("qwen3", architectures=["Qwen3MoeForCausalLM"]).architectures)
+        find_class(tiny_config("qwen3", architectures=["Qwen9MoeForCausalLM"]).architectures)
 
 
 def test_config_without_architecture_is_refused():

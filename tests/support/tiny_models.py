@@ -13,6 +13,7 @@ from transformers import (
     Gemma3TextConfig,
     Glm4Config,
     GlmConfig,
+    GptOssConfig,
     GraniteConfig,
     GraniteMoeHybridConfig,
     HunYuanDenseV1Config,
@@ -42,6 +43,7 @@ _CONFIGS = {
     "qwen3": Qwen3Config,
     "qwen3_moe": Qwen3MoeConfig,
     "gemma3": Gemma3TextConfig,
+    "gpt_oss": GptOssConfig,
     "granite": GraniteConfig,
     "granite4": GraniteMoeHybridConfig,
     "starcoder2": Starcoder2Config,
@@ -75,8 +77,8 @@ def tiny_config(
     """A config whose head size is not hidden_size / num_heads.
 
     sliding_window: llama has none; all layers of mistral and starcoder2; all but the first of qwen2 and qwen3; all but
-    the last of gemma3, olmo3 and exaone4, which take 8 where None is given; 0 means none of exaone4. overrides: any
-    other field of the family's config.
+    the last of gemma3, olmo3 and exaone4, and every other one of gpt_oss, which take 8 where None is given; 0 means
+    none of exaone4. overrides: any other field of the family's config.
     """
     fields = dict(
         vocab_size=VOCAB_SIZE,
@@ -107,6 +109,8 @@ def tiny_config(
             fields |= dict(layer_types=["attention"] * num_layers, mamba_n_heads=1)
     elif family == "qwen3_moe":
         fields |= dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=True)
+    elif family == "gpt_oss":
+        fields |= dict(sliding_window=sliding_window or 8, num_local_experts=6, num_experts_per_tok=2)
     elif family in ("starcoder2", "ministral3"):
         fields |= dict(sliding_window=sliding_window)
     elif family == "ministral":
@@ -148,6 +152,8 @@ def make_checkpoint(
             weight.data = 0.3 * noise
         elif "embed_tokens" in name or "lm_head" in name:
             weight.data = 0.5 * noise
+        elif name.endswith("sinks"):
+            weight.data = 2 * noise
         else:
             weight.data = 1.5 * weight.shape[-1] ** -0.5 * noise
     model.tie_weights()

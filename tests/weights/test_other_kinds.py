@@ -56,7 +56,7 @@ def test_a_lora_adapter_is_told_from_a_checkpoint(content, base, tmp_path):
 @pytest.mark.parametrize(
     "architecture, said",
     [
-        ("Qwen3MoeForCausalLM", "it is a sparse model, which cannot be run yet; Qwen/Qwen3-8B or Qwen/Qwen3-14B can"),
+        ("Qwen9MoeForCausalLM", "it is a sparse model, which cannot be run yet; Qwen/Qwen3-8B or Qwen/Qwen3-14B can"),
         ("MixtralForCausalLM", "it is a sparse model, which cannot be run yet; mistralai/Mistral-7B-Instruct-v0.3 or"),
         ("DeepseekV3ForCausalLM", "sparse model, which cannot be run yet; deepseek-ai/DeepSeek-R1-Distill-Llama-8B or"),
         ("Qwen2VLForConditionalGeneration", "it takes images, which cannot be run yet; Qwen/Qwen2.5-7B-Instruct or"),
@@ -74,8 +74,8 @@ def test_an_unsupported_architecture_names_checkpoints_and_no_architecture(archi
 
 
 def test_only_what_runs_is_named():
-    assert instead_of("Qwen3MoeForCausalLM", ["LlamaForCausalLM"]).endswith("yet; meta-llama/Llama-3.1-8B-Instruct can")
-    assert instead_of("Qwen3MoeForCausalLM", []) == "it is a sparse model, which cannot be run yet"
+    assert instead_of("Qwen9MoeForCausalLM", ["LlamaForCausalLM"]).endswith("yet; meta-llama/Llama-3.1-8B-Instruct can")
+    assert instead_of("Qwen9MoeForCausalLM", []) == "it is a sparse model, which cannot be run yet"
     for kind in ("Llava", "Phi", "Gemma9", "Granite", "Olmo", "Glm", "GPTNeoX", "ChatGLM", "Mllama"):
         assert " can" in instead_of(f"{kind}ForCausalLM", set(CHECKPOINTS.values()))
     assert checkpoint_named("llama3.1-8b") == "meta-llama/Llama-3.1-8B-Instruct" and checkpoint_named("qwen3") is None

@@ -102,7 +102,7 @@ class CompressedTensors(Quantization):
                 "weights of type float have zero points in the quantization_config, which is not supported"
             )
         if kind == "float" and bits == 4:
-            found = _packed_fp4(name, stored_as)
+            found = packed_fp4(name, stored_as)
             self.setting("group_size", (found.packing.columns,), found.packing.columns, weights)
             return found
         is_packed = stored_as == "pack-quantized"
@@ -130,7 +130,7 @@ class CompressedTensors(Quantization):
         return PackedScaled(packing, name, words, strategy == "tensor", codes_name, has_zeros_in_words=zeros_in_words)
 
 
-def _packed_fp4(name: str, stored_as: str) -> PackedScaled:
+def packed_fp4(name: str, stored_as: str) -> PackedScaled:
     """Return the format of 4-bit floating-point numbers; ValueError if they are not stored in a known way."""
     if stored_as == "nvfp4-pack-quantized":
         kind = dict(scale_dtype=torch.float8_e4m3fn, columns=16, has_global_scale=True, divides_global_scale=True)

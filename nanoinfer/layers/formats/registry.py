@@ -9,10 +9,11 @@ from nanoinfer.layers.formats.base import DENSE, CheckpointTensors, Formats
 from nanoinfer.layers.formats.compressed_tensors import CompressedTensors
 from nanoinfer.layers.formats.fp8 import FP8, ModelOpt
 from nanoinfer.layers.formats.gptq_awq import AWQ, GPTQ, AutoRound
+from nanoinfer.layers.formats.mxfp4 import MXFP4
 from nanoinfer.layers.formats.text_part import TextPart
 
 FORMATS: dict[str, type[Formats]] = {
-    reader.name: reader for reader in (CompressedTensors, GPTQ, AutoRound, AWQ, FP8, ModelOpt)
+    reader.name: reader for reader in (CompressedTensors, GPTQ, AutoRound, AWQ, FP8, ModelOpt, MXFP4)
 }
 """By `quant_method`, the class that reads such a checkpoint from its quantization_config and `CheckpointTensors`."""
 

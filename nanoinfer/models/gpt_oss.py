@@ -1,0 +1,53 @@
+"""gpt-oss: sliding and full layers in turn, heads with sinks, and experts with biases and a clamped activation."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from nanoinfer.kernels.experts.routing import SOFTMAX_OF_CHOSEN, GatedActivation, Routing
+from nanoinfer.layers.experts import Sparse
+from nanoinfer.layers.formats.base import Filling
+from nanoinfer.layers.fused_experts import fused_views
+from nanoinfer.layers.norm import WideRMSNorm
+from nanoinfer.models.decoder import Decoder
+from nanoinfer.models.layer import Traits
+from nanoinfer.models.registry import register
+
+
+@register("GptOssForCausalLM")
+class GptOss(Decoder):
+    """https://arxiv.org/abs/2508.10925"""
+
+    model_type = "gpt_oss"
+    has_layer_types = True
+    names = {"mlp.gate": "mlp.router"}
+
+    @classmethod
+    def traits(cls, hf_config: PretrainedConfig) -> Traits:
+        routing = Routing(
+            num_experts=hf_config.num_local_experts,
+            num_chosen=hf_config.num_experts_per_tok,
+            scores=SOFTMAX_OF_CHOSEN,
+            is_rounded=True,
+        )
+        limit, alpha = (
+            getattr(hf_config, f"swiglu_{name}", None) or usual for name, usual in (("limit", 7.0), ("alpha", 1.702))
+        )
+        sparse = Sparse(
+            routing=routing,
+            intermediate_size=hf_config.intermediate_size,
+            router_bias=True,
+            expert_bias=True,
+            activation=GatedActivation(name=hf_config.hidden_act, limit=limit, alpha=alpha),
+        )
+        bias = hf_config.attention_bias
+        options = dict(norm=WideRMSNorm, qkv_bias=bias, output_bias=bias, attention_sinks=True, sparse=sparse)
+        return super().traits(hf_config, **options)
+
+    def checkpoint_views(self) -> dict[str, Tensor | Filling]:
+        views = {name: view for name, view in super().checkpoint_views().items() if ".mlp.experts." not in name}
+        for number, layer in enumerate(self.layers):
+            prefix = f"model.layers.{number}.mlp.experts."
+            views |= {f"{prefix}{ending}": view for ending, view in fused_views(layer.mlp.experts).items()}
+        return views
