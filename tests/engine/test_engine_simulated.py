@@ -65,7 +65,7 @@ def test_every_legal_order_gives_the_same_bits(path, expected, in_order, scenari
     wanted = in_order(scenario)
     if scenario == "switched":
         assert wanted == expected
-    for seed in range(NUM_SEEDS if fuzz else 4):
+    for seed in range(NUM_SEEDS if fuzz else 2):
         assert play(path, seed, scenario)[0] == wanted, f"seed {seed}"
 
 

@@ -119,7 +119,7 @@ def test_every_legal_order_gives_the_same_batches_and_the_same_bits(path_of, in_
     assert engine.stats()["streamed_bytes"] > 0
     assert (engine.stats()["num_mixed_steps"] > 2) == ("one step" in case)
     assert (engine.stats()["host_blocks_cached"] > 0) == (case == "a shared prefix")
-    for seed in range(NUM_SEEDS if fuzz else 3):
+    for seed in range(NUM_SEEDS if fuzz else 1):
         assert play_case(path_of, case, seed)[0] == wanted, f"seed {seed}"
 
 

@@ -296,6 +296,7 @@ def test_sequences_give_way_within_host_memory_limit(path):
 
 
 @pytest.mark.parametrize("num_gpu_blocks", [20, 22])
+@pytest.mark.sampled("20")
 def test_a_kept_block_that_was_given_back_is_no_copy_while_another_one_is_kept(path, num_gpu_blocks):
     """Of two that share a document one gives way, comes back and gives way again, and a third is kept all the while."""
     (document,) = random_prompts(1, 96, 96, seed=6)
@@ -318,7 +319,7 @@ def test_a_kept_block_that_was_given_back_is_no_copy_while_another_one_is_kept(p
 
 
 @pytest.mark.parametrize("seed", range(120))
-@pytest.mark.sampled(*map(str, range(6)))
+@pytest.mark.sampled("0", "1")
 def test_many_that_share_and_give_way_get_what_they_get_alone(path, seed):
     """Prompts from a tree, a pool for two or three of them, arrivals and aborts: whoever else is kept meanwhile.
 

@@ -17,7 +17,7 @@ from nanoinfer.models.registry import find_class
 from nanoinfer.weights.load import read_checkpoint, read_spec
 from nanoinfer.weights.write import quantise_checkpoint
 
-MAX_TOKENS = 12
+MAX_TOKENS = 8
 
 
 def _factors(draw):
