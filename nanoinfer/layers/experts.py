@@ -108,7 +108,8 @@ class ExpertProjection:
 class Experts(nn.Module):
     """The experts of a layer: down(activation(gate(x)) * up(x)) each.
 
-    `share_pools` gives it `pool`, [places, stride] uint8, and `table`, [num_experts] int32.
+    `share_pools` gives it `pool`, [places, stride] uint8, and `table`, [num_experts] int32; `operands` are what kernels
+    take: gate and up, as one weight or two, and down.
 
     Raises:
         ValueError: the activation is not supported, or experts have unlike formats.
@@ -188,7 +189,7 @@ class Experts(nn.Module):
     def share(self, pool: Tensor, table: Tensor, first_place: int) -> None:
         """Take runs of a pool. table: [num_experts], the places, from `first_place` on."""
         self.pool, self.table, self._first_place = pool, table, first_place
-        self._weights = tuple(one.weight(pool) for one in self.gate_up), self.down.weight(pool)
+        self.operands = tuple(one.weight(pool) for one in self.gate_up), self.down.weight(pool)
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor, first_half: int, shared: Tensor | None) -> Tensor:
         """Compute the two sums of each row: [2, N, hidden_size] float32; see `kernels.experts.product.expert_mlp`."""
@@ -202,7 +203,7 @@ class Experts(nn.Module):
         return self.operations.shared_mlp(x, self.table, *self._as_operands(), self.activation, part)
 
     def _as_operands(self) -> tuple:
-        return self._weights if self.operations.has_experts else (self._matrices,)
+        return self.operands if self.operations.has_experts else (self._matrices,)
 
     def _matrices(self, expert: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         """Return gate and up as one matrix, their bias, down and its bias; see `kernels.experts.reference`."""

@@ -86,6 +86,8 @@ from sampling_cases import make_state
 from nanoinfer.kernels import fused as layers
 from nanoinfer.kernels.attention import decode_partial, merge, prefill
 from nanoinfer.kernels.attention.shape import KernelShape, can_use_tma, prefill_tiles
+from nanoinfer.kernels.experts import product
+from nanoinfer.kernels.experts.routing import SIGMOID, GatedActivation, Routing
 from nanoinfer.kernels.layer.activation import act_and_mul
 from nanoinfer.kernels.layer.head_steps import HeadSteps
 from nanoinfer.kernels.linear import expand, launches, packed, rows
@@ -93,6 +95,9 @@ from nanoinfer.kernels.linear.launches import HOPPER, Gpu
 from nanoinfer.kernels.linear.packing import Packing, empty_packed
 from nanoinfer.kernels.step import rows as step_rows
 from nanoinfer.kernels.step import sample
+from nanoinfer.layers.experts import Experts, share_pools
+from nanoinfer.layers.formats.base import DENSE
+from nanoinfer.layers.formats.scaled import PackedScaled as Packed
 from nanoinfer.sampling.settings import RowSampling
 
 for name, module in list(sys.modules.items()):
@@ -101,7 +106,7 @@ for name, module in list(sys.modules.items()):
             PDL=gpu.has_pdl, launch_pdl=gpu.has_pdl, enable_fp_fusion=fuses
         )
 expand.has_instructions = lambda device: True
-for module in (launches, packed, rows):
+for module in (launches, packed, rows, product):
     module.gpu_of = lambda device: gpu.numbers
 
 
@@ -243,6 +248,29 @@ def compile_step() -> None:
     state.sample(zeros(2, vocab_size), rows, torch.zeros(2, dtype=torch.int64))
 
 
+def compile_experts() -> None:
+    """Wide experts and packed ones, for one row, few and many, also with biases and a clamp, and in parts."""
+    silu, clamp = GatedActivation(name="silu"), GatedActivation(name="clamped", limit=7.0, alpha=1.702)
+    nibbles = Packed(Packing(kind="int", bits=4, scale_dtype=torch.bfloat16, columns=128, has_zeros=True))
+    fp4 = Packed(Packing(kind="fp4", bits=4, scale_dtype=torch.uint8, columns=32))
+    for formats in (DENSE, nibbles) if is_brief else (DENSE, nibbles, fp4):
+        for activation in (silu, clamp) if formats is DENSE else (silu,):
+            owner = Experts(
+                8, 512, 256, activation, bias=activation is clamp, formats=formats, dtype=torch.bfloat16, device="cpu"
+            )
+            share_pools(torch.nn.ModuleList([owner]), device="cpu")
+            for num_rows in (1, 40) if is_brief else (1, 4, 16, 40, 200, 2000):
+                x = zeros(num_rows, 512)
+                ids, weights = layers.choose_experts(
+                    zeros(num_rows, 8), Routing(num_experts=8, num_chosen=2), None, ints(1), torch.bfloat16
+                )
+                layers.expert_mlp(x, ids, weights, owner.table, *owner.operands, activation, 4)
+            layers.shared_mlp(x, owner.table[:1], *owner.operands, activation, 128)
+    grouped = Routing(num_experts=8, num_chosen=2, scores=SIGMOID, num_groups=4, num_chosen_groups=2)
+    layers.choose_experts(floats(4, 8), grouped, floats(8), ints(1), torch.bfloat16)
+    layers.wide_linear(zeros(4, 512), zeros(8, 512))
+
+
 is_brief, *architectures = ("--first-stages" in sys.argv, *(int(word) for word in sys.argv[1:] if word.isdigit()))
 if is_brief:
     knobs.runtime.add_stages_inspection_hook = first_stages
@@ -252,6 +280,7 @@ for gpu.architecture in architectures:
         compile_attention(128, torch.float8_e4m3fn, is_common=False)
     compile_tile_linear()
     compile_packed()
+    compile_experts()
     if is_brief and gpu.architecture != architectures[0]:
         continue
     compile_layers()

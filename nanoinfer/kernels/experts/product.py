@@ -30,6 +30,9 @@ from nanoinfer.kernels.linear.tiles import biased
 WORKSPACE_BYTES = 64 * 2**20
 """About as many bytes of float32 products lie beside each other before they are added."""
 
+RESERVED_BYTES = 8 * 1024
+"""Of a program's shared memory, for what is not loaded ahead."""
+
 
 class Places(NamedTuple):
     """Where the tensors of a weight lie: bytes of a run, and of a run those before each tensor; see `ExpertWeight`."""
@@ -55,12 +58,9 @@ class Tiles(NamedTuple):
 
 @triton.jit
 def tensor_of(pool, place, offset: tl.constexpr, stride: tl.constexpr):
-    """Return a pointer to the values that lie `offset` bytes behind the begin of a run; None for no tensor."""
-    if pool is None:
-        return None
-    else:
-        size: tl.constexpr = pool.dtype.element_ty.primitive_bitwidth // 8
-        return pool + (place * (stride // size) + offset // size)
+    """Return a pointer to the values that lie `offset` bytes behind the begin of a run."""
+    size: tl.constexpr = pool.dtype.element_ty.primitive_bitwidth // 8
+    return pool + (place * (stride // size) + offset // size)
 
 
 @triton.jit
@@ -148,7 +148,6 @@ def expert_product_kernel(
     x_row = pair // CHOSEN if GATHER else position
     x_row = tl.where(live, x_row, 0)
     words_at = tensor_of(words, place, PLACES.codes, PLACES.stride)
-    bias_at = tensor_of(bias, place, PLACES.bias, PLACES.stride)
     OUT_N: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     OUT_ROWS: tl.constexpr = NUM_ROWS // 2 if GATED else NUM_ROWS
     column_of_out = tl.program_id(0) * OUT_N
@@ -181,9 +180,15 @@ def expert_product_kernel(
         EVEN: tl.constexpr = EVEN_PART and SIZE % (UNROLL * BLOCK) == 0
         ALIGNED: tl.constexpr = (UNROLL * BLOCK) % FORM.group == 0
         scales_at = tensor_of(scales, place, PLACES.scales, PLACES.stride)
-        zeros_at = tensor_of(zeros, place, PLACES.zeros, PLACES.stride)
-        global_at = tensor_of(global_scale, place, PLACES.global_scale, PLACES.stride)
-        index_at = tensor_of(group_index, place, PLACES.group_index, PLACES.stride)
+        zeros_at = zeros
+        if zeros is not None:
+            zeros_at = tensor_of(zeros, place, PLACES.zeros, PLACES.stride)
+        global_at = global_scale
+        if global_scale is not None:
+            global_at = tensor_of(global_scale, place, PLACES.global_scale, PLACES.stride)
+        index_at = group_index
+        if group_index is not None:
+            index_at = tensor_of(group_index, place, PLACES.group_index, PLACES.stride)
         of_row = scales_of_rows(scales_at, zeros_at, global_at, row, FORM)
         word_tile = words_at + row[:, None] * PLANE + tl.arange(0, PLANE)[None, :]
         # A part may begin within a step, whose other columns are 0.
@@ -225,10 +230,11 @@ def expert_product_kernel(
     out_column = column_of_out + tl.arange(0, OUT_N)
     inside = (out_column < width) & (first_row + out_column < OUT_ROWS)
     if bias is not None:
-        result = biased(result, bias_at + first_row + out_column, inside)
+        bias_at = tensor_of(bias, place, PLACES.bias, PLACES.stride) + first_row + out_column
+        result = biased(result, bias_at, inside)
+        if GATED:
+            up = biased(up, bias_at + OUT_ROWS, inside)
     if GATED:
-        if bias is not None:
-            up = biased(up, bias_at + OUT_ROWS + first_row + out_column, inside)
         if LIMIT is None:
             result = rounded(activate(rounded(result, x), GELU), x) * rounded(up, x)
         else:
@@ -248,7 +254,6 @@ def add_experts_kernel(
     out,  # [2, N, SIZE] float32
     first_column,  # of out, that column 0 of `products` belongs to
     width,
-    num_rows,
     SIZE: tl.constexpr,
     CHOSEN: tl.constexpr,
     FIRST_HALF: tl.constexpr,
@@ -272,7 +277,7 @@ def add_experts_kernel(
         first = tl.where(counts & (expert < FIRST_HALF), first + product, first)
         second = tl.where(counts & (expert >= FIRST_HALF), second + product, second)
     at = row * SIZE + first_column + column
-    other = num_rows.to(tl.int64) * SIZE
+    other = tl.num_programs(1).to(tl.int64) * SIZE
     if shared is not None:
         first += tl.load(shared + at, mask=inside, other=0.0)
         second += tl.load(shared + other + at, mask=inside, other=0.0)
@@ -329,7 +334,7 @@ def expert_mlp(
         _launch(hidden, some, pairs, down, first_row=begin, scatters=True)
         tile = min(1024, next_power_of_2(count))
         add_experts_kernel[(triton.cdiv(count, tile), num_rows)](
-            some, ids, weights, table, shared, out, begin, count, num_rows, SIZE=hidden_size, CHOSEN=ids.shape[1],
+            some, ids, weights, table, shared, out, begin, count, SIZE=hidden_size, CHOSEN=ids.shape[1],
             FIRST_HALF=first_half, TILE=tile, num_warps=4, **launch_options(x, fuses=False),
         )  # fmt: skip
     return out
@@ -384,6 +389,9 @@ def _launch(
         form = form_of(weight.packed, x.device, x.dtype)
         unroll = _blocks_of_step(form, tiles.columns)
         stages = 1 if form.mode == COLUMN.value else stages
+    step, bits = (tiles.columns, 16) if form is None else (unroll * form.block, form.bits)
+    step_bytes = step * (tiles.block_m * x.element_size() + tiles.block_n * bits // 8)
+    stages = max(1, min(stages, (gpu_of(x.device).shared_memory - RESERVED_BYTES) // step_bytes))
     is_whole = form is not None and part == size and size % (unroll * form.block) == 0
     is_whole = is_whole and tiles.block_m >= 16 and tiles.block_n >= 64 and form.mode != COLUMN.value
     gated = activation is not None
