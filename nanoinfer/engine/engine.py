@@ -187,7 +187,7 @@ class LLMEngine:
         """Launch one prefill or decode step and read the one before, so that the device never waits for the host.
 
         Stop conditions are checked one step late: a step may compute one token too many for a sequence, and that token
-        is dropped. A step with requests that want log-probabilities is read at once.
+        is dropped.
 
         Returns:
             One output for each sequence whose token was read: what the sequence gained.
@@ -225,10 +225,7 @@ class LLMEngine:
         if launched.unsampled is not None:
             self.work.at_risk = batch.sequences  # those of the step before are safe
             self._sample(launched)
-        if any(sequence.params.logprobs is not None for sequence in batch.sampled):
-            # The log-probabilities of a whole step are too large to keep until the next step.
-            self._take(launched)
-        elif any(not sequence.is_finished for sequence in batch.sequences):
+        if any(not sequence.is_finished for sequence in batch.sequences):
             self.work.in_flight = launched
 
     @contextmanager

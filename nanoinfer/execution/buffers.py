@@ -12,6 +12,7 @@ from nanoinfer.attention.torch_backend import TorchBackend
 from nanoinfer.execution.decode import DecodeProgram
 from nanoinfer.execution.memory import MemoryPlan
 from nanoinfer.execution.prefill import PrefillProgram
+from nanoinfer.execution.read_back import ReadBack
 from nanoinfer.execution.recurrent import RecurrentStates
 from nanoinfer.execution.resources import Resources
 from nanoinfer.models.base import ModelSpec
@@ -42,7 +43,9 @@ def buffer_bytes(
         places=Places(runtime, spec.place_bytes),
         graphs={},
     )
-    held = [DecodeProgram(resources), PrefillProgram(resources), resources.states]
+    decode = DecodeProgram(resources)
+    read_back = ReadBack(runtime, None, len(decode.tokens), fault="")
+    held = [decode, PrefillProgram(resources), read_back, resources.states]
     return sum(_storages(held, {id(resources.places.bytes)}).values())
 
 

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 
+from nanoinfer.execution.tables import DeviceTable
+from nanoinfer.sampling.reference import logprobs_of
 from nanoinfer.sampling.settings import UNSOUND
-from offload import Event
+from nanoinfer.sampling_params import MAX_LOGPROBS
+from offload import Event, Runtime, Stream
 
 
 class PendingTokens:
     """The tokens that a launched step samples, on their way to the host.
 
     Args:
-        count: number of tokens.
-        tokens: [at least count] int64, pinned, valid once `done` was reached; `UNSOUND` where none could be drawn.
-        logprobs: what `logprobs_of` returns for the places in `wanted`.
+        tokens: [n] int64, pinned, valid once `done` was reached; `UNSOUND` where none could be drawn.
+        places: of the tokens with log-probabilities.
+        values: [places, 1 + top] float32, pinned: the token's log-probability, then the top values.
+        ids: [places, 1 + top] int64, pinned: the token's rank, then the top ids.
         fault: why logits are unsound, as far as it is known.
 
     Attributes:
@@ -24,15 +32,15 @@ class PendingTokens:
 
     def __init__(
         self,
-        count: int,
         tokens: torch.Tensor,
-        logprobs: list[torch.Tensor],
-        wanted: list[int],
+        places: Sequence[int],
+        values: torch.Tensor,
+        ids: torch.Tensor,
         done: Event,
         fault: str,
     ) -> None:
-        self._count, self._tokens, self._logprobs, self._wanted, self.done = count, tokens, logprobs, wanted, done
-        self._fault = fault
+        self._tokens, self._places, self._values, self._ids, self._fault = tokens, places, values, ids, fault
+        self.done = done
         self.made: float | None = None
 
     def read(self) -> list[tuple[int, tuple[float, int, list[float], list[int]] | None, Exception | None]]:
@@ -43,10 +51,59 @@ class PendingTokens:
             None, or why the token is unusable.
         """
         self.done.synchronize("host.read_after_step")
-        logprobs: list[tuple[float, int, list[float], list[int]] | None] = [None] * self._count
-        if self._wanted:
-            for place, *values in zip(self._wanted, *(tensor.tolist() for tensor in self._logprobs), strict=True):
-                logprobs[place] = tuple(values)
-        tokens = self._tokens[: self._count].tolist()
+        tokens = self._tokens.tolist()
+        logprobs: list[tuple[float, int, list[float], list[int]] | None] = [None] * len(tokens)
+        for place, values, ids in zip(self._places, self._values.tolist(), self._ids.tolist(), strict=True):
+            logprobs[place] = values[0], ids[0], values[1:], ids[1:]
         errors = [ValueError(self._fault) if token == UNSOUND else None for token in tokens]
         return list(zip(tokens, logprobs, errors, strict=True))
+
+
+class ReadBack:
+    """Sends what steps sample to the host, without waiting for the device.
+
+    Args:
+        max_rows: the most rows that sample in one step.
+        fault: as in `PendingTokens`.
+
+    Attributes:
+        buffers: pinned ones and an event behind them, twice: one set is written while the host still reads the other.
+    """
+
+    def __init__(self, runtime: Runtime, compute: Stream, max_rows: int, fault: str) -> None:
+        self._compute, self._fault = compute, fault
+        self._places = DeviceTable(runtime, max_rows)
+        each = max_rows * (1 + MAX_LOGPROBS)
+        sizes = (max_rows, torch.int64), (each, torch.float32), (each, torch.int64)
+        self.buffers = deque(([runtime.staging(*size) for size in sizes], runtime.event()) for _ in range(2))
+
+    def send(self, tokens: torch.Tensor, logits: torch.Tensor, num_logprobs: dict[int, int]) -> PendingTokens:
+        """Enqueue the copies of a step's tokens and of the log-probabilities that are wanted.
+
+        tokens: [n] int64; logits: [n, vocab_size]; num_logprobs: as in `StepPlan`.
+        """
+        self.buffers.rotate()
+        (tokens_host, *flat), done = self.buffers[0]
+        places, top = list(num_logprobs), max(num_logprobs.values(), default=0)
+        values, ids = (buffer[: len(places) * (1 + top)].view(len(places), 1 + top) for buffer in flat)
+        if places:
+            self._places.set(self._compute, np.array(places, dtype=np.int32))
+            index = self._places.tensor[: len(places)]
+
+            def look_up() -> None:
+                chosen = tokens.index_select(0, index).clamp(min=0)  # not `UNSOUND`
+                found = logprobs_of(logits.index_select(0, index).float(), chosen, top)
+                logprobs, ranks, top_values, top_ids = found
+                values.copy_(torch.cat((logprobs[:, None], top_values), dim=1), non_blocking=True)
+                ids.copy_(torch.cat((ranks[:, None], top_ids), dim=1), non_blocking=True)
+
+            self._compute.run(look_up)
+        tokens_host = tokens_host[: len(tokens)]
+        if len(tokens):
+            self._compute.copy(tokens_host, tokens)
+        self._compute.record(done)
+        return PendingTokens(tokens_host, places, values, ids, done, self._fault)
+
+    def forget(self) -> None:
+        """Have the table uploaded again: after an exception, the one on the device may hold anything."""
+        self._places.forget()

@@ -6,7 +6,6 @@ import gc
 import math
 import os
 import warnings
-from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -26,14 +25,13 @@ from nanoinfer.execution.graphs import Graphs, GraphWork
 from nanoinfer.execution.memory import MemoryPlan
 from nanoinfer.execution.mixed import MixedStep
 from nanoinfer.execution.prefill import PrefillProgram, PrefillStep
-from nanoinfer.execution.read_back import PendingTokens
+from nanoinfer.execution.read_back import PendingTokens, ReadBack
 from nanoinfer.execution.recurrent import RecurrentStates
 from nanoinfer.execution.resources import Resources
 from nanoinfer.execution.stream_shares import stream_shares
 from nanoinfer.layers.linear import Head, Linear
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.models.decoder import Decoder
-from nanoinfer.sampling.reference import logprobs_of
 from nanoinfer.step.plan import StepPlan
 from offload import HostPool, OffloadEngine, Places, Ring, Runtime, Stream, Timeline
 from offload.memory.pageable_pool import PageablePool
@@ -112,12 +110,10 @@ class ModelRunner:
         self.offload = OffloadEngine(runtime, self.gpu_kv, host, self.ring, self.compute, cuts, self.places)
         self.block_copies = BlockCopies(self.offload, self.gpu_kv, self.kept, states)
         # A broken weight makes logits of every request unsound, an overflow those of single ones, at any step.
-        self._logits_fault = (
+        logits_fault = (
             "logits of the request are NaN or infinite: the checkpoint's weights are damaged (download it again)"
         ) + (', or the model overflows in float16 (set dtype="bfloat16" or "float32")' * (spec.dtype == torch.float16))
-        self.tokens_host = deque(
-            (runtime.staging(self.decode_program.tokens.numel(), torch.int64), runtime.event()) for _ in range(2)
-        )
+        self.read_back = ReadBack(runtime, self.compute, self.decode_program.tokens.numel(), logits_fault)
         self.graph_memory: tuple[int, int] | None = None  # bytes in use before, and that plus what all captures took
         runtime.synchronize()  # tables were filled on another stream than the one that will write them
 
@@ -271,7 +267,7 @@ class ModelRunner:
                     # are read.
                     self.compute.run(lambda: sampling.sample(logits, prefill.last_rows, tokens))
             launched.timeline.lap(self.compute, COMPUTE, "sampling")
-            return self._read_back(plan, tokens, logits)
+            return self.read_back.send(tokens, logits, plan.num_logprobs)
 
     def _shares(self, step: DecodeStep | PrefillStep | MixedStep, num_members: int) -> np.ndarray:
         resources = self.decode_program.resources
@@ -289,27 +285,6 @@ class ModelRunner:
         decode = self.decode_program.begin(plan, beside=prefill.chunks if any(prefill.chunks) else None)
         return MixedStep(prefill, decode, len(plan.rows)), prefill
 
-    def _read_back(self, plan: StepPlan, tokens: torch.Tensor, logits: torch.Tensor) -> PendingTokens:
-        """Send the sampled tokens to the host, and log-probabilities for the rows that want them."""
-        count, wanted = len(plan.sampled_rows), list(plan.num_logprobs)
-        found: list[torch.Tensor] = []
-        if wanted:
-            top = max(plan.num_logprobs.values())
-            index = torch.tensor(wanted, device=self.runtime.device)
-
-            def look_up() -> None:
-                chosen = tokens[index].clamp(min=0)  # not `UNSOUND`
-                found.extend(logprobs_of(logits[index].float(), chosen, top))
-
-            self.compute.run(look_up)
-        # Two buffers: one is written while the host still reads the other.
-        self.tokens_host.rotate()
-        on_host, done = self.tokens_host[0]
-        if count:
-            self.compute.copy(on_host[:count], tokens)
-        self.compute.record(done)
-        return PendingTokens(count, on_host, found, wanted, done, self._logits_fault)
-
     def settle(self) -> None:
         """Wait, after an exception, until nothing is in flight."""
         self.runtime.synchronize()
@@ -318,6 +293,7 @@ class ModelRunner:
         """Have all tables uploaded again: after an exception, those on the device may hold anything."""
         self.decode_program.forget_tables()
         self.prefill_program.forget_tables()
+        self.read_back.forget()
 
     def close(self) -> None:
         """Give back device and host memory at once; the runner cannot be used afterwards."""

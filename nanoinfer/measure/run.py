@@ -137,7 +137,7 @@ def measure(
     """Run prompts of `lengths` tokens at once, greedily, `output_len` tokens each. `Row.add_floor` adds the floor.
 
     Args:
-        with_logprobs: to compare them. Each step is then read before the next is launched, so its times mean nothing.
+        with_logprobs: to compare them. The times then include what they cost.
         trace: called to stop a trace of the last prefill chunks and first decode steps; tracing slows these steps down.
 
     Raises:

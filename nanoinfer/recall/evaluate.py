@@ -122,8 +122,8 @@ class Scores:
 def evaluate(answers: Answers, exam: Exam, *, progress: bool = True, label: str = "") -> Scores:
     """Ask every question. Right is the whole answer, as text without the spaces around it.
 
-    Only about the first document of each length log-probabilities are asked for: with them the engine reads each step
-    before it launches the next, and the other documents shall be answered as users' prompts are.
+    Only about the first document of each length log-probabilities are asked for: the other documents shall be answered
+    as users' prompts are.
     """
     grid = exam.grid
     scores = Scores([[0] * len(grid.depths) for _ in grid.lengths], grid.num_questions)

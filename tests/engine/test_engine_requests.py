@@ -351,21 +351,19 @@ def test_two_engines_in_one_process_do_not_disturb_each_other(path):
 
 
 def test_what_was_read_before_a_failure_is_returned_by_the_next_step(path, monkeypatch):
-    """The last token of one request is read in the step in which the read of another's fails."""
+    """The last token of one request is read in the step in which the sampling of another's fails."""
     engine = make_engine(path)
+    engine.samples_late = True
     engine.add_request("done", [5] * 9, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
     engine.step()
     engine.step()
-    engine.add_request("fails", [6] * 9, SamplingParams(temperature=0, max_tokens=5, logprobs=1))
-    read = PendingTokens.read
+    engine.add_request("fails", [6] * 9, SamplingParams(temperature=0, max_tokens=5))
 
-    def failing(tokens):
-        if len(found := read(tokens)) and found[0][1] is not None:  # only this request asked for log-probabilities
-            raise RuntimeError("out of luck")
-        return found
+    def failing(*_):
+        raise RuntimeError("out of luck")
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of luck"):
-        patch.setattr(PendingTokens, "read", failing)
+        patch.setattr(engine.runner, "sample", failing)
         engine.step()
     assert engine.has_work
     (output,) = engine.step()

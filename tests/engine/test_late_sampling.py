@@ -13,7 +13,10 @@ from tiny_models import make_checkpoint
 from nanoinfer import SamplingParams
 
 PROMPTS = random_prompts(2, 70, 90, seed=32) + random_prompts(4, 5, 35, seed=31)
-PARAMS = [SamplingParams(temperature=0.9 * (i % 2), seed=i, max_tokens=9 + i, ignore_eos=True) for i in range(6)]
+PARAMS = [
+    SamplingParams(temperature=0.9 * (i % 2), seed=i, max_tokens=9 + i, ignore_eos=True, logprobs=[None, 0, 2][i % 3])
+    for i in range(6)
+]
 ENDS = (1, 2, 4)  # the requests that end with the token just read: the host cannot know it before
 ARRIVALS = {0: [0, 1], 5: [2], 7: [3], 9: [4], 10: [5]}
 ARGUMENTS = dict(max_num_batched_tokens=48, max_model_len=128, capture_num_tokens=[4, 24, 40])

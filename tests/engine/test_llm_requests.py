@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.engine.planner import StepPlanner
-from nanoinfer.execution.runner import ModelRunner
+from nanoinfer.execution.read_back import ReadBack
 from nanoinfer.requests.detokenizer import Detokenizer
 from nanoinfer.requests.request import Request
 from nanoinfer.requests.sequence import SequenceState
@@ -84,7 +84,7 @@ def test_a_preempted_request_can_be_aborted(path, computed):
 # Name: whose method it is, and at which of its calls it fails.
 PLACES = {
     "planning": (StepPlanner, "begin_step", (1, 3, 6, 10, 17)),
-    "reading the tokens": (ModelRunner, "_read_back", (1, 3, 6, 10, 17)),
+    "reading the tokens": (ReadBack, "send", (1, 3, 6, 10, 17)),
     "write-through": (OffloadEngine, "_write_through", (1, 2, 4, 7)),
     "a ring fill": (OffloadEngine, "_fill", (1, 2, 7, 30)),
 }

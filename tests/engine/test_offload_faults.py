@@ -30,8 +30,7 @@ import nanoinfer.execution.runner
 from nanoinfer import LLMEngine, SamplingParams
 from nanoinfer.engine.planner import StepPlanner
 from nanoinfer.execution.decode import DecodeProgram
-from nanoinfer.execution.read_back import PendingTokens
-from nanoinfer.execution.runner import ModelRunner
+from nanoinfer.execution.read_back import PendingTokens, ReadBack
 from nanoinfer.execution.sampling_state import SamplingState
 from nanoinfer.kv.admission import Admission
 from nanoinfer.kv.cache import KVCache
@@ -143,7 +142,7 @@ PLACES = {
     "promotion copy": (DecodeProgram, "promote", (1, 2, 5)),
     "write-through": (OffloadEngine, "_write_through", (1, 2, 6, 12)),
     "sampling": (SamplingState, "sample", (1, 2, 8)),
-    "read-back": (ModelRunner, "_read_back", (1, 11, 30)),
+    "read-back": (ReadBack, "send", (1, 11, 30)),
     "behind the read-back": (KVCache, "commit", (1, 12, 40)),
     "waiting for a step": (PendingTokens, "read", (1, 11, 30)),
     "late sampling": (SamplingState, "sample", (1, 2, 8)),

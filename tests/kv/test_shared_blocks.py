@@ -150,7 +150,7 @@ def test_beginnings_drawn_from_a_tree(paths, alone, first_seed, fuzz):
 
 
 def tree_script(seed: int) -> Script:
-    """Requests of one tree that come while others run, some with log-probabilities (read at once), some without."""
+    """Requests of one tree that come while others run, some with log-probabilities."""
     generator = random.Random(seed)
     arrivals, step = {}, 0
     for i, prompt in enumerate(tree_of_prompts(generator, 9)):

@@ -77,7 +77,7 @@ def buffers(engine: LLMEngine) -> tuple[int, int]:
     """Bytes of all else that the engine holds, and what is planned for it."""
     runner, plan = engine.runner, engine.plan
     kv = [runner.ring, *runner.ring.slots, runner.gpu_kv, runner.offload, runner.offload.host.arena]
-    on_host = [buffer for buffer, _ in runner.tokens_host]
+    on_host = [buffer for buffers, _ in runner.read_back.buffers for buffer in buffers]
     held = held_bytes(runner, without=[runner.model, *kv, *on_host])
     return held, plan.workspace_bytes + plan.max_splits * plan.split_bytes
 

@@ -1,7 +1,6 @@
 """Layers declare what they keep: a layer that nobody in the engine knows keeps a state for each row, in every mode."""
 
 from contextlib import nullcontext
-from dataclasses import replace
 
 import pytest
 import torch
@@ -156,8 +155,7 @@ def test_a_state_comes_back_to_a_row_only_behind_the_step_of_who_had_the_row_bef
     prompts = random_prompts(2, 80, 90)
     wanted = run(toy_engine(path), prompts[1:], [params])[0]
     engine = toy_engine(path, SimulatedRuntime(0), **ENGINES["gives way"])
-    # Steps of the first one alone are not read at once, since it wants no log-probabilities.
-    engine.add_request("first", prompts[0], replace(params, logprobs=None))
+    engine.add_request("first", prompts[0], params)
     second = engine.add_request("second", prompts[1], params)
     while not engine.scheduler.num_preemptions:
         engine.step()
