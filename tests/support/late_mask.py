@@ -26,6 +26,7 @@ class LateMask:
         self._runner, self._stream, self._uploaded = engine.runner, runtime.stream("mask"), runtime.event()
         self._on_host = runtime.staging(num_elements, torch.uint8).view(torch.bool)
         self._on_device = torch.zeros(num_elements, dtype=torch.bool, device=runtime.device)
+        self._banned = [(np.arange(engine.vocab_size) + i) % 4 > 0 for i in range(4)]
         self.num_banned = {"alive": 0, "ended": 0}
         self.num_ahead = 0
         engine.on_logits, engine.samples_late = self._apply, is_late
@@ -35,10 +36,9 @@ class LateMask:
         for sequence in sequences:
             self.num_banned["alive" if sequence.finish_reason is None else "ended"] += 1
         self.num_ahead += bool(getattr(compute, "queue", ()))
-        last = np.array([sequence.token_ids[-1] for sequence in sequences])
-        banned = (np.arange(logits.shape[1]) + 3 * last[:, None] + 1) % 4 > 0
-        on_host, on_device = self._on_host[: banned.size], self._on_device[: banned.size]
-        on_host.numpy()[:] = banned.reshape(-1)
+        on_host, on_device = self._on_host[: logits.numel()], self._on_device[: logits.numel()]
+        for row, sequence in zip(on_host.view(logits.shape).numpy(), sequences, strict=True):
+            row[:] = self._banned[(3 * sequence.token_ids[-1] + 1) % 4]
         stream.copy(on_device, on_host)
         stream.record(self._uploaded)
         compute.wait(self._uploaded, MASK_RULE)
