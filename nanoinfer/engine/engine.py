@@ -126,8 +126,7 @@ class LLMEngine:
             self.mover,
             self.plan.max_num_batched_tokens,
             max(built.runner.prefill_program.pieces.capture_num_tokens, default=0),
-            (lambda: self.modes.enter_offload(self.scheduler.running)) if self.modes.may_spill else None,
-            self._refuse,
+            self.modes,
             self._fail_sequence,
         )
         self.sampling_defaults = built.sampling_defaults  # for fields of SamplingParams that a user leaves out
@@ -253,13 +252,6 @@ class LLMEngine:
                 pass
         else:
             self._turns.dropped.clear()  # closed: nothing runs
-
-    def _refuse(self, sequence: Sequence) -> bool:
-        """End the request of a waiting sequence if no pool that can be used can hold it; return whether it did."""
-        if self.modes.can_hold(sequence):
-            return False
-        self._fail_sequence(sequence, self.modes.refusal(sequence))
-        return True
 
     def _fail_sequence(self, sequence: Sequence, error: Exception) -> None:
         """End the request of a sequence because of an error that concerns only this request; free what it holds."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+from nanoinfer.engine.modes import Modes
 from nanoinfer.kv.admission import MAX_HELD, Admission, Verdict
 from nanoinfer.kv.cache import KVCache
 from nanoinfer.kv.mover import Mover
@@ -27,11 +28,8 @@ class Scheduler:
     Args:
         max_num_batched_tokens: the most tokens of one prefill step.
         max_mixed_tokens: the most tokens of a mixed step (prompts and running sequences); 0: no mixed steps.
-        enter_offload: switches to offload mode and returns True, or returns False if that is not possible; None: never
-            switch.
-        refuse: ends and removes the request of a waiting sequence and returns True, if no pool that can be used will
-            ever hold it; else returns False.
-        fail: ends and removes the request of a running sequence for whose KV the host has no room.
+        fail: ends and removes the request of a waiting sequence that no pool that can be used will ever hold, or of a
+            running one for whose KV the host has no room.
     """
 
     def __init__(
@@ -41,8 +39,7 @@ class Scheduler:
         mover: Mover,
         max_num_batched_tokens: int,
         max_mixed_tokens: int,
-        enter_offload: Callable[[], bool] | None,
-        refuse: Callable[[Sequence], bool],
+        modes: Modes,
         fail: Callable[[Sequence, Exception], None],
     ) -> None:
         self.waiting: deque[Sequence] = deque()
@@ -50,7 +47,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._kv_cache, self._admission, self._mover = kv_cache, admission, mover
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._enter_offload, self._refuse, self._fail = enter_offload, refuse, fail
+        self._modes, self._fail = modes, fail
         self.max_mixed_tokens = max_mixed_tokens
         self._last_was_prefill = False
 
@@ -104,7 +101,8 @@ class Scheduler:
             if verdict is Verdict.SPILL:
                 if self._spill():
                     verdict = self._admission.admit(sequence, self.running, held)
-                elif self._refuse(sequence):
+                elif not self._modes.can_hold(sequence):
+                    self._fail(sequence, self._modes.refusal(sequence))
                     continue
             if verdict is Verdict.HELD:
                 held.append(sequence)
@@ -147,7 +145,8 @@ class Scheduler:
 
     def _spill(self) -> bool:
         """Enter offload mode, where every full block can leave the GPU; False if impossible or already done."""
-        return self._enter_offload is not None and not self._kv_cache.tables.is_offload and self._enter_offload()
+        may_spill = self._modes.may_spill and not self._kv_cache.tables.is_offload
+        return may_spill and self._modes.enter_offload(self.running)
 
     def preempt_youngest(self) -> None:
         """Have the sequence that was admitted last give way."""

@@ -40,7 +40,7 @@ PARAMS = [
     for i, extra in enumerate(
         [
             dict(max_tokens=17),
-            dict(max_tokens=14, n=2),
+            dict(max_tokens=14, n=2, logprobs=2),
             dict(max_tokens=9, logprobs=1),
             dict(max_tokens=12, repetition_penalty=1.3, presence_penalty=0.3, min_tokens=3),
             dict(max_tokens=20),
@@ -135,11 +135,14 @@ class Player:
         """Plays, and compares each request with what it gets alone."""
         found = self.play(tracer)
         for number, completions in found.items():
-            for (tokens, _, reason), (wanted, _, wanted_reason) in zip(completions, alone[number], strict=True):
+            for (tokens, logprobs, reason), wanted in zip(completions, alone[number], strict=True):
                 if reason == "abort" or reason == "error":
-                    assert tokens == wanted[: len(tokens)], f"request {number}"
+                    wanted_tokens, wanted_logprobs, _ = wanted
+                    assert tokens == wanted_tokens[: len(tokens)], f"request {number}"
+                    if logprobs is not None:
+                        assert logprobs == wanted_logprobs[: len(logprobs)], f"request {number}"
                 else:
-                    assert (tokens, reason) == (wanted, wanted_reason), f"request {number}"
+                    assert (tokens, logprobs, reason) == wanted, f"request {number}"
 
     def assert_nothing_left(self) -> None:
         engine = self.engine
