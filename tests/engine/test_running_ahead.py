@@ -56,3 +56,23 @@ def test_log_probabilities_leave_as_many_steps_in_flight_and_are_those_of_a_requ
 def test_log_probabilities_are_the_same_in_any_order_of_the_streams(path, wanted, mode, seed):
     """The copies of the next step may run before the host reads."""
     assert play(make_engine(path, SimulatedRuntime(seed), **MODES[mode]))[0] == wanted
+
+
+def test_which_rows_want_log_probabilities_is_uploaded_again_when_work_was_lost(path, wanted):
+    """What the host enqueues behind work that fails never runs."""
+    engine = make_engine(path, SimulatedRuntime(0), max_num_batched_tokens=64)  # one prefill step for both
+
+    def fail():
+        raise RuntimeError("out of luck")
+
+    def outcomes():  # the second one's place is not where an empty table points
+        return run(engine, [PROMPTS[i] for i in (4, 2)], [params(i) for i in (4, 2)])
+
+    engine.on_logits = lambda sequences, logits: engine.runner.compute.run(fail)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        outcomes()
+    engine.on_logits = None
+    while engine.has_work:
+        engine.step()
+    assert outcomes() == [wanted[4], wanted[2]]
+    assert_pools_as_before(engine)
