@@ -192,7 +192,7 @@ def test_requests_do_not_see_each_other_in_any_order_of_the_streams(path, seed):
     engine = start(path, True, SimulatedRuntime(seed))
     give_back = shrink_gpu_pool(engine, NUM_GPU_BLOCKS)
     soak = Soak(engine, random.Random(seed), switches=True)
-    soak.run(120)
+    soak.run(80)
     give_back()
     assert_pools_as_before(engine)
     assert soak.num_switches > 0

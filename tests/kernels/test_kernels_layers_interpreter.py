@@ -89,11 +89,20 @@ def test_activation(size, activation, dtype):
     check_act_and_mul(size, activation, dtype, "cpu")
 
 
+PRODUCTS = [(64, 21, 1), (192, 64, 7), (33, 40, 12), (57, 32, 21), (128, 32, 21), (256, 200, 70), (100, 70, 40)]
+PRODUCT_KINDS = [(None, torch.float32), ("silu", torch.float16), ("gelu_pytorch_tanh", torch.float32)]
+PRODUCT_KINDS += [(None, torch.float16), ("silu", torch.float32), ("gelu_pytorch_tanh", torch.float16)]
+
+
 @DTYPES
 @pytest.mark.parametrize("activation", [None, "silu", "gelu_pytorch_tanh"])
-@pytest.mark.parametrize(
-    "size, num_rows, num_tokens",
-    [(64, 21, 1), (192, 64, 7), (33, 40, 12), (57, 32, 21), (128, 32, 21), (256, 200, 70), (100, 70, 40)],
+@pytest.mark.parametrize("size, num_rows, num_tokens", PRODUCTS)
+@pytest.mark.sampled(
+    *[  # each size with both dtypes and all activations, each kind with three sizes or four
+        "-".join(map(str, (*sizes, *kind)))
+        for i, sizes in enumerate(PRODUCTS)
+        for kind in PRODUCT_KINDS[3 * (i % 2) :][:3]
+    ]
 )
 def test_a_product(size, num_rows, num_tokens, activation, dtype):
     check_linear(size, num_rows, num_tokens, activation, dtype, "cpu")
