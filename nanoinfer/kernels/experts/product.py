@@ -30,6 +30,8 @@ from nanoinfer.kernels.linear.tiles import biased
 WORKSPACE_BYTES = 64 * 2**20
 """About as many bytes of float32 products lie beside each other before they are added."""
 
+MOST_ROWS_BY_EXPERT = 32
+"""Up to tiles of so many rows a program takes all rows of an expert, which seldom are more than one tile."""
 RESERVED_BYTES = 8 * 1024
 """Of a program's shared memory, for what is not loaded ahead."""
 
@@ -115,38 +117,39 @@ def expert_product_kernel(
     BLOCK_K: tl.constexpr,  # columns of one step, of a wide weight
     STAGES: tl.constexpr,
     EXPERT_TILE: tl.constexpr,
+    BY_EXPERT: tl.constexpr,  # whether a program takes all rows of an expert
     PDL: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(1)
-    in_tile = tl.arange(0, BLOCK_M)
     wait_for_inputs(PDL)
     if order is None:
         expert = tl.load(ids + tile)
-        position = tile + 0 * in_tile
-        live = in_tile == 0
+        begin = tile
+        end = tile + 1
         if expert < 0:
+            return
+    elif BY_EXPERT:
+        expert = tile
+        begin = tl.load(begins + expert)
+        end = tl.load(begins + expert + 1)
+        if begin == end:
             return
     else:
         each = tl.arange(0, EXPERT_TILE)
         is_one = each < EXPERTS
-        begin = tl.load(begins + each, mask=is_one, other=0)
-        end = tl.load(begins + each + 1, mask=is_one, other=0)
-        tiles = tl.cdiv(end - begin, BLOCK_M)
-        ends = tl.cumsum(tiles)
+        all_begins = tl.load(begins + each, mask=is_one, other=0)
+        all_ends = tl.load(begins + each + 1, mask=is_one, other=0)
+        tiles = tl.cdiv(all_ends - all_begins, BLOCK_M)
+        tiles_up_to = tl.cumsum(tiles)
         if tile >= tl.sum(tiles):
             return
-        expert = tl.sum((ends <= tile).to(tl.int32))
+        expert = tl.sum((tiles_up_to <= tile).to(tl.int32))
         is_own = each == expert
-        position = tl.sum(tl.where(is_own, begin + (tile - ends + tiles) * BLOCK_M, 0)) + in_tile
-        live = position < tl.sum(tl.where(is_own, end, 0))
+        begin = tl.sum(tl.where(is_own, all_begins + (tile - tiles_up_to + tiles) * BLOCK_M, 0))
+        end = tl.minimum(begin + BLOCK_M, tl.sum(tl.where(is_own, all_ends, 0)))
     place = tl.load(table + expert).to(tl.int64)
     if place < 0:
         return
-    pair = position
-    if order is not None:
-        pair = tl.load(order + position, mask=live, other=0)
-    x_row = pair // CHOSEN if GATHER else position
-    x_row = tl.where(live, x_row, 0)
     words_at = tensor_of(words, place, PLACES.codes, PLACES.stride)
     OUT_N: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     OUT_ROWS: tl.constexpr = NUM_ROWS // 2 if GATED else NUM_ROWS
@@ -159,21 +162,10 @@ def expert_product_kernel(
     begin_column = tl.program_id(2) * PART
     end_column = tl.minimum(begin_column + PART, SIZE)
     EVEN_PART: tl.constexpr = PART == SIZE
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    x_at = x + x_row.to(tl.int64)[None, :] * SIZE
     if FORM is None:
         at = tl.arange(0, BLOCK_K)
         EVEN: tl.constexpr = EVEN_PART and SIZE % BLOCK_K == 0
         weight_at = words_at + row[:, None] * SIZE + at[None, :]
-        for start in tl.range(begin_column, end_column, BLOCK_K, num_stages=STAGES):
-            if EVEN:
-                value = tl.load(x_at + (start + at)[:, None], mask=live[None, :], other=0.0)
-                weight = tl.load(weight_at + start)
-            else:
-                in_part = start + at < end_column
-                value = tl.load(x_at + (start + at)[:, None], mask=live[None, :] & in_part[:, None], other=0.0)
-                weight = tl.load(weight_at + start, mask=in_part[None, :], other=0.0)
-            acc = tl.dot(weight, value, acc, input_precision=PRECISION)
     else:
         BLOCK: tl.constexpr = FORM.block
         PLANE: tl.constexpr = FORM.plane
@@ -193,55 +185,76 @@ def expert_product_kernel(
         word_tile = words_at + row[:, None] * PLANE + tl.arange(0, PLANE)[None, :]
         # A part may begin within a step, whose other columns are 0.
         first_step = begin_column // (UNROLL * BLOCK) * (UNROLL * BLOCK)
-        for start in tl.range(first_step, end_column, UNROLL * BLOCK, num_stages=STAGES):
-            first = start // BLOCK
-            for u in tl.static_range(UNROLL):
-                block = first + u
-                if not EVEN:
-                    block = tl.minimum(block, (SIZE - 1) // BLOCK)
-                words_tile = tl.load(word_tile + block * NUM_ROWS * PLANE)
-                if WHOLE:
-                    at = start + u * BLOCK + tl.arange(0, BLOCK)
-                    value = tl.load(x_at + at[:, None], mask=live[None, :], other=0.0)
-                    weight = expanded_block(
-                        words_tile, scales_at, zeros_at, global_at, index_at, of_row, row, NUM_ROWS, first, u, x, FORM,
-                        ALIGNED, EVEN,
-                    )  # fmt: skip
-                    acc = added(weight, value, acc, FORM, PRECISION)
+    for first_position in range(begin, end, BLOCK_M):
+        position = first_position + tl.arange(0, BLOCK_M)
+        live = position < end
+        pair = position
+        if order is not None:
+            pair = tl.load(order + position, mask=live, other=0)
+        x_row = pair // CHOSEN if GATHER else position
+        x_row = tl.where(live, x_row, 0)
+        x_at = x + x_row.to(tl.int64)[None, :] * SIZE
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        if FORM is None:
+            for start in tl.range(begin_column, end_column, BLOCK_K, num_stages=STAGES):
+                if EVEN:
+                    value = tl.load(x_at + (start + at)[:, None], mask=live[None, :], other=0.0)
+                    weight = tl.load(weight_at + start)
                 else:
-                    for p in tl.static_range(16 // FORM.bits):
-                        at = start + u * BLOCK + p * PLANE + tl.arange(0, PLANE)
-                        weight = expanded_plane(
-                            words_tile, scales_at, zeros_at, global_at, index_at, of_row, row, NUM_ROWS, first,
-                            u * BLOCK + p * PLANE, x, p, FORM, ALIGNED, EVEN,
-                        )  # fmt: skip
-                        if EVEN:
-                            value = tl.load(x_at + at[:, None], mask=live[None, :], other=0.0)
-                        else:  # what lies beyond may be infinite, and its product with 0 no number
-                            in_part = (at >= begin_column) & (at < end_column)
-                            value = tl.load(x_at + at[:, None], mask=live[None, :] & in_part[:, None], other=0.0)
-                            weight = tl.where(in_part[None, :], weight, 0.0)
-                        acc = added(weight, value, acc, FORM, PRECISION)
-    let_next_in(PDL)
-    result = tl.trans(acc)
-    up = result
-    if GATED:
-        result, up = tl.split(tl.permute(tl.reshape(result, [BLOCK_M, 2, OUT_N]), (0, 2, 1)))
-    out_column = column_of_out + tl.arange(0, OUT_N)
-    inside = (out_column < width) & (first_row + out_column < OUT_ROWS)
-    if bias is not None:
-        bias_at = tensor_of(bias, place, PLACES.bias, PLACES.stride) + first_row + out_column
-        result = biased(result, bias_at, inside)
-        if GATED:
-            up = biased(up, bias_at + OUT_ROWS, inside)
-    if GATED:
-        if LIMIT is None:
-            result = rounded(activate(rounded(result, x), GELU), x) * rounded(up, x)
+                    in_part = start + at < end_column
+                    value = tl.load(x_at + (start + at)[:, None], mask=live[None, :] & in_part[:, None], other=0.0)
+                    weight = tl.load(weight_at + start, mask=in_part[None, :], other=0.0)
+                acc = tl.dot(weight, value, acc, input_precision=PRECISION)
         else:
-            result = clamped(rounded(result, x), rounded(up, x), LIMIT, ALPHA)
-    out_row = pair if SCATTER else position
-    target = out + tl.program_id(2) * out_part + out_row.to(tl.int64)[:, None] * out_stride + out_column[None, :]
-    tl.store(target, result.to(out.dtype.element_ty), mask=live[:, None] & inside[None, :])
+            for start in tl.range(first_step, end_column, UNROLL * BLOCK, num_stages=STAGES):
+                first = start // BLOCK
+                for u in tl.static_range(UNROLL):
+                    block = first + u
+                    if not EVEN:
+                        block = tl.minimum(block, (SIZE - 1) // BLOCK)
+                    words_tile = tl.load(word_tile + block * NUM_ROWS * PLANE)
+                    if WHOLE:
+                        at = start + u * BLOCK + tl.arange(0, BLOCK)
+                        value = tl.load(x_at + at[:, None], mask=live[None, :], other=0.0)
+                        weight = expanded_block(
+                            words_tile, scales_at, zeros_at, global_at, index_at, of_row, row, NUM_ROWS, first, u, x, FORM,
+                            ALIGNED, EVEN,
+                        )  # fmt: skip
+                        acc = added(weight, value, acc, FORM, PRECISION)
+                    else:
+                        for p in tl.static_range(16 // FORM.bits):
+                            at = start + u * BLOCK + p * PLANE + tl.arange(0, PLANE)
+                            weight = expanded_plane(
+                                words_tile, scales_at, zeros_at, global_at, index_at, of_row, row, NUM_ROWS, first,
+                                u * BLOCK + p * PLANE, x, p, FORM, ALIGNED, EVEN,
+                            )  # fmt: skip
+                            if EVEN:
+                                value = tl.load(x_at + at[:, None], mask=live[None, :], other=0.0)
+                            else:  # what lies beyond may be infinite, and its product with 0 no number
+                                in_part = (at >= begin_column) & (at < end_column)
+                                value = tl.load(x_at + at[:, None], mask=live[None, :] & in_part[:, None], other=0.0)
+                                weight = tl.where(in_part[None, :], weight, 0.0)
+                            acc = added(weight, value, acc, FORM, PRECISION)
+        let_next_in(PDL)
+        result = tl.trans(acc)
+        up = result
+        if GATED:
+            result, up = tl.split(tl.permute(tl.reshape(result, [BLOCK_M, 2, OUT_N]), (0, 2, 1)))
+        out_column = column_of_out + tl.arange(0, OUT_N)
+        inside = (out_column < width) & (first_row + out_column < OUT_ROWS)
+        if bias is not None:
+            bias_at = tensor_of(bias, place, PLACES.bias, PLACES.stride) + first_row + out_column
+            result = biased(result, bias_at, inside)
+            if GATED:
+                up = biased(up, bias_at + OUT_ROWS, inside)
+        if GATED:
+            if LIMIT is None:
+                result = rounded(activate(rounded(result, x), GELU), x) * rounded(up, x)
+            else:
+                result = clamped(rounded(result, x), rounded(up, x), LIMIT, ALPHA)
+        out_row = pair if SCATTER else position
+        target = out + tl.program_id(2) * out_part + out_row.to(tl.int64)[:, None] * out_stride + out_column[None, :]
+        tl.store(target, result.to(out.dtype.element_ty), mask=live[:, None] & inside[None, :])
 
 
 @triton.jit
@@ -382,7 +395,10 @@ def _launch(
     num_pairs, num_experts, width, size = pairs.ids.numel(), len(pairs.table), out.shape[-1], weight.in_features
     assert x.is_contiguous() and out.stride(-1) == 1 and x.shape[1] == size, "rows must be packed"
     tiles = tiles_of(x, num_pairs if pairs.order is not None else 0, num_experts)
-    num_tiles = num_pairs if pairs.order is None else min(num_pairs, num_experts + num_pairs // tiles.block_m)
+    by_expert = tiles.block_m <= MOST_ROWS_BY_EXPERT
+    num_tiles = num_pairs
+    if pairs.order is not None:
+        num_tiles = num_experts if by_expert else min(num_pairs, num_experts + num_pairs // tiles.block_m)
     part = min(part or size, size)
     form, unroll, stages = None, 1, tiles.stages
     if weight.packed is not None:
@@ -404,7 +420,7 @@ def _launch(
         SCATTER=scatters, GATED=gated, GELU=gated and activation.name != "silu",
         LIMIT=activation.limit if gated else None, ALPHA=activation.alpha if gated else 1.0, UNROLL=unroll,
         WHOLE=is_whole, PRECISION="ieee" if x.dtype == torch.float32 else "tf32", BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n, BLOCK_K=tiles.columns, STAGES=stages, EXPERT_TILE=next_power_of_2(num_experts),
+        BLOCK_N=tiles.block_n, BLOCK_K=tiles.columns, STAGES=stages, EXPERT_TILE=next_power_of_2(num_experts), BY_EXPERT=by_expert,
         num_warps=tiles.num_warps, **launch_options(x),
     )  # fmt: skip
 
