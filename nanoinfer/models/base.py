@@ -58,6 +58,10 @@ class SparseSpec:
     shared_size: int = 0
     expert_bytes: int = 0
 
+    def chosen_share(self, num_rows: int) -> float:
+        """Return the share of a layer's experts that rows choose together, expected of choices at random."""
+        return 1 - (1 - self.num_chosen / self.num_experts) ** num_rows
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:

@@ -34,6 +34,25 @@ def _shape(
 
 
 _QWEN3 = dict(vocab_size=151_936, max_position_embeddings=40_960, rope_theta=1e6, rms_norm_eps=1e-6)
+_QWEN3_MOE = _QWEN3 | dict(
+    model_type="qwen3_moe",
+    moe_intermediate_size=768,
+    num_experts=128,
+    num_experts_per_tok=8,
+    norm_topk_prob=True,
+    decoder_sparse_step=1,
+    mlp_only_layers=[],
+)
+_TINY_SPARSE = _QWEN3_MOE | dict(
+    head_dim=32,
+    vocab_size=2048,
+    dtype="float32",
+    moe_intermediate_size=64,
+    num_experts=16,
+    num_experts_per_tok=4,
+    **UNLIMITED,
+)
+_QWEN3_CODER = _QWEN3_MOE | dict(max_position_embeddings=262_144, rope_theta=1e7)
 _LLAMA3 = dict(vocab_size=128_256, max_position_embeddings=131_072, rope_theta=5e5, rms_norm_eps=1e-5)
 _LLAMA3_SCALING = dict(
     rope_type="llama3",
@@ -114,12 +133,15 @@ _PHI4 = dict(vocab_size=100_352, max_position_embeddings=16_384, rope_theta=250_
 _SMOLLM3 = dict(vocab_size=128_256, max_position_embeddings=65_536, rope_theta=5e6, rms_norm_eps=1e-6)
 SHAPES: dict[str, dict] = {
     "tiny": _shape("Qwen3", 128, 256, 4, 8, 4, True, head_dim=32, vocab_size=2048, dtype="float32", **UNLIMITED),
+    "tiny-sparse": _shape("Qwen3Moe", 128, 256, 4, 8, 4, True, **_TINY_SPARSE),
     "qwen3-0.6b": _shape("Qwen3", 1024, 3072, 28, 16, 8, True, **_QWEN3),
     "qwen3-1.7b": _shape("Qwen3", 2048, 6144, 28, 16, 8, True, **_QWEN3),
     "qwen3-4b": _shape("Qwen3", 2560, 9728, 36, 32, 8, True, **_QWEN3),
     "qwen3-8b": _shape("Qwen3", 4096, 12288, 36, 32, 8, False, **_QWEN3),
     "qwen3-14b": _shape("Qwen3", 5120, 17408, 40, 40, 8, False, **_QWEN3),
     "qwen3-32b": _shape("Qwen3", 5120, 25600, 64, 64, 8, False, **_QWEN3),
+    "qwen3-30b-a3b": _shape("Qwen3Moe", 2048, 6144, 48, 32, 4, False, **_QWEN3_MOE),
+    "qwen3-coder-30b-a3b": _shape("Qwen3Moe", 2048, 5472, 48, 32, 4, False, **_QWEN3_CODER),
     "llama3.2-1b": _shape("Llama", 2048, 8192, 16, 32, 8, True, **_LLAMA32 | dict(head_dim=64)),
     "llama3.2-3b": _shape("Llama", 3072, 8192, 28, 24, 8, True, **_LLAMA32),
     "llama3.1-8b": _shape("Llama", 4096, 14336, 32, 32, 8, False, **_LLAMA3, rope_scaling=_LLAMA3_SCALING),

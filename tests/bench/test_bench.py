@@ -258,6 +258,19 @@ def test_bytes_read_count_windows_and_leave_out_unused_embeddings(tmp_path):
         assert bytes_read_per_step(spec, [50, 4]) == spec.weight_bytes - embeddings + kv
 
 
+def test_bytes_read_count_the_experts_that_rows_choose_at_random(tmp_path):
+    from nanoinfer.weights.load import read_checkpoint, read_spec
+
+    path = make_checkpoint("qwen3_moe", tmp_path)
+    spec = read_spec(read_checkpoint(path), torch.float32)
+    experts = 3 * 8 * 3 * 24 * 48 * 4  # 3 layers of 8 experts, of which a row takes 3
+    others = spec.weight_bytes - experts - 160 * 48 * 4
+    kv = 3 * 2 * 2 * 16 * 4
+    assert spec.sparse.expert_bytes == experts
+    for lengths, share in (([50], 3 / 8), ([50, 4], 1 - (5 / 8) ** 2), ([1] * 100, 1)):
+        assert abs(bytes_read_per_step(spec, lengths) - others - experts * share - sum(lengths) * kv) <= 1
+
+
 def test_the_command_generates_and_reports_errors_in_one_line(tmp_path, capsys):
     assert cli.main(["bench", *TINY, "--mode", "resident"]) == 0
     assert "x floor" in capsys.readouterr().out

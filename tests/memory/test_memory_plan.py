@@ -155,6 +155,8 @@ def test_weight_bytes_of_known_shapes(tmp_path):
         "nemotron-mini-4b": (4.191, 4096),
         "starcoder2-7b": (7.174, 16_384),
         "starcoder2-15b": (15.958, 16_384),
+        "qwen3-30b-a3b": (30.532, 40_960),
+        "qwen3-coder-30b-a3b": (30.532, 262_144),
         "qwen3-8b": (8.191, 40_960),
         "llama3.1-8b": (8.030, 131_072),
     }

@@ -1,0 +1,152 @@
+#!/usr/bin/env python
+"""Sparse models on a GPU: microseconds a layer, which is a whole step divided by the layers.
+
+python tools/gpu_sparse.py --quick            (steps alone, in some 90 seconds)
+
+All of it is a part of its own of `make gpu-bench`: python tools/gpu_bench.py --part sparse
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+import torch  # noqa: E402
+from gpu_common import Bench  # noqa: E402
+
+from nanoinfer import LLM  # noqa: E402
+from nanoinfer.measure.report import table, versions  # noqa: E402
+from nanoinfer.measure.run import measure  # noqa: E402
+from nanoinfer.models.base import ModelSpec  # noqa: E402
+from nanoinfer.models.shapes import UNLIMITED  # noqa: E402
+
+INT4 = dict(quantization="int4", head_quantization="int8")
+# Beside Qwen3-30B-A3B: a dense model that reads as many bytes for a token.
+DENSE = UNLIMITED | dict(num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, tie_word_embeddings=False)
+CONTEXT, PREFILL = 1024, 8192
+COLUMNS = {
+    "case": "{case}",
+    "us a layer": "{microseconds_per_layer:,.1f}",
+    "more than dense": "{more_than_dense:+,.1f}",
+    "ms a step": "{seconds_per_token!m:,.3f}",
+    "x floor": "{ratio_to_floor:,.2f}",
+    "prefill, tok/s": "{prefill_tokens_per_second:,.0f}",
+    "x dense time per FLOP": "{time_per_flop_ratio:,.2f}",
+    "plan / peak": "{planned_to_peak:,.4f}",
+}
+
+
+def sparse_steps(bench: Bench, quick: bool = False) -> dict:
+    """Decode steps beside a dense model of the same active bytes; prefill beside the dense 4B shape's."""
+    result = {}
+    for name, options in {"int4": INT4, "bf16": {}}.items():
+        wide = not options
+        dense = dict(hf_overrides=DENSE) if bench.scale == 1 else {}
+        model = engine(bench, "qwen3-1.7b", "tiny", 24, [1], **dense, **options)
+        result[f"dense, {name}, 1 x 1k"] = one = steps(bench, model, [1])[0]
+        batches = [1] if wide else [1, 64]
+        llm = engine(bench, "qwen3-30b-a3b", "tiny-sparse", 68 if wide else 34, batches, **options)
+        if not quick:
+            found = prefill(bench, llm)
+        for batch, case in zip(batches, steps(bench, llm, batches), strict=True):
+            result[f"qwen3-30b-a3b, {name}, {batch} x 1k"] = case
+        case = result[f"qwen3-30b-a3b, {name}, 1 x 1k"]
+        case["more_than_dense"] = case["microseconds_per_layer"] - one["microseconds_per_layer"]
+        if not quick:
+            llm = engine(bench, "qwen3-4b", "tiny", 24, [1], **options)
+            beside = prefill(bench, llm)
+            bench.release(llm)
+            found["time_per_flop_ratio"] = found["seconds_per_flop"] / beside["seconds_per_flop"]
+            result |= {f"qwen3-30b-a3b, {name}, prefill of 8k": found, f"qwen3-4b, {name}, prefill of 8k": beside}
+    return result
+
+
+def engine(bench: Bench, shape: str, tiny: str, gib: float, batches: list[int], **options) -> LLM:
+    """An engine that captures no more than is measured. tiny: the shape if sizes are scaled."""
+    batches = [max(1, batch // bench.scale) for batch in batches]
+    return bench.llm(
+        shape if bench.scale == 1 else tiny,
+        max_model_len=bench.tokens(PREFILL) + 64,
+        max_num_seqs=max(batches),
+        cuda_graph_batch_sizes=batches,
+        capture_num_tokens=[],
+        gpu_memory_limit=bench.limit(gib),
+        **options,
+    )
+
+
+def steps(bench: Bench, llm: LLM, batches: list[int]) -> list[dict]:
+    """Close the engine, and return figures of its decode steps of so many sequences of 1,024 tokens."""
+    spec, context = llm.engine.runner.spec, bench.tokens(CONTEXT)
+    measure(llm, [context], 4, seed=1)
+    for batch in batches:
+        batch = max(1, batch // bench.scale)
+        bench.measure(llm, [context] * batch, 40 + batch * context // PREFILL)
+    found = bench.release(llm)
+    for case in found:
+        case["microseconds_per_layer"] = case["seconds_per_token"] * 1e6 / len(spec.layers)
+    return found
+
+
+def prefill(bench: Bench, llm: LLM) -> dict:
+    """Seconds from a prompt to its first token, the median of three."""
+    tokens = bench.tokens(PREFILL)
+    rows = [measure(llm, [tokens], 4, seed=seed) for seed in range(4)][1:]
+    seconds = statistics.median(row.time_to_first_token for row in rows)
+    flops = prefill_flops(llm.engine.runner.spec, tokens)
+    return {
+        "tokens": tokens,
+        "seconds": seconds,
+        "prefill_tokens_per_second": tokens / seconds,
+        "flops": flops,
+        "seconds_per_flop": seconds / flops,
+    }
+
+
+def prefill_flops(spec: ModelSpec, tokens: int) -> int:
+    """Operations of the products and of attention, without the head, of a prompt in a model without windows."""
+    hidden, q, kv, sparse = spec.hidden_size, spec.attention.q_size, spec.attention.kv_size, spec.sparse
+    num_sparse = 0 if sparse is None else sparse.num_layers
+    weights = len(spec.layers) * hidden * (2 * q + 2 * kv)
+    weights += (len(spec.layers) - num_sparse) * 3 * hidden * spec.intermediate_size
+    if sparse is not None:
+        columns = sparse.num_chosen * sparse.intermediate_size + sparse.shared_size
+        weights += num_sparse * hidden * (3 * columns + sparse.num_experts)
+    return 2 * tokens * weights + len(spec.layers) * 2 * q * tokens**2
+
+
+def report(cases: dict) -> str:
+    """Return the rows of one or more cases as a table."""
+    rows = [{"case": name} | case for name, case in cases.items() if isinstance(case, dict)]
+    empty = dict.fromkeys(
+        ("microseconds_per_layer", "more_than_dense", "seconds_per_token", "ratio_to_floor",
+         "prefill_tokens_per_second", "time_per_flop_ratio", "planned_to_peak")
+    )  # fmt: skip
+    return table([empty | row for row in rows], COLUMNS.items())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="steps alone")
+    parser.add_argument("--out", type=Path, help="also write the figures here, as JSON")
+    parser.add_argument("--scale", type=int, default=1, help="divide contexts and sizes, to try the code")
+    options = parser.parse_args()
+    begin = time.perf_counter()
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    found = sparse_steps(Bench(None, options.scale, device), options.quick)
+    if options.out is not None:
+        options.out.write_text(json.dumps({"versions": versions(device), "cases": found}, indent=1) + "\n")
+    print(report(found))
+    print(f"{time.perf_counter() - begin:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
