@@ -217,8 +217,8 @@ def expert_product_kernel(
                         at = start + u * BLOCK + tl.arange(0, BLOCK)
                         value = tl.load(x_at + at[:, None], mask=live[None, :], other=0.0)
                         weight = expanded_block(
-                            words_tile, scales_at, zeros_at, global_at, index_at, of_row, row, NUM_ROWS, first, u, x, FORM,
-                            ALIGNED, EVEN,
+                            words_tile, scales_at, zeros_at, global_at, index_at, of_row, row, NUM_ROWS, first, u, x,
+                            FORM, ALIGNED, EVEN,
                         )  # fmt: skip
                         acc = added(weight, value, acc, FORM, PRECISION)
                     else:
@@ -420,8 +420,8 @@ def _launch(
         SCATTER=scatters, GATED=gated, GELU=gated and activation.name != "silu",
         LIMIT=activation.limit if gated else None, ALPHA=activation.alpha if gated else 1.0, UNROLL=unroll,
         WHOLE=is_whole, PRECISION="ieee" if x.dtype == torch.float32 else "tf32", BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n, BLOCK_K=tiles.columns, STAGES=stages, EXPERT_TILE=next_power_of_2(num_experts), BY_EXPERT=by_expert,
-        num_warps=tiles.num_warps, **launch_options(x),
+        BLOCK_N=tiles.block_n, BLOCK_K=tiles.columns, STAGES=stages, EXPERT_TILE=next_power_of_2(num_experts),
+        BY_EXPERT=by_expert, num_warps=tiles.num_warps, **launch_options(x),
     )  # fmt: skip
 
 
