@@ -34,14 +34,16 @@ def pauses(events: list[dict]) -> list[float]:
     for place, event in enumerate(device):
         if event["name"] != "_tile_kernel":
             continue
-        busy, end = 0.0, event["ts"]
+        masks = []
         for before in reversed(device[:place]):
-            is_masks = before["cat"] != "kernel" or "masked_fill" in before["name"]
-            if not is_masks:
-                found.append(max(0.0, event["ts"] - before["ts"] - before["dur"] - busy))
+            if before["cat"] == "kernel" and "masked_fill" not in before["name"]:
+                end, idle = before["ts"] + before["dur"], 0.0
+                for work in (*reversed(masks), event):  # an upload may begin while the layers still run
+                    idle += max(0.0, work["ts"] - end)
+                    end = max(end, work["ts"] + work["dur"])
+                found.append(idle)
                 break
-            busy += max(0.0, min(end, before["ts"] + before["dur"]) - before["ts"])
-            end = min(end, before["ts"])
+            masks.append(before)
     return found
 
 
