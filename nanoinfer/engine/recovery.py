@@ -45,7 +45,6 @@ class Work:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """The sequences of all requests."""
         return [sequence for request in self.requests.values() for sequence in request.sequences]
 
     @torch.inference_mode()

@@ -39,7 +39,6 @@ class Graphs:
         return key in self.captured
 
     def capture(self, work: GraphWork) -> None:
-        """Capture each launch of some work."""
         work.prepare()
         self.captured[work.key] = [self._runtime.capture(self._compute, launch) for launch in work.launches]
 

@@ -61,7 +61,6 @@ class MemoryPlan:
 
     @property
     def host_bytes(self) -> int:
-        """The host pool."""
         return self.num_host_blocks * self.block_bytes
 
     def one_line(self) -> str:

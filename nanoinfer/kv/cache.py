@@ -64,7 +64,6 @@ class KVCache:
         sequence.num_reserved_host = 0
 
     def take_row(self, sequence: Sequence) -> int:
-        """Give the sequence a row, and return it."""
         sequence.row = self.free_rows.pop()
         self.tables.versions[sequence.row] += 1
         self.num_reserved_splits += self.tables.num_blocks(sequence.max_num_tokens)

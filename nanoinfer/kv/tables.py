@@ -42,7 +42,6 @@ class BlockTables:
         return self.gpu.size <= self.gpu_blocks.num_blocks
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Return the number of blocks of so many tokens."""
         return -(-num_tokens // self.block_size)
 
 

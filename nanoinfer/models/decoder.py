@@ -230,10 +230,6 @@ class Decoder(nn.Module):
             expert_bytes=sum(one.num_experts * one.stride for one in owners),
         )
 
-    def position_tables(self) -> list[Tensor]:
-        """Return all tensors with a row for each position."""
-        return self.rope_tables + ([] if self.query_scales is None else [self.query_scales])
-
     # The pieces
 
     def pieces(self) -> list[Piece]:

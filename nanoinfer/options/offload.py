@@ -17,7 +17,6 @@ TASKS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's options. Engine options have the engine's defaults."""
     decode, asked = TASKS["decode"], TASKS["recall"]
     add_model_arguments(parser)
     lists = {name: f"{text} (lists: --task recall only)" for name, text in recall.HELP_OF_LISTS.items()}

@@ -18,7 +18,6 @@ HELP_OF_LISTS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the evaluation and of the engine."""
     add_model_arguments(parser, "default: recall, the model that comes along", has_shapes=False)
     parser.add_argument("--context", help="tokens, such as 1k,16k; default: 1k to 64k on a GPU, 1k,2k on a CPU")
     parser.add_argument(

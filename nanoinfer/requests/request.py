@@ -170,7 +170,6 @@ class Request:
         )
 
     def metrics(self) -> RequestMetrics:
-        """Return the metrics so far."""
         generated = sum(sequence.num_generated for sequence in self.sequences)
         read = sum(sequence.num_blocks_read for sequence in self.sequences)
         resident = sum(sequence.num_resident_read for sequence in self.sequences)

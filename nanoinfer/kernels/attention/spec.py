@@ -61,7 +61,6 @@ class AttentionSpec:
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        """Type of the KV buffers."""
         return self.kv_cache_dtype or self.dtype
 
     @property
