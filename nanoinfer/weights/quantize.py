@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from nanoinfer.config import QUANTISED
+from nanoinfer.layers.experts import Experts
 from nanoinfer.layers.formats.base import DENSE
 from nanoinfer.models.checkpoint_info import CheckpointInfo
 from nanoinfer.models.registry import find_class
@@ -85,11 +86,15 @@ def settings_for(checkpoint: CheckpointInfo, quantization: str | None, head: str
 
 
 def _columns(checkpoint: CheckpointInfo) -> dict[str, int]:
-    """Return the columns of each projection but the head, by its name in the checkpoint."""
+    """Return the columns of each projection but the head, by its name in the checkpoint, without experts' numbers."""
     model_class, spec = find_class(checkpoint.hf_config.architectures), read_spec(checkpoint, "auto")
-    views: Mapping[str, Any] = model_class(checkpoint, spec, device="meta", max_position=1).checkpoint_views()
+    model = model_class(checkpoint, spec, device="meta", max_position=1)
+    views: Mapping[str, Any] = model.checkpoint_views()
     matrices = {name: view for name, view in views.items() if isinstance(view, Tensor) and view.ndim == 2}
     names = {name.removesuffix(".weight"): view.shape[1] for name, view in matrices.items()}
+    for path, module in model.named_modules():  # one tensor may hold all experts
+        for one in module.projections if isinstance(module, Experts) else ():
+            names |= {f"model.{path}.{name}": one.in_features for name in one.names}
     return {name: size for name, size in names.items() if name not in (HEAD, EMBEDDINGS)}
 
 

@@ -121,6 +121,11 @@ def _parts(checkpoint: CheckpointInfo) -> list[_Part]:
         view, module = views.get(name), name.rpartition(".")[0]
         if view is None and model.ignores(name):
             continue  # such as a tied head, which repeats the embeddings
+        if isinstance(view, Filling) and view.by_rows and len(entry.shape) > 2:
+            raise ValueError(
+                f"{name} holds all experts of a layer, of which no quantised checkpoint is written: give "
+                f"quantization={checkpoint.quantised_to[1]!r} where it is loaded, which quantises while it is read"
+            )
         if isinstance(view, Filling) and view.by_rows:
             weights = formats.of_embeddings(module) if module == EMBEDDINGS else formats.of(module)
             sizes = stored(weights, entry.shape).items()

@@ -164,6 +164,31 @@ def test_prefill_bits_do_not_depend_on_pieces(head_dim, window, softcap):
             assert torch.equal(run_prefill_through_ring(backend, q, paged, query_pos, q_lens, blocks_per_slot), whole)
 
 
+@pytest.mark.parametrize("window", [None, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_sinks_count_once_wherever_keys_lie_and_whoever_is_in_the_batch(dtype, window):
+    """In gpt-oss's shape. A batch of another size is merged in programs of another form."""
+    spec, tolerance = (
+        make_spec(64, 8, 64, 256, dtype, windows=(window,), sinks=True),
+        1e-2 if dtype.itemsize == 2 else 1e-5,
+    )
+    lens = [1, 127, 128, 129, 256, 257, 600, 5000, *range(9000, 9012)]
+    paged, q, backend = make_paged(spec, lens, DEVICE), make_q(spec, len(lens), DEVICE), TritonBackend(spec, DEVICE)
+    out, _ = run_decode(backend, q, paged.kv, paged.tables, lens, window)
+    assert relative_error(out, dense_decode(spec, q, paged, lens, window)) < tolerance
+    for count in (1, 4, 9):
+        some, _ = run_decode(backend, q[:count], paged.kv, paged.tables[:count], lens[:count], window)
+        assert torch.equal(some, out[:count])
+    cut, _ = run_decode(backend, q[:4], paged.kv, paged.tables[:4], lens[:4], window, backend.tiles_per_block)
+    assert torch.equal(cut, out[:4])
+    check_prefill(spec, [1000, 0, 511], [400, 129, 2], window, tolerance)
+    query_pos, q_lens = [1000, 0, 511], [400, 129, 2]
+    paged, q = make_paged(spec, [1400, 129, 513], DEVICE), make_q(spec, 531, DEVICE)
+    whole = run_prefill(backend, q, paged, query_pos, q_lens, window)
+    for cuts in (1, 2, 5):
+        assert torch.equal(run_prefill(backend, q, paged, query_pos, q_lens, window, cuts), whole)
+
+
 def test_resident_and_offload_launch_the_same_binaries():
     from nanoinfer.kernels.attention.decode_partial import decode_partial_kernel
     from nanoinfer.kernels.attention.prefill import prefill_kernel
