@@ -18,9 +18,6 @@ from nanoinfer.kernels.step.rows import step_inputs as step_inputs
 from nanoinfer.kernels.step.rows import update_rows as update_rows
 from nanoinfer.kernels.step.sample import sample_rows as sample_rows
 
-has_experts = True
-"""Whether experts are found by kernels."""
-
 
 def has_activation(activation: str, x: Tensor) -> bool:
     """Whether there is a kernel that computes this activation and the product with it, for values as those of x."""

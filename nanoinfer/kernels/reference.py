@@ -17,9 +17,6 @@ from nanoinfer.kernels.experts.reference import shared_mlp as shared_mlp
 from nanoinfer.kernels.layer.head_steps import HeadSteps
 from nanoinfer.sampling.reference import sample_rows as sample_rows
 
-has_experts = False
-"""Whether experts are found by kernels; otherwise each one's matrices are made."""
-
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation=None, out=None, library_counts=()):
     """x @ weight.T + bias, in `out` if that is given. activation, library_counts: unused, see `has_activation`."""

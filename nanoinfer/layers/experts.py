@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from nanoinfer.common.errors import did_you_mean, shown
 from nanoinfer.kernels.activations import ACTIVATIONS
-from nanoinfer.kernels.experts.routing import ExpertWeight, GatedActivation, Routing
+from nanoinfer.kernels.experts.routing import ExpertWeight, ExpertWeights, GatedActivation, Routing
 from nanoinfer.kernels.operations import operations_of
 from nanoinfer.layers.formats.base import DENSE, Filling, Formats, WeightFormat
 from nanoinfer.layers.formats.parted import Parted, merged
@@ -108,8 +108,8 @@ class ExpertProjection:
 class Experts(nn.Module):
     """The experts of a layer: down(activation(gate(x)) * up(x)) each.
 
-    `share_pools` gives it `pool`, [places, stride] uint8, and `table`, [num_experts] int32; `operands` are what kernels
-    take: gate and up, as one weight or two, and down.
+    `share_pools` gives it `pool`, [places, stride] uint8, and `table`, [num_experts] int32; `operands` are its
+    weights.
 
     Raises:
         ValueError: the activation is not supported, or experts have unlike formats.
@@ -189,21 +189,19 @@ class Experts(nn.Module):
     def share(self, pool: Tensor, table: Tensor, first_place: int) -> None:
         """Take runs of a pool. table: [num_experts], the places, from `first_place` on."""
         self.pool, self.table, self._first_place = pool, table, first_place
-        self.operands = tuple(one.weight(pool) for one in self.gate_up), self.down.weight(pool)
+        gate_up = tuple(one.weight(pool) for one in self.gate_up)
+        self.operands = ExpertWeights(gate_up, self.down.weight(pool), self._matrices)
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor, first_half: int, shared: Tensor | None) -> Tensor:
         """Compute the two sums of each row: [2, N, hidden_size] float32; see `kernels.experts.product.expert_mlp`."""
         return self.operations.expert_mlp(
-            x, ids, weights, self.table, *self._as_operands(), self.activation, first_half, shared
+            x, ids, weights, self.table, self.operands, self.activation, first_half, shared
         )
 
     def as_shared(self, x: Tensor) -> Tensor:
         """Compute the one expert for all rows, in two parts: [2, N, hidden_size] float32."""
         part = -(-self.intermediate_size // (2 * SHARED_PART)) * SHARED_PART
-        return self.operations.shared_mlp(x, self.table, *self._as_operands(), self.activation, part)
-
-    def _as_operands(self) -> tuple:
-        return self.operands if self.operations.has_experts else (self._matrices,)
+        return self.operations.shared_mlp(x, self.table, self.operands, self.activation, part)
 
     def _matrices(self, expert: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         """Return gate and up as one matrix, their bias, down and its bias; see `kernels.experts.reference`."""

@@ -264,8 +264,8 @@ def compile_experts() -> None:
                 ids, weights = layers.choose_experts(
                     zeros(num_rows, 8), Routing(num_experts=8, num_chosen=2), None, ints(1), torch.bfloat16
                 )
-                layers.expert_mlp(x, ids, weights, owner.table, *owner.operands, activation, 4)
-            layers.shared_mlp(x, owner.table[:1], *owner.operands, activation, 128)
+                layers.expert_mlp(x, ids, weights, owner.table, owner.operands, activation, 4)
+            layers.shared_mlp(x, owner.table[:1], owner.operands, activation, 128)
     grouped = Routing(num_experts=8, num_chosen=2, scores=SIGMOID, num_groups=4, num_chosen_groups=2)
     layers.choose_experts(floats(4, 8), grouped, floats(8), ints(1), torch.bfloat16)
     layers.wide_linear(zeros(4, 512), zeros(8, 512))

@@ -8,6 +8,7 @@ bytes lie: the host is asked nothing, and the grid is large enough for any choic
 
 from __future__ import annotations
 
+import sys
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.experts import reference
 from nanoinfer.kernels.experts.choose import sort_pairs
-from nanoinfer.kernels.experts.routing import NAMES, ExpertWeight, GatedActivation
+from nanoinfer.kernels.experts.routing import NAMES, ExpertWeight, ExpertWeights, GatedActivation
 from nanoinfer.kernels.launch.pdl import launch_options, let_next_in, wait_for_inputs
 from nanoinfer.kernels.launch.sizes import next_power_of_2
 from nanoinfer.kernels.layer.activation import activate
@@ -80,6 +81,123 @@ def clamped(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
     gate = tl.where(gate > LIMIT, LIMIT, gate)
     up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
     return (up + 1.0) * (gate * tl.sigmoid(gate * ALPHA))
+
+
+@triton.jit
+def store_products(
+    first_position, end,  # of the pairs that the expert still has; a tile of them
+    place,  # of the expert
+    x, out, order, words, scales, zeros, global_scale, group_index, bias, first_row, width, out_stride, out_part,
+    FORM: tl.constexpr, PLACES: tl.constexpr, SIZE: tl.constexpr, NUM_ROWS: tl.constexpr, CHOSEN: tl.constexpr,
+    PART: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, UNROLL: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Compute one tile; see `expert_product_kernel`."""
+    words_at = tensor_of(words, place, PLACES.codes, PLACES.stride)
+    OUT_N: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    OUT_ROWS: tl.constexpr = NUM_ROWS // 2 if GATED else NUM_ROWS
+    column_of_out = tl.program_id(0) * OUT_N
+    in_rows = tl.arange(0, BLOCK_N)
+    # Rows beyond the last are computed as the last, and not stored.
+    row = tl.minimum(first_row + column_of_out + in_rows % OUT_N, OUT_ROWS - 1)
+    if GATED:
+        row += in_rows // OUT_N * OUT_ROWS
+    begin_column = tl.program_id(2) * PART
+    end_column = tl.minimum(begin_column + PART, SIZE)
+    EVEN_PART: tl.constexpr = PART == SIZE
+    if FORM is None:
+        at = tl.arange(0, BLOCK_K)
+        EVEN: tl.constexpr = EVEN_PART and SIZE % BLOCK_K == 0
+        weight_at = words_at + row[:, None] * SIZE + at[None, :]
+    else:
+        BLOCK: tl.constexpr = FORM.block
+        PLANE: tl.constexpr = FORM.plane
+        EVEN: tl.constexpr = EVEN_PART and SIZE % (UNROLL * BLOCK) == 0
+        ALIGNED: tl.constexpr = (UNROLL * BLOCK) % FORM.group == 0
+        scales_at = tensor_of(scales, place, PLACES.scales, PLACES.stride)
+        zeros_at = zeros
+        if zeros is not None:
+            zeros_at = tensor_of(zeros, place, PLACES.zeros, PLACES.stride)
+        global_at = global_scale
+        if global_scale is not None:
+            global_at = tensor_of(global_scale, place, PLACES.global_scale, PLACES.stride)
+        index_at = group_index
+        if group_index is not None:
+            index_at = tensor_of(group_index, place, PLACES.group_index, PLACES.stride)
+        of_row = scales_of_rows(scales_at, zeros_at, global_at, row, FORM)
+        word_tile = words_at + row[:, None] * PLANE + tl.arange(0, PLANE)[None, :]
+        # A part may begin within a step, whose other columns are 0.
+        first_step = begin_column // (UNROLL * BLOCK) * (UNROLL * BLOCK)
+    position = first_position + tl.arange(0, BLOCK_M)
+    live = position < end
+    pair = position
+    if order is not None:
+        pair = tl.load(order + position, mask=live, other=0)
+    x_row = pair // CHOSEN if GATHER else position
+    x_row = tl.where(live, x_row, 0)
+    x_at = x + x_row.to(tl.int64)[None, :] * SIZE
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    if FORM is None:
+        for start in tl.range(begin_column, end_column, BLOCK_K, num_stages=STAGES):
+            if EVEN:
+                value = tl.load(x_at + (start + at)[:, None], mask=live[None, :], other=0.0)
+                weight = tl.load(weight_at + start)
+            else:
+                in_part = start + at < end_column
+                value = tl.load(x_at + (start + at)[:, None], mask=live[None, :] & in_part[:, None], other=0.0)
+                weight = tl.load(weight_at + start, mask=in_part[None, :], other=0.0)
+            acc = tl.dot(weight, value, acc, input_precision=PRECISION)
+    else:
+        for start in tl.range(first_step, end_column, UNROLL * BLOCK, num_stages=STAGES):
+            first = start // BLOCK
+            for u in tl.static_range(UNROLL):
+                block = first + u
+                if not EVEN:
+                    block = tl.minimum(block, (SIZE - 1) // BLOCK)
+                words_tile = tl.load(word_tile + block * NUM_ROWS * PLANE)
+                if WHOLE:
+                    at = start + u * BLOCK + tl.arange(0, BLOCK)
+                    value = tl.load(x_at + at[:, None], mask=live[None, :], other=0.0)
+                    weight = expanded_block(
+                        words_tile, scales_at, zeros_at, global_at, index_at, of_row, row, NUM_ROWS, first, u, x,
+                        FORM, ALIGNED, EVEN,
+                    )  # fmt: skip
+                    acc = added(weight, value, acc, FORM, PRECISION)
+                else:
+                    for p in tl.static_range(16 // FORM.bits):
+                        at = start + u * BLOCK + p * PLANE + tl.arange(0, PLANE)
+                        weight = expanded_plane(
+                            words_tile, scales_at, zeros_at, global_at, index_at, of_row, row, NUM_ROWS, first,
+                            u * BLOCK + p * PLANE, x, p, FORM, ALIGNED, EVEN,
+                        )  # fmt: skip
+                        if EVEN:
+                            value = tl.load(x_at + at[:, None], mask=live[None, :], other=0.0)
+                        else:  # what lies beyond may be infinite, and its product with 0 no number
+                            in_part = (at >= begin_column) & (at < end_column)
+                            value = tl.load(x_at + at[:, None], mask=live[None, :] & in_part[:, None], other=0.0)
+                            weight = tl.where(in_part[None, :], weight, 0.0)
+                        acc = added(weight, value, acc, FORM, PRECISION)
+    let_next_in(PDL)
+    result = tl.trans(acc)
+    up = result
+    if GATED:
+        result, up = tl.split(tl.permute(tl.reshape(result, [BLOCK_M, 2, OUT_N]), (0, 2, 1)))
+    out_column = column_of_out + tl.arange(0, OUT_N)
+    inside = (out_column < width) & (first_row + out_column < OUT_ROWS)
+    if bias is not None:
+        bias_at = tensor_of(bias, place, PLACES.bias, PLACES.stride) + first_row + out_column
+        result = biased(result, bias_at, inside)
+        if GATED:
+            up = biased(up, bias_at + OUT_ROWS, inside)
+    if GATED:
+        if LIMIT is None:
+            result = rounded(activate(rounded(result, x), GELU), x) * rounded(up, x)
+        else:
+            result = clamped(rounded(result, x), rounded(up, x), LIMIT, ALPHA)
+    out_row = pair if SCATTER else position
+    target = out + tl.program_id(2) * out_part + out_row.to(tl.int64)[:, None] * out_stride + out_column[None, :]
+    tl.store(target, result.to(out.dtype.element_ty), mask=live[:, None] & inside[None, :])
 
 
 @triton.jit(do_not_specialize=["num_pairs", "first_row", "num_tiles_n"])
@@ -150,111 +268,19 @@ def expert_product_kernel(
     place = tl.load(table + expert).to(tl.int64)
     if place < 0:
         return
-    words_at = tensor_of(words, place, PLACES.codes, PLACES.stride)
-    OUT_N: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    OUT_ROWS: tl.constexpr = NUM_ROWS // 2 if GATED else NUM_ROWS
-    column_of_out = tl.program_id(0) * OUT_N
-    in_rows = tl.arange(0, BLOCK_N)
-    # Rows beyond the last are computed as the last, and not stored.
-    row = tl.minimum(first_row + column_of_out + in_rows % OUT_N, OUT_ROWS - 1)
-    if GATED:
-        row += in_rows // OUT_N * OUT_ROWS
-    begin_column = tl.program_id(2) * PART
-    end_column = tl.minimum(begin_column + PART, SIZE)
-    EVEN_PART: tl.constexpr = PART == SIZE
-    if FORM is None:
-        at = tl.arange(0, BLOCK_K)
-        EVEN: tl.constexpr = EVEN_PART and SIZE % BLOCK_K == 0
-        weight_at = words_at + row[:, None] * SIZE + at[None, :]
+    if BY_EXPERT:
+        for first_position in range(begin, end, BLOCK_M):
+            store_products(
+                first_position, end, place, x, out, order, words, scales, zeros, global_scale, group_index, bias,
+                first_row, width, out_stride, out_part, FORM, PLACES, SIZE, NUM_ROWS, CHOSEN, PART, GATHER, SCATTER, GATED,
+                GELU, LIMIT, ALPHA, UNROLL, WHOLE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PDL,
+            )  # fmt: skip
     else:
-        BLOCK: tl.constexpr = FORM.block
-        PLANE: tl.constexpr = FORM.plane
-        EVEN: tl.constexpr = EVEN_PART and SIZE % (UNROLL * BLOCK) == 0
-        ALIGNED: tl.constexpr = (UNROLL * BLOCK) % FORM.group == 0
-        scales_at = tensor_of(scales, place, PLACES.scales, PLACES.stride)
-        zeros_at = zeros
-        if zeros is not None:
-            zeros_at = tensor_of(zeros, place, PLACES.zeros, PLACES.stride)
-        global_at = global_scale
-        if global_scale is not None:
-            global_at = tensor_of(global_scale, place, PLACES.global_scale, PLACES.stride)
-        index_at = group_index
-        if group_index is not None:
-            index_at = tensor_of(group_index, place, PLACES.group_index, PLACES.stride)
-        of_row = scales_of_rows(scales_at, zeros_at, global_at, row, FORM)
-        word_tile = words_at + row[:, None] * PLANE + tl.arange(0, PLANE)[None, :]
-        # A part may begin within a step, whose other columns are 0.
-        first_step = begin_column // (UNROLL * BLOCK) * (UNROLL * BLOCK)
-    for first_position in range(begin, end, BLOCK_M):
-        position = first_position + tl.arange(0, BLOCK_M)
-        live = position < end
-        pair = position
-        if order is not None:
-            pair = tl.load(order + position, mask=live, other=0)
-        x_row = pair // CHOSEN if GATHER else position
-        x_row = tl.where(live, x_row, 0)
-        x_at = x + x_row.to(tl.int64)[None, :] * SIZE
-        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        if FORM is None:
-            for start in tl.range(begin_column, end_column, BLOCK_K, num_stages=STAGES):
-                if EVEN:
-                    value = tl.load(x_at + (start + at)[:, None], mask=live[None, :], other=0.0)
-                    weight = tl.load(weight_at + start)
-                else:
-                    in_part = start + at < end_column
-                    value = tl.load(x_at + (start + at)[:, None], mask=live[None, :] & in_part[:, None], other=0.0)
-                    weight = tl.load(weight_at + start, mask=in_part[None, :], other=0.0)
-                acc = tl.dot(weight, value, acc, input_precision=PRECISION)
-        else:
-            for start in tl.range(first_step, end_column, UNROLL * BLOCK, num_stages=STAGES):
-                first = start // BLOCK
-                for u in tl.static_range(UNROLL):
-                    block = first + u
-                    if not EVEN:
-                        block = tl.minimum(block, (SIZE - 1) // BLOCK)
-                    words_tile = tl.load(word_tile + block * NUM_ROWS * PLANE)
-                    if WHOLE:
-                        at = start + u * BLOCK + tl.arange(0, BLOCK)
-                        value = tl.load(x_at + at[:, None], mask=live[None, :], other=0.0)
-                        weight = expanded_block(
-                            words_tile, scales_at, zeros_at, global_at, index_at, of_row, row, NUM_ROWS, first, u, x,
-                            FORM, ALIGNED, EVEN,
-                        )  # fmt: skip
-                        acc = added(weight, value, acc, FORM, PRECISION)
-                    else:
-                        for p in tl.static_range(16 // FORM.bits):
-                            at = start + u * BLOCK + p * PLANE + tl.arange(0, PLANE)
-                            weight = expanded_plane(
-                                words_tile, scales_at, zeros_at, global_at, index_at, of_row, row, NUM_ROWS, first,
-                                u * BLOCK + p * PLANE, x, p, FORM, ALIGNED, EVEN,
-                            )  # fmt: skip
-                            if EVEN:
-                                value = tl.load(x_at + at[:, None], mask=live[None, :], other=0.0)
-                            else:  # what lies beyond may be infinite, and its product with 0 no number
-                                in_part = (at >= begin_column) & (at < end_column)
-                                value = tl.load(x_at + at[:, None], mask=live[None, :] & in_part[:, None], other=0.0)
-                                weight = tl.where(in_part[None, :], weight, 0.0)
-                            acc = added(weight, value, acc, FORM, PRECISION)
-        let_next_in(PDL)
-        result = tl.trans(acc)
-        up = result
-        if GATED:
-            result, up = tl.split(tl.permute(tl.reshape(result, [BLOCK_M, 2, OUT_N]), (0, 2, 1)))
-        out_column = column_of_out + tl.arange(0, OUT_N)
-        inside = (out_column < width) & (first_row + out_column < OUT_ROWS)
-        if bias is not None:
-            bias_at = tensor_of(bias, place, PLACES.bias, PLACES.stride) + first_row + out_column
-            result = biased(result, bias_at, inside)
-            if GATED:
-                up = biased(up, bias_at + OUT_ROWS, inside)
-        if GATED:
-            if LIMIT is None:
-                result = rounded(activate(rounded(result, x), GELU), x) * rounded(up, x)
-            else:
-                result = clamped(rounded(result, x), rounded(up, x), LIMIT, ALPHA)
-        out_row = pair if SCATTER else position
-        target = out + tl.program_id(2) * out_part + out_row.to(tl.int64)[:, None] * out_stride + out_column[None, :]
-        tl.store(target, result.to(out.dtype.element_ty), mask=live[:, None] & inside[None, :])
+        store_products(
+            begin, end, place, x, out, order, words, scales, zeros, global_scale, group_index, bias, first_row,
+            width, out_stride, out_part, FORM, PLACES, SIZE, NUM_ROWS, CHOSEN, PART, GATHER, SCATTER, GATED, GELU,
+            LIMIT, ALPHA, UNROLL, WHOLE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PDL,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -317,8 +343,7 @@ def expert_mlp(
     ids: Tensor,
     weights: Tensor,
     table: Tensor,
-    gate_up: tuple[ExpertWeight, ...],
-    down: ExpertWeight,
+    experts: ExpertWeights,
     activation: GatedActivation,
     first_half: int,
     shared: Tensor | None = None,
@@ -329,7 +354,6 @@ def expert_mlp(
         x: [N, hidden_size], packed.
         ids, weights: of `choose_experts`.
         table: [num_experts] int32, the place of each expert's run in the pool; -1: it is not here, and adds nothing.
-        gate_up: one weight, gate first, or two.
         first_half: experts below this number belong to the first sum.
         shared: [2, N, hidden_size] float32, added to the two sums last.
     """
@@ -338,13 +362,13 @@ def expert_mlp(
     if num_rows == 0:
         return out
     pairs = pairs_of(ids, table)
-    hidden = _hidden(x, pairs, gate_up, activation)
+    hidden = _hidden(x, pairs, experts.gate_up, activation)
     width = slice_width(num_pairs, hidden_size)
     products = torch.empty(num_pairs * width, dtype=torch.float32, device=x.device)
     for begin in range(0, hidden_size, width):
         count = min(width, hidden_size - begin)
         some = products[: num_pairs * count].view(num_pairs, count)
-        _launch(hidden, some, pairs, down, first_row=begin, scatters=True)
+        _launch(hidden, some, pairs, experts.down, first_row=begin, scatters=True)
         tile = min(1024, next_power_of_2(count))
         add_experts_kernel[(triton.cdiv(count, tile), num_rows)](
             some, ids, weights, table, shared, out, begin, count, SIZE=hidden_size, CHOSEN=ids.shape[1],
@@ -353,20 +377,18 @@ def expert_mlp(
     return out
 
 
-def shared_mlp(
-    x: Tensor, table: Tensor, gate_up: tuple[ExpertWeight, ...], down: ExpertWeight, activation: GatedActivation,
-    part: int,
-) -> Tensor:  # fmt: skip
+def shared_mlp(x: Tensor, table: Tensor, experts: ExpertWeights, activation: GatedActivation, part: int) -> Tensor:
     """Run all rows through one expert. Of its last sum the columns before `part` are one part, the others another.
 
     Returns [2, N, hidden_size] float32.
     """
+    down = experts.down
     out = torch.empty(2, len(x), down.num_rows, dtype=torch.float32, device=x.device)
     if part >= down.in_features:
         out[1].zero_()
     pairs = pairs_of(torch.zeros(len(x), 1, dtype=torch.int32, device=x.device), table)
     if len(x):
-        _launch(_hidden(x, pairs, gate_up, activation), out, pairs, down, scatters=True, part=part)
+        _launch(_hidden(x, pairs, experts.gate_up, activation), out, pairs, down, scatters=True, part=part)
     return out
 
 
@@ -394,8 +416,8 @@ def _launch(
 ) -> None:  # fmt: skip
     num_pairs, num_experts, width, size = pairs.ids.numel(), len(pairs.table), out.shape[-1], weight.in_features
     assert x.is_contiguous() and out.stride(-1) == 1 and x.shape[1] == size, "rows must be packed"
-    tiles = tiles_of(x, num_pairs if pairs.order is not None else 0, num_experts)
-    by_expert = tiles.block_m <= MOST_ROWS_BY_EXPERT
+    tiles = tiles_of(x, num_pairs if pairs.order is not None else 0, num_experts, weight.packed is not None)
+    by_expert = pairs.order is not None and tiles.block_m <= MOST_ROWS_BY_EXPERT
     num_tiles = num_pairs
     if pairs.order is not None:
         num_tiles = num_experts if by_expert else min(num_pairs, num_experts + num_pairs // tiles.block_m)
@@ -431,17 +453,24 @@ def _blocks_of_step(form, columns: int) -> int:
     return max(least, columns // form.block // least * least)
 
 
-def tiles_of(x: Tensor, num_pairs: int, num_experts: int) -> Tiles:
-    """Return the tiles of a product, by how many rows an expert has on average. No choice changes a bit."""
-    rows = -(-num_pairs // num_experts)
+def tiles_of(x: Tensor, num_pairs: int, num_experts: int, is_packed: bool) -> Tiles:
+    """Return the tiles of a product, by how many rows an expert has on average. No choice changes a bit.
+
+    num_pairs: 0 if each pair is a tile. They are tuned on an H200.
+    """
     if x.element_size() == 4:
         return Tiles(16, 32, 32, 4, 1)
-    if rows <= 1:
-        return Tiles(8, 32, 256, 2, 3)
-    if rows <= 8:
-        return Tiles(16, 32, 256, 2, 3)
-    if rows <= 24:
-        return Tiles(32, 64, 128, 4, 3)
-    if rows <= 96 or gpu_of(x.device).shared_memory < 160 * 1024:
-        return Tiles(64, 64, 64, 4, 3)
-    return Tiles(128, 128, 64, 8, 3)
+    table = _TILES[is_packed]
+    return next(tiles for most, tiles in table if num_pairs <= most * num_experts)
+
+
+_FOR_MORE = (
+    (32, Tiles(32, 64, 128, 4, 3)),
+    (128, Tiles(64, 64, 64, 4, 3)),
+    (sys.maxsize, Tiles(128, 128, 64, 8, 3)),
+)
+_TILES = {
+    False: ((0, Tiles(8, 32, 256, 2, 3)), (6, Tiles(8, 64, 256, 4, 3)), (12, Tiles(16, 32, 256, 2, 3)), *_FOR_MORE),
+    True: ((0, Tiles(8, 32, 256, 1, 4)), (6, Tiles(8, 64, 256, 2, 3)), (12, Tiles(16, 128, 256, 4, 3)), *_FOR_MORE),
+}
+"""By whether weights are packed: up to how many rows of an expert they serve."""

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from nanoinfer.common import exact
 from nanoinfer.kernels.activations import ACTIVATIONS
-from nanoinfer.kernels.experts.routing import SIGMOID, SOFTMAX, GatedActivation, Routing
-
-Expert = Callable[[int], tuple[Tensor, Tensor | None, Tensor, Tensor | None]]
-"""Returns the matrices of an expert, in the model's dtype: gate and up, their bias, down, its bias."""
+from nanoinfer.kernels.experts.routing import SIGMOID, SOFTMAX, ExpertWeights, GatedActivation, Routing
 
 
 def choose_experts(
@@ -72,7 +67,7 @@ def expert_mlp(
     ids: Tensor,
     weights: Tensor,
     table: Tensor,
-    expert: Expert,
+    experts: ExpertWeights,
     activation: GatedActivation,
     first_half: int,
     shared: Tensor | None = None,
@@ -85,7 +80,7 @@ def expert_mlp(
     is_here = (ids >= 0) & (table[ids.clamp(min=0).long()] >= 0)
     for number in ids[is_here].unique().tolist():
         rows, places = (is_here & (ids == number)).nonzero(as_tuple=True)
-        gate_up, bias, down, down_bias = expert(number)
+        gate_up, bias, down, down_bias = experts.matrices(number)
         products[rows, places] = _product(_hidden(x[rows], gate_up, bias, activation), down, down_bias)
     sums = torch.zeros(2, *x.shape, dtype=torch.float32, device=x.device)
     products *= weights.unsqueeze(2)
@@ -95,9 +90,9 @@ def expert_mlp(
     return sums if shared is None else sums + shared
 
 
-def shared_mlp(x: Tensor, expert: Expert, activation: GatedActivation, part: int) -> Tensor:
+def shared_mlp(x: Tensor, table: Tensor, experts: ExpertWeights, activation: GatedActivation, part: int) -> Tensor:
     """Run all rows through one expert, with its last sum in two parts: [2, N, hidden_size] float32."""
-    gate_up, bias, down, _ = expert(0)
+    gate_up, bias, down, _ = experts.matrices(0)
     hidden = _hidden(x, gate_up, bias, activation)
     found = torch.zeros(2, *x.shape, dtype=torch.float32, device=x.device)
     for sums, columns in zip(found, (slice(part), slice(part, None)), strict=True):

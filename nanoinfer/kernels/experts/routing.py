@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -76,3 +78,16 @@ class ExpertWeight:
     tensors: dict[str, Tensor]
     offsets: dict[str, int]
     stride: int
+
+
+class ExpertWeights(NamedTuple):
+    """The weights of a layer's experts: as kernels find them, and as matrices of the model's dtype.
+
+    Attributes:
+        gate_up: one weight, gate first, or one for each.
+        matrices: expert -> gate and up as one matrix, their bias, down, its bias.
+    """
+
+    gate_up: tuple[ExpertWeight, ...]
+    down: ExpertWeight
+    matrices: Callable[[int], tuple[Tensor, Tensor | None, Tensor, Tensor | None]]
