@@ -212,7 +212,7 @@ def test_activations_that_run_in_graphs(family, shape, as_on_cuda):
         for layer in range(len(spec.layers)):
             model.before_attention(layer, normed, numbers, KVSlots(pool[layer], numbers, q))
             del normed
-            normed = model.after_attention(layer, x, attention, torch.ones(1, dtype=torch.int32))  # noqa: F841 - lives until the next one
+            normed = model.after_attention(layer, x, attention, numbers[:1])  # noqa: F841 - lives until the next one
     planned = memory.graph_bytes(spec, num_rows, 0)
     missing = num_rows * 2 * spec.hidden_size if family == "olmo2" else 0  # its layers begin without a norm
     assert live.peak <= planned <= 1.08 * (live.peak + missing)

@@ -272,8 +272,8 @@ def expert_product_kernel(
         for first_position in range(begin, end, BLOCK_M):
             store_products(
                 first_position, end, place, x, out, order, words, scales, zeros, global_scale, group_index, bias,
-                first_row, width, out_stride, out_part, FORM, PLACES, SIZE, NUM_ROWS, CHOSEN, PART, GATHER, SCATTER, GATED,
-                GELU, LIMIT, ALPHA, UNROLL, WHOLE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PDL,
+                first_row, width, out_stride, out_part, FORM, PLACES, SIZE, NUM_ROWS, CHOSEN, PART, GATHER, SCATTER,
+                GATED, GELU, LIMIT, ALPHA, UNROLL, WHOLE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PDL,
             )  # fmt: skip
     else:
         store_products(
