@@ -215,6 +215,12 @@ def test_merge_finds_the_largest_of_many_splits_wherever_it_is(name, count):
 @backends
 @pytest.mark.parametrize("as_many", [1, 513, 1025], ids=["few", "many", "more"])
 @pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.sampled(
+    *(f"False-{programs}-{name}" for programs in ("few", "many", "more") for name in ("torch", "triton")),
+    "True-few-torch",
+    "True-few-triton",
+    "True-more-triton",
+)
 def test_merge_of_rows_with_any_number_of_splits_equals_one_softmax_each(name, as_many, has_sinks, monkeypatch):
     """A program's share, and how it reads, depend on the number of programs: a row's largest may come early or late."""
     num_rows, q_heads = 12, 2
@@ -325,6 +331,7 @@ def test_prefill_reads_no_block_before_the_window(name):
 
 @backends
 @pytest.mark.parametrize(("window", "partials_per_block"), [(None, 1), (None, 2), (20, 1)])
+@pytest.mark.sampled("20-1-torch", "None-2-triton")
 def test_a_sink_counts_once_however_a_row_is_cut(name, window, partials_per_block):
     """As in dense attention, alone and with others, with tiles as items of their own and without."""
     spec, lens = make_spec(block_size=16 if partials_per_block == 1 else 128, sinks=True), [1, 16, 150]

@@ -52,6 +52,7 @@ ENGINES = {
 
 
 @pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.sampled("gives way", "offload")
 def test_rows_with_sinks_have_the_bits_that_they_have_alone(path, name):
     beginning = random_prompts(1, 40, 40)[0]
     prompts = [beginning + prompt for prompt in random_prompts(3, 20, 60)] + random_prompts(3, 1, 20, 1)
