@@ -32,6 +32,10 @@ ALIGNMENT = 128
 SHARED_PART = 128
 """The first part of a shared expert's last sum is half of its columns, rounded up to a multiple of this."""
 
+FUSED, IN_TURN = "fused", "in turn"
+"""How one tensor of a checkpoint holds all experts of a layer, gate and up as one: their rows as they multiply, or
+transposed, and those of gate and up in turn."""
+
 
 class ExpertProjection:
     """A projection of every expert of a layer, or gate and up as one: where its tensors lie in a run, in what format.
@@ -125,12 +129,14 @@ class Experts(nn.Module):
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
         bias: bool = False,
         formats: Formats = DENSE,
+        fused: str | None = None,
         is_shared: bool = False,
         dtype: torch.dtype,
         device,
     ) -> None:
         """names: of gate, up and down in the checkpoint; formats: by these names below the number of an expert.
 
+        fused: `FUSED` or `IN_TURN`: how the checkpoint's tensors hold all experts; None: each has its own.
         is_shared: there is one expert, whose names have no number.
         """
         super().__init__()
@@ -141,6 +147,7 @@ class Experts(nn.Module):
             )
         self.num_experts, self.activation, self._is_shared = num_experts, activation, is_shared
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
+        self.names, self.fused = names, fused
         gate, up, down = (self._format_of(formats, name) for name in names)
         both, options = {names[0]: intermediate_size, names[1]: intermediate_size}, dict(bias=bias, dtype=dtype)
         as_one = merged([gate, up], [intermediate_size] * 2)
@@ -240,6 +247,7 @@ class Sparse:
         routing: how experts are chosen.
         intermediate_size, shared_size: of an expert, and of the expert that all rows take; 0: there is none.
         names: of gate, up and down of an expert in the checkpoint.
+        fused: `IN_TURN`: so the family's checkpoints hold experts; None: each by itself, or `FUSED`.
         has_wide_logits: whether the router's logits stay in float32; otherwise they are rounded to the model's dtype.
         router_bias, expert_bias: whether there are biases.
         choice_bias: whether a float32 bias is added for the choice alone.
@@ -250,6 +258,7 @@ class Sparse:
     intermediate_size: int
     shared_size: int = 0
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    fused: str | None = None
     has_wide_logits: bool = False
     router_bias: bool = False
     expert_bias: bool = False
@@ -289,6 +298,7 @@ class SparseMLP(nn.Module):
             names=sparse.names,
             bias=sparse.expert_bias,
             formats=formats.below("experts"),
+            fused=sparse.fused or (FUSED if formats.holds("experts") else None),
             **options,
         )
         self.shared_experts = None

@@ -37,6 +37,7 @@ from nanoinfer.kernels.attention.spec import AttentionSpec
 from nanoinfer.layers.experts import Experts, Sparse, SparseMLP, share_pools
 from nanoinfer.layers.formats.base import Filling, Renamed, renamed
 from nanoinfer.layers.formats.packed import temporary_bytes
+from nanoinfer.layers.fused_experts import fused_views
 from nanoinfer.layers.linear import Embedding, Head, Linear, scratch_size, share_scratch
 from nanoinfer.layers.norm import RMSNorm
 from nanoinfer.layers.rope import Context, longest_contexts, query_scales, rope_table
@@ -356,7 +357,7 @@ class Decoder(nn.Module):
                 found = module.checkpoint_views()
                 prefix = prefix if module.merged is None else prefix.rsplit(".", 1)[0]
             elif isinstance(module, Experts):
-                found = module.checkpoint_views()
+                found = fused_views(module) if module.fused else module.checkpoint_views()
             elif module is self.expert_pools:
                 continue
             else:
@@ -373,7 +374,12 @@ class Decoder(nn.Module):
         """Whether a checkpoint may hold this tensor although the model has no place for it."""
         # Old checkpoints hold the inverse frequencies, which the config determines. Checkpoints with tied embeddings
         # may repeat them as the head.
-        return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.spec.tied_embeddings)
+        is_head_again = name == "lm_head.weight" and self.spec.tied_embeddings
+        return is_head_again or name.endswith("rotary_emb.inv_freq") or self.drafts(name)
+
+    def drafts(self, name: str) -> bool:
+        """Whether a checkpoint's tensor belongs to a layer behind the last one, which only guesses tokens ahead."""
+        return False
 
 
 def _distinct(ropes: tuple[Mapping | None, ...]) -> tuple[list[Mapping], list[int | None]]:

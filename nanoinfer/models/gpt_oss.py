@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from torch import Tensor
 from transformers import PretrainedConfig
 
-from nanoinfer.kernels.experts.routing import SOFTMAX_OF_CHOSEN, GatedActivation, Routing
-from nanoinfer.layers.experts import Sparse
-from nanoinfer.layers.formats.base import Filling
-from nanoinfer.layers.fused_experts import fused_views
+from nanoinfer.kernels.experts.routing import SOFTMAX_OF_CHOSEN, GatedActivation
+from nanoinfer.layers.experts import IN_TURN, Sparse
 from nanoinfer.layers.norm import WideRMSNorm
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.layer import Traits
 from nanoinfer.models.registry import register
+from nanoinfer.models.routing import routing_of
 
 
 @register("GptOssForCausalLM")
@@ -25,12 +23,7 @@ class GptOss(Decoder):
 
     @classmethod
     def traits(cls, hf_config: PretrainedConfig) -> Traits:
-        routing = Routing(
-            num_experts=hf_config.num_local_experts,
-            num_chosen=hf_config.num_experts_per_tok,
-            scores=SOFTMAX_OF_CHOSEN,
-            is_rounded=True,
-        )
+        routing = routing_of(hf_config, "num_local_experts", scores=SOFTMAX_OF_CHOSEN, is_rounded=True)
         limit, alpha = (
             getattr(hf_config, f"swiglu_{name}", None) or usual for name, usual in (("limit", 7.0), ("alpha", 1.702))
         )
@@ -39,15 +32,9 @@ class GptOss(Decoder):
             intermediate_size=hf_config.intermediate_size,
             router_bias=True,
             expert_bias=True,
+            fused=IN_TURN,
             activation=GatedActivation(name=hf_config.hidden_act, limit=limit, alpha=alpha),
         )
         bias = hf_config.attention_bias
         options = dict(norm=WideRMSNorm, qkv_bias=bias, output_bias=bias, attention_sinks=True, sparse=sparse)
         return super().traits(hf_config, **options)
-
-    def checkpoint_views(self) -> dict[str, Tensor | Filling]:
-        views = {name: view for name, view in super().checkpoint_views().items() if ".mlp.experts." not in name}
-        for number, layer in enumerate(self.layers):
-            prefix = f"model.layers.{number}.mlp.experts."
-            views |= {f"{prefix}{ending}": view for ending, view in fused_views(layer.mlp.experts).items()}
-        return views

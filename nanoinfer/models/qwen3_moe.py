@@ -2,11 +2,12 @@
 
 from transformers import PretrainedConfig
 
-from nanoinfer.kernels.experts.routing import Routing
 from nanoinfer.layers.experts import Sparse
+from nanoinfer.models.base import AttentionState
 from nanoinfer.models.layer import Traits
 from nanoinfer.models.qwen3 import Qwen3
 from nanoinfer.models.registry import register
+from nanoinfer.models.routing import routing_of
 
 
 @register("Qwen3MoeForCausalLM")
@@ -18,14 +19,14 @@ class Qwen3Moe(Qwen3):
 
     @classmethod
     def traits(cls, hf_config: PretrainedConfig) -> Traits:
-        routing = Routing(
-            num_experts=hf_config.num_experts,
-            num_chosen=hf_config.num_experts_per_tok,
-            is_normed=hf_config.norm_topk_prob,
-            is_rounded=True,
-        )
+        is_normed = dict(reads=("norm_topk_prob",), is_normed=hf_config.norm_topk_prob)
+        routing = routing_of(hf_config, "num_experts", is_rounded=True, **is_normed)
         sparse = Sparse(routing=routing, intermediate_size=hf_config.moe_intermediate_size)
         return super().traits(hf_config, sparse=sparse)
+
+    @classmethod
+    def layer_states(cls, hf_config: PretrainedConfig) -> tuple[AttentionState, ...]:
+        return (AttentionState(hf_config.sliding_window or None),) * hf_config.num_hidden_layers
 
     @classmethod
     def is_sparse(cls, hf_config: PretrainedConfig, layer: int) -> bool:

@@ -101,7 +101,24 @@ _FIELDS = {
     "norm_epsilon": _number(1e-30, 1),
     "shared_intermediate_size": _count(1, 2**20),
     "num_local_experts": _optional(_count(0, 2**20)),
+    "num_experts": _count(1, 2**12),
+    "n_routed_experts": _count(1, 2**12),
     "num_experts_per_tok": _count(1, 2**10),
+    "moe_intermediate_size": _count(1, 2**20),
+    "n_shared_experts": _optional(_count(0, 2**10)),
+    "n_group": _optional(_count(1, 2**12)),
+    "topk_group": _optional(_count(1, 2**12)),
+    "norm_topk_prob": _FLAG,
+    "routed_scaling_factor": _FACTOR,
+    "first_k_dense_replace": _count(0, 1000),
+    "decoder_sparse_step": _count(1, 1000),
+    "mlp_only_layers": _optional(
+        Rule(
+            "a list of whole numbers", lambda value: isinstance(value, list) and all(type(one) is int for one in value)
+        )
+    ),
+    "use_qk_norm": _FLAG,
+    "clip_qkv": _optional(_number(1e-6, 1e6)),
     "swiglu_alpha": _optional(_FACTOR),
     "swiglu_limit": _optional(_FACTOR),
     "embedding_multiplier": _FACTOR,

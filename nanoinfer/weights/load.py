@@ -315,6 +315,10 @@ def load_model(
         fill_from_files(model, entries, device, progress)
         if checkpoint.is_text_part:
             say_what_is_skipped(model_dir, check_safetensors(model_dir))
+        drafts = [entry.num_bytes for name, entry in entries.items() if model.drafts(name)]
+        if drafts:
+            size = f"{len(drafts):,} tensors, {sum(drafts) / 2**20:,.0f} MiB"
+            warnings.warn(f"{model_dir} has layers that guess tokens ahead ({size}): they are skipped", stacklevel=2)
     else:
         raise ValueError(f'load_format={load_format!r} is not supported: give "auto" or "dummy"')
     return model.eval()

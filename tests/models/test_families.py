@@ -140,6 +140,59 @@ def _gpt_oss(draw):
     )
 
 
+def _experts(draw, num_experts, **own):
+    count = draw.choice([1, 2, 3, 8, 13])
+    chosen = dict(num_experts_per_tok=draw.randint(1, min(count, 6)))
+    return {num_experts: count, "fused": draw.random() < 0.5} | chosen | own
+
+
+def _qwen3_moe(draw):
+    return _experts(
+        draw,
+        "num_experts",
+        norm_topk_prob=draw.random() < 0.5,
+        moe_intermediate_size=draw.choice([24, 40]),
+        decoder_sparse_step=draw.choice([1, 1, 2]),
+        mlp_only_layers=draw.choice([[], [0], [0, 2]]),
+        attention_bias=draw.random() < 0.3,
+        sliding_window=draw.choice([None, None, 5, 30]),
+    )
+
+
+def _mixtral(draw):
+    return _experts(draw, "num_local_experts", sliding_window=draw.choice([None, None, 5, 30]))
+
+
+def _olmoe(draw):
+    return _experts(
+        draw,
+        "num_experts",
+        norm_topk_prob=draw.random() < 0.5,
+        attention_bias=draw.random() < 0.3,
+        clip_qkv=draw.choice([None, 0.7]),
+        hidden_act=draw.choice(["silu", "gelu"]),
+    )
+
+
+def _glm4_moe(draw):
+    groups, size = draw.choice([(1, 2), (1, 13), (2, 2), (2, 4), (4, 3), (8, 2)])
+    num_chosen_groups = draw.randint(1, groups)
+    return dict(
+        n_routed_experts=groups * size,
+        n_group=groups,
+        topk_group=num_chosen_groups,
+        num_experts_per_tok=draw.randint(1, min(6, num_chosen_groups * size)),
+        moe_intermediate_size=draw.choice([24, 160]),
+        n_shared_experts=draw.choice([1, 1, 2]),
+        norm_topk_prob=draw.random() < 0.7,
+        routed_scaling_factor=draw.choice([1.0, 1.8, 2.5]),
+        first_k_dense_replace=draw.choice([0, 1, 2]),
+        use_qk_norm=draw.random() < 0.5,
+        fused=draw.random() < 0.5,
+        **_glm(draw),
+    )
+
+
 def _rotations(draw):
     """Those that any family may have."""
     rope = draw.choice([
@@ -170,6 +223,10 @@ DRAWN = {
     "ministral": _ministral,
     "ministral3": _ministral3,
     "gpt_oss": _gpt_oss,
+    "qwen3_moe": _qwen3_moe,
+    "mixtral": _mixtral,
+    "olmoe": _olmoe,
+    "glm4_moe": _glm4_moe,
     "llama": _rotations,
     "qwen3": _rotations,
 }
@@ -187,9 +244,15 @@ def draw_fields(family, draw):
     return sizes | DRAWN[family](draw)
 
 
-@pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize("family", DRAWN)
-@pytest.mark.sampled(*(f"{family}-{number % 10}" for number, family in enumerate(DRAWN)))
+SPARSE = ("gpt_oss", "qwen3_moe", "mixtral", "olmoe", "glm4_moe")
+CASES = {f"{family}-{seed}": (family, seed) for family in DRAWN for seed in range(40 if family in SPARSE else 10)}
+
+
+@pytest.mark.parametrize("family, seed", CASES.values(), ids=CASES)
+@pytest.mark.sampled(
+    *(f"{family}-{number % 10}" for number, family in enumerate(DRAWN)),
+    *(f"{family}-{number}" for number, family in enumerate(SPARSE)),
+)
 def test_greedy_tokens_are_those_of_transformers_in_every_mode_and_batch(family, seed, tmp_path):
     draw = random.Random(f"{family} {seed}")
     path = make_checkpoint(family, tmp_path, seed=seed, **draw_fields(family, draw))
@@ -212,7 +275,10 @@ def test_bfloat16_logits_are_close_to_transformers_and_weights_are_counted(famil
     )
     actual, theirs = dense_logits(model, tokens), reference_logits(path, tokens, dtype=torch.bfloat16)
     exact = reference_logits(path, tokens)
-    assert (actual - exact).norm() <= 1.2 * (theirs - exact).norm()
+    # Where logits of a router nearly tie, a row may take another expert.
+    of_rows = torch.median if model.spec.sparse else torch.linalg.vector_norm
+    ours, theirs = (of_rows((found - exact).norm(dim=1)) for found in (actual.float(), theirs))
+    assert ours <= 1.2 * theirs
 
 
 @pytest.mark.parametrize("family, factor", [("granite", 5.3), ("gemma3", torch.tensor(48**0.5, dtype=torch.bfloat16))])

@@ -12,6 +12,7 @@ from transformers import (
     Exaone4Config,
     Gemma3TextConfig,
     Glm4Config,
+    Glm4MoeConfig,
     GlmConfig,
     GptOssConfig,
     GraniteConfig,
@@ -21,9 +22,11 @@ from transformers import (
     Ministral3Config,
     MinistralConfig,
     MistralConfig,
+    MixtralConfig,
     NemotronConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoeConfig,
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
@@ -39,6 +42,7 @@ VOCAB_SIZE = 160
 _CONFIGS = {
     "llama": LlamaConfig,
     "mistral": MistralConfig,
+    "mixtral": MixtralConfig,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
     "qwen3_moe": Qwen3MoeConfig,
@@ -49,9 +53,11 @@ _CONFIGS = {
     "starcoder2": Starcoder2Config,
     "olmo2": Olmo2Config,
     "olmo3": Olmo3Config,
+    "olmoe": OlmoeConfig,
     "exaone4": Exaone4Config,
     "glm": GlmConfig,
     "glm4": Glm4Config,
+    "glm4_moe": Glm4MoeConfig,
     "nemotron": NemotronConfig,
     "ernie4_5": Ernie4_5Config,
     "hunyuan": HunYuanDenseV1Config,
@@ -94,8 +100,10 @@ def tiny_config(
         eos_token_id=2,
         pad_token_id=0,
     )
-    if family == "mistral":
+    if family in ("mistral", "mixtral"):
         fields |= dict(sliding_window=sliding_window)
+        if family == "mixtral":
+            fields |= dict(num_local_experts=6, num_experts_per_tok=2)
     elif family in ("qwen2", "qwen3"):
         use_window = sliding_window is not None
         fields |= dict(sliding_window=sliding_window, use_sliding_window=use_window, max_window_layers=1)
@@ -109,8 +117,13 @@ def tiny_config(
             fields |= dict(layer_types=["attention"] * num_layers, mamba_n_heads=1)
     elif family == "qwen3_moe":
         fields |= dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=True)
+        fields |= dict(sliding_window=sliding_window, use_sliding_window=sliding_window is not None)
     elif family == "gpt_oss":
         fields |= dict(sliding_window=sliding_window or 8, num_local_experts=6, num_experts_per_tok=2)
+    elif family == "glm4_moe":
+        fields |= dict(n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, n_group=2, topk_group=1)
+    elif family == "olmoe":  # which has no head_dim of its own
+        fields |= dict(num_experts=8, num_experts_per_tok=3, hidden_size=head_dim * num_heads)
     elif family in ("starcoder2", "ministral3"):
         fields |= dict(sliding_window=sliding_window)
     elif family == "ministral":
@@ -134,12 +147,14 @@ def make_checkpoint(
     shards: int = 1,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
+    fused: bool = False,
     **config_fields,
 ) -> Path:
     """Saves a random model of `tiny_config(family, **config_fields)` in `directory` and returns it.
 
     The weights spread more than transformers' own initial ones, so that attention is not uniform and the logits lie
-    far apart. shards: at least this many files, where it is above 1.
+    far apart. shards: at least this many files, where it is above 1. fused: with names and tensors as transformers has
+    them in memory, among which one holds all experts of a layer.
     """
     config = tiny_config(family, **config_fields)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -156,10 +171,13 @@ def make_checkpoint(
             weight.data = 2 * noise
         else:
             weight.data = 1.5 * weight.shape[-1] ** -0.5 * noise
+    for name, bias in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            bias.copy_(0.3 * torch.randn(bias.shape, generator=generator))
     model.tie_weights()
     model.to(dtype)
     limit = {} if shards == 1 else dict(max_shard_size=model.num_parameters() * dtype.itemsize // shards)
-    model.save_pretrained(directory, **limit)
+    model.save_pretrained(directory, save_original_format=not fused, **limit)
     return Path(directory)
 
 

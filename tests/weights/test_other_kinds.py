@@ -57,7 +57,10 @@ def test_a_lora_adapter_is_told_from_a_checkpoint(content, base, tmp_path):
     "architecture, said",
     [
         ("Qwen9MoeForCausalLM", "it is a sparse model, which cannot be run yet; Qwen/Qwen3-8B or Qwen/Qwen3-14B can"),
-        ("MixtralForCausalLM", "it is a sparse model, which cannot be run yet; mistralai/Mistral-7B-Instruct-v0.3 or"),
+        (
+            "GraniteMoeForCausalLM",
+            "it is a sparse model, which cannot be run yet; ibm-granite/granite-3.3-8b-instruct or",
+        ),
         ("DeepseekV3ForCausalLM", "sparse model, which cannot be run yet; deepseek-ai/DeepSeek-R1-Distill-Llama-8B or"),
         ("Qwen2VLForConditionalGeneration", "it takes images, which cannot be run yet; Qwen/Qwen2.5-7B-Instruct or"),
         ("T5ForConditionalGeneration", "it is an encoder with a decoder, which cannot be run yet; Qwen/Qwen3-8B or"),

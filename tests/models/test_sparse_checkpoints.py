@@ -1,0 +1,148 @@
+"""Checkpoints with experts: how they hold them, and which are refused before anything is loaded."""
+
+import json
+
+import pytest
+import torch
+from dense_model import dense_logits
+from online import load
+from safetensors.torch import load_file, save_file
+from tiny_models import make_checkpoint, random_tokens
+
+from nanoinfer.weights.load import load_model, read_checkpoint
+
+GROUPS = dict(n_routed_experts=8, n_group=4, topk_group=2, num_experts_per_tok=3)
+APART = {
+    "qwen3_moe": "model.layers.1.mlp.experts.7.up_proj.weight",
+    "mixtral": "model.layers.1.block_sparse_moe.experts.5.w3.weight",
+    "olmoe": "model.layers.1.mlp.experts.7.up_proj.weight",
+    "glm4_moe": "model.layers.1.mlp.experts.7.up_proj.weight",
+}
+
+
+def rewrite(path, change=None, **config):
+    tensors = load_file(path / "model.safetensors")
+    if change is not None:
+        change(tensors)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    content = json.loads((path / "config.json").read_text()) | config
+    (path / "config.json").write_text(json.dumps(content))
+    return path
+
+
+def refuse_to_allocate(*_, **__):
+    raise AssertionError("something is loaded")
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4", "fp8"])
+@pytest.mark.parametrize("family", APART)
+@pytest.mark.sampled(*(f"{family}-None" for family in APART), "mixtral-int4", "glm4_moe-int8", "qwen3_moe-fp8")
+def test_fused_and_apart_are_one_model(family, quantization, tmp_path, monkeypatch):
+    """Also where a tensor of all experts is read in pieces of some experts each."""
+    sizes = dict(num_layers=2, num_heads=4, head_dim=16, hidden_size=64, dtype=torch.bfloat16)
+    sizes |= dict(intermediate_size=96) | ({} if family in ("mixtral", "olmoe") else dict(moe_intermediate_size=32))
+    paths = [make_checkpoint(family, tmp_path / str(fused), fused=fused, **sizes) for fused in (False, True)]
+    apart, fused = (load_file(path / "model.safetensors").keys() for path in paths)
+    assert APART[family] in apart and "model.layers.1.mlp.experts.gate_up_proj" in fused
+    monkeypatch.setattr("nanoinfer.weights.fill._BATCH_BYTES", 40_000)
+    models = [load(path, quantization) for path in paths]
+    assert models[0].spec == models[1].spec
+    pools = [list(model.expert_pools) for model in models]
+    assert all(torch.equal(one, other) for one, other in zip(*pools, strict=True))
+    ours, theirs = (dense_logits(model, random_tokens(20)) for model in models)
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused"])
+@pytest.mark.parametrize("family", APART)
+def test_an_expert_that_is_missing_or_of_another_shape_is_refused_by_its_name(family, fused, tmp_path, monkeypatch):
+    path = make_checkpoint(family, tmp_path, fused=fused)
+    name = "model.layers.1.mlp.experts.gate_up_proj" if fused else APART[family]
+
+    def cut(tensors):
+        tensors[name] = tensors[name][:-1].contiguous()
+
+    monkeypatch.setattr("nanoinfer.weights.load.fill_from_files", refuse_to_allocate)
+    with pytest.raises(ValueError, match=rf"{name} is \[\d+, .*, expected \["):
+        load(rewrite(path, cut))
+    with pytest.raises(ValueError, match=f"lacks tensors that .* needs: {name}"):
+        load(rewrite(path, lambda tensors: tensors.pop(name)))
+
+
+def test_an_expert_that_is_too_many_is_refused_by_its_name(tmp_path):
+    path, name = make_checkpoint("qwen3_moe", tmp_path), "model.layers.0.mlp.experts.8.up_proj.weight"
+    rewrite(path, lambda tensors: tensors.update({name: torch.zeros(24, 48)}))
+    with pytest.raises(ValueError, match=f"has no place for: {name}"):
+        load(path)
+
+
+def test_weights_that_are_not_finite_in_a_tensor_of_all_experts_are_refused(tmp_path):
+    path, name = make_checkpoint("olmoe", tmp_path, fused=True), "model.layers.2.mlp.experts.down_proj"
+    rewrite(path, lambda tensors: tensors[name][3, 1].fill_(torch.nan))
+    with pytest.raises(ValueError, match=f"{name} in .* holds weights that are NaN or infinite"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    "family, config, message",
+    [
+        ("qwen3_moe", dict(num_experts_per_tok=9), "num_experts_per_tok=9 is more than num_experts=8"),
+        ("mixtral", dict(num_experts_per_tok=7), "num_experts_per_tok=7 is more than num_local_experts=6"),
+        ("gpt_oss", dict(num_experts_per_tok=7), "num_experts_per_tok=7 is more than num_local_experts=6"),
+        ("glm4_moe", dict(num_experts_per_tok=9, n_group=1), "num_experts_per_tok=9 is more than n_routed_experts=8"),
+        (
+            "glm4_moe",
+            GROUPS | dict(num_experts_per_tok=5),
+            "topk_group=2 leaves 4 experts of n_routed_experts=8, fewer",
+        ),
+        ("glm4_moe", GROUPS | dict(topk_group=5), "topk_group=5 is more than n_group=4"),
+        ("glm4_moe", GROUPS | dict(n_group=3), "n_group=3 does not cut n_routed_experts=8 into equal groups"),
+        ("glm4_moe", GROUPS | dict(n_group=8), "n_group=8 does not cut n_routed_experts=8 into equal groups of two"),
+        ("glm4_moe", dict(n_group=0), "n_group is 0, it must be a whole number from 1"),
+        ("glm4_moe", dict(scoring_func="softmax"), "scoring_func='softmax' is not supported, only 'sigmoid'"),
+        ("glm4_moe", dict(topk_method="greedy"), "topk_method='greedy' is not supported, only 'noaux_tc'"),
+        ("glm4_moe", dict(moe_layer_freq=2), "moe_layer_freq=2 is not supported, only 1"),
+        ("qwen3_moe", dict(scoring_func="sigmoid"), "scoring_func='sigmoid' is not supported, only 'softmax'"),
+        ("qwen3_moe", dict(n_group=2), "n_group=2 is not supported, only 1"),
+        ("qwen3_moe", dict(shared_expert_intermediate_size=32), "shared_expert_intermediate_size=32 is not supported"),
+        ("qwen3_moe", dict(decoder_sparse_step=0), "decoder_sparse_step is 0, it must be a whole number from 1"),
+        ("qwen3_moe", dict(mlp_only_layers=["0"]), "mlp_only_layers is .*must be a list of whole numbers"),
+        ("mixtral", dict(norm_topk_prob=False), "norm_topk_prob=False is not supported, only True"),
+        ("olmoe", dict(n_shared_experts=1), "n_shared_experts=1 is not supported, only 0"),
+        ("olmoe", dict(clip_qkv=-1.0), "clip_qkv is -1.0, it must be a number from"),
+        ("gpt_oss", dict(scoring_func="sigmoid"), "scoring_func='sigmoid' is not supported, only None"),
+        ("mixtral", dict(hidden_act="swish9"), "'swish9' is not supported.*Supported: silu"),
+    ],
+)
+def test_routers_that_cannot_be_are_refused_by_the_options_name(family, config, message, tmp_path, monkeypatch):
+    path = rewrite(make_checkpoint(family, tmp_path, num_layers=2), **config)
+    monkeypatch.setattr("nanoinfer.weights.load.fill_from_files", refuse_to_allocate)
+    with pytest.raises(ValueError, match=message):
+        load(path)
+
+
+def test_layers_that_guess_ahead_are_skipped_with_one_notice(tmp_path):
+    path = make_checkpoint("glm4_moe", tmp_path)
+    tokens, wanted = random_tokens(20), load(path)
+    names = ("eh_proj.weight", "enorm.weight", "shared_head.norm.weight", "mlp.experts.0.up_proj.weight")
+    rewrite(path, lambda tensors: tensors.update({f"model.layers.3.{name}": torch.ones(8, 8) for name in names}))
+    with pytest.warns(
+        UserWarning, match="has layers that guess tokens ahead .4 tensors, 0 MiB.: they are skipped"
+    ) as said:
+        found = load(path)
+    assert len([one for one in said if "guess" in str(one.message)]) == 1
+    assert torch.equal(dense_logits(found, tokens), dense_logits(wanted, tokens))
+    rewrite(path, lambda tensors: tensors.update({"model.layers.4.eh_proj.weight": torch.ones(8, 8)}))
+    with pytest.raises(ValueError, match="has no place for: model.layers.4.eh_proj.weight"):
+        load(path)
+
+
+def test_the_choice_bias_and_the_router_stay_as_they_are_in_every_format(tmp_path):
+    sizes = dict(num_heads=4, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, dtype=torch.bfloat16)
+    path = make_checkpoint("glm4_moe", tmp_path, **sizes)
+    tensors = load_file(path / "model.safetensors")
+    mlp = load_model(read_checkpoint(path), "float16", "cpu", progress=False).layers[2].mlp
+    assert mlp.choice_bias.dtype == torch.float32
+    assert torch.equal(mlp.choice_bias, tensors["model.layers.2.mlp.gate.e_score_correction_bias"].float())
+    mlp = load(path, "int4").layers[2].mlp
+    assert torch.equal(mlp.gate.weight, tensors["model.layers.2.mlp.gate.weight"])
