@@ -138,57 +138,77 @@ def choose_experts(
     return ids, weights
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
 def sort_pairs_kernel(
     ids,  # [num_pairs]
     table,  # [EXPERTS]
     order,  # [num_pairs]
-    begins,  # [EXPERTS + 1]
+    tiles,  # [num_tiles, 4]
     num_pairs,
+    num_tiles,
     EXPERTS: tl.constexpr,
+    EXPERT_TILE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     expert = tl.program_id(0)
+    each = tl.arange(0, EXPERT_TILE)
     wait_for_inputs(PDL)
     let_next_in(PDL)
-    before = 0
-    own = 0
+    # Experts that are not here take no pairs.
+    places = tl.load(table + each, mask=each < EXPERTS, other=-1)
+    counts = tl.zeros([EXPERT_TILE], tl.int32)
     for start in range(0, num_pairs, TILE):
         pair = start + tl.arange(0, TILE)
         other = tl.load(ids + pair, mask=pair < num_pairs, other=-1)
-        # Experts that are not here take no pairs.
-        is_here = (other >= 0) & (other <= expert)
-        is_here = is_here & (tl.load(table + other, mask=is_here, other=-1) >= 0)
-        before += tl.sum((is_here & (other < expert)).to(tl.int32))
-        own += tl.sum((is_here & (other == expert)).to(tl.int32))
-    tl.store(begins + expert, before)
-    if expert == EXPERTS - 1:
-        tl.store(begins + EXPERTS, before + own)
-    if own > 0:
+        counts += tl.histogram(tl.maximum(other, 0), EXPERT_TILE, mask=other >= 0)
+    counts = tl.where(places >= 0, counts, 0)
+    own_tiles = tl.cdiv(counts, BLOCK_M)
+    is_own = each == expert
+    is_before = each < expert
+    place = tl.sum(tl.where(is_own, places, 0))
+    count = tl.sum(tl.where(is_own, counts, 0))
+    begin = tl.sum(tl.where(is_before, counts, 0))
+    first_tile = tl.sum(tl.where(is_before, own_tiles, 0))
+    end = begin + count
+    for index in range(0, tl.cdiv(count, BLOCK_M)):
+        tile = tiles + (first_tile + index) * 4
+        tl.store(tile, place)
+        tl.store(tile + 1, begin + index * BLOCK_M)
+        tl.store(tile + 2, tl.minimum(begin + (index + 1) * BLOCK_M, end))
+    if expert == EXPERTS - 1:  # tiles and pairs that are not there
+        for start in range(tl.sum(own_tiles), num_tiles, EXPERT_TILE):
+            tl.store(tiles + (start + each) * 4, -1, mask=start + each < num_tiles)
+        for start in range(end, num_pairs, EXPERT_TILE):
+            tl.store(order + start + each, 0, mask=start + each < num_pairs)
+    if count > 0:
         for start in range(0, num_pairs, TILE):
             pair = start + tl.arange(0, TILE)
-            is_own = tl.load(ids + pair, mask=pair < num_pairs, other=-1) == expert
-            count = is_own.to(tl.int32)
-            tl.store(order + before + tl.cumsum(count) - count, pair, mask=is_own)
-            before += tl.sum(count)
+            is_one = (tl.load(ids + pair, mask=pair < num_pairs, other=-1) == expert).to(tl.int32)
+            tl.store(order + begin + tl.cumsum(is_one) - is_one, pair, mask=is_one > 0)
+            begin += tl.sum(is_one)
 
 
-def sort_pairs(ids: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+def sort_pairs(ids: Tensor, table: Tensor, block_m: int) -> tuple[Tensor, Tensor]:
     """Sort pairs of row and expert by expert; those of one expert keep their order. No shape depends on the choice.
 
     Args:
         ids: [N, num_chosen] int32; table: [num_experts] int32, each expert's place, -1: it is not here.
+        block_m: the most pairs of a tile.
 
     Returns:
-        The pairs, as numbers row * num_chosen + index, [N * num_chosen] int32, of which those that choose nothing are
-        left out at the end; and where the pairs of each expert begin, and those of the last end, [num_experts + 1].
+        The pairs, as numbers row * num_chosen + index, [N * num_chosen] int32; behind those that choose something, 0.
+        And tiles of pairs of one expert, as many as there may be, [num_tiles, 4] int32: place, the first pair's position
+        in this order, and the position behind the last. A place of -1: there is no such tile.
     """
-    order = torch.empty(ids.numel(), dtype=torch.int32, device=ids.device)
-    begins = torch.empty(len(table) + 1, dtype=torch.int32, device=ids.device)
-    tile = min(_PAIRS_AT_ONCE, max(32, next_power_of_2(ids.numel())))
-    sort_pairs_kernel[(len(table),)](
-        ids, table, order, begins, ids.numel(), EXPERTS=len(table), TILE=tile, num_warps=max(1, min(8, tile // 256)),
-        **launch_options(ids),
+    num_pairs, num_experts = ids.numel(), len(table)
+    order = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
+    num_tiles = min(num_pairs, num_experts + num_pairs // block_m)
+    tiles = torch.empty(num_tiles, 4, dtype=torch.int32, device=ids.device)
+    tile = min(_PAIRS_AT_ONCE, max(32, next_power_of_2(num_pairs)))
+    sort_pairs_kernel[(num_experts,)](
+        ids, table, order, tiles, num_pairs, num_tiles, EXPERTS=num_experts, EXPERT_TILE=next_power_of_2(num_experts),
+        BLOCK_M=block_m, TILE=tile, num_warps=max(1, min(8, tile // 128)), **launch_options(ids),
     )  # fmt: skip
-    return order, begins
+    return order, tiles

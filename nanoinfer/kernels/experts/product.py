@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanoinfer.kernels.experts import reference
 from nanoinfer.kernels.experts.choose import sort_pairs
@@ -24,15 +25,13 @@ from nanoinfer.kernels.launch.sizes import next_power_of_2
 from nanoinfer.kernels.layer.activation import activate
 from nanoinfer.kernels.layer.rms_norm import rounded
 from nanoinfer.kernels.linear.expand import COLUMN, expanded_plane, first_blocks, form_of, scales_of_rows
-from nanoinfer.kernels.linear.launches import gpu_of
+from nanoinfer.kernels.linear.launches import HOPPER, gpu_of
 from nanoinfer.kernels.linear.packed import expanded_block, waited_for
 from nanoinfer.kernels.linear.tiles import biased
 
 WORKSPACE_BYTES = 64 * 2**20
 """About as many bytes of float32 products lie beside each other before they are added."""
 
-MOST_ROWS_BY_EXPERT = 32
-"""Up to tiles of so many rows a program takes all rows of an expert, which seldom are more than one tile."""
 RESERVED_BYTES = 8 * 1024
 """Of a program's shared memory, for what is not loaded ahead."""
 
@@ -83,17 +82,56 @@ def clamped(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
     return (up + 1.0) * (gate * tl.sigmoid(gate * ALPHA))
 
 
-@triton.jit
-def store_products(
-    first_position, end,  # of the pairs that the expert still has; a tile of them
-    place,  # of the expert
-    x, out, order, words, scales, zeros, global_scale, group_index, bias, first_row, width, out_stride, out_part,
-    FORM: tl.constexpr, PLACES: tl.constexpr, SIZE: tl.constexpr, NUM_ROWS: tl.constexpr, CHOSEN: tl.constexpr,
-    PART: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
-    LIMIT: tl.constexpr, ALPHA: tl.constexpr, UNROLL: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+@triton.jit(do_not_specialize=["first_row"])
+def expert_product_kernel(
+    x,  # [N, SIZE]; row order[i] // CHOSEN with GATHER, else i
+    out,  # [num_pairs, width], rows out_stride apart; row order[i] with SCATTER, else i
+    ids,  # [num_pairs], read without `order`
+    table,  # [EXPERTS]: an expert's place, -1: it is not here
+    order,  # [num_pairs]: what `sort_pairs` returns; None: each pair is a tile
+    tiles,  # [num_tiles, 4]
+    words, scales, zeros, global_scale, group_index, bias,  # the pool in each tensor's dtype; `words` also of wide rows
+    x_rows,  # x as a descriptor of boxes of BLOCK_M rows and a step's columns; None: x is loaded by rows
+    first_row,  # of the weight, that column 0 of `out` belongs to
+    width,  # columns of `out`
+    out_stride,
+    out_part,  # elements from one part of a sum to the next
+    FORM: tl.constexpr,  # None: the weight is wide
+    PLACES: tl.constexpr,
+    SIZE: tl.constexpr,
+    NUM_ROWS: tl.constexpr,  # of the weight, gate and up counted together
+    CHOSEN: tl.constexpr,
+    PART: tl.constexpr,  # columns of a part
+    GATHER: tl.constexpr,
+    SCATTER: tl.constexpr,
+    GATED: tl.constexpr,
+    GELU: tl.constexpr,
+    LIMIT: tl.constexpr,  # None: no clamp
+    ALPHA: tl.constexpr,
+    UNROLL: tl.constexpr,  # blocks of one step
+    WHOLE: tl.constexpr,  # whether a block is one operand
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # columns of one step, of a wide weight
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile; see `expert_product_kernel`."""
+    tile = tl.program_id(1)
+    wait_for_inputs(PDL)
+    if order is None:
+        expert = tl.load(ids + tile)
+        if expert < 0:
+            return
+        place = tl.load(table + expert).to(tl.int64)
+        first_position = tile
+        end = tile + 1
+    else:
+        place = tl.load(tiles + tile * 4).to(tl.int64)
+        first_position = tl.load(tiles + tile * 4 + 1)
+        end = tl.load(tiles + tile * 4 + 2)
+    if place < 0:
+        return
     words_at = tensor_of(words, place, PLACES.codes, PLACES.stride)
     OUT_N: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     OUT_ROWS: tl.constexpr = NUM_ROWS // 2 if GATED else NUM_ROWS
@@ -141,7 +179,10 @@ def store_products(
     if FORM is None:
         for start in tl.range(begin_column, end_column, BLOCK_K, num_stages=STAGES):
             if EVEN:
-                value = tl.load(x_at + (start + at)[:, None], mask=live[None, :], other=0.0)
+                if x_rows is not None:
+                    value = x_rows.load([first_position, start]).T
+                else:
+                    value = tl.load(x_at + (start + at)[:, None], mask=live[None, :], other=0.0)
                 weight = tl.load(weight_at + start)
             else:
                 in_part = start + at < end_column
@@ -158,7 +199,10 @@ def store_products(
                 words_tile = tl.load(word_tile + block * NUM_ROWS * PLANE)
                 if WHOLE:
                     at = start + u * BLOCK + tl.arange(0, BLOCK)
-                    value = tl.load(x_at + at[:, None], mask=live[None, :], other=0.0)
+                    if x_rows is not None:
+                        value = x_rows.load([first_position, start + u * BLOCK]).T
+                    else:
+                        value = tl.load(x_at + at[:, None], mask=live[None, :], other=0.0)
                     weight = expanded_block(
                         words_tile, scales_at, zeros_at, global_at, index_at, of_row, row, NUM_ROWS, first, u, x,
                         FORM, ALIGNED, EVEN,
@@ -198,89 +242,6 @@ def store_products(
     out_row = pair if SCATTER else position
     target = out + tl.program_id(2) * out_part + out_row.to(tl.int64)[:, None] * out_stride + out_column[None, :]
     tl.store(target, result.to(out.dtype.element_ty), mask=live[:, None] & inside[None, :])
-
-
-@triton.jit(do_not_specialize=["num_pairs", "first_row", "num_tiles_n"])
-def expert_product_kernel(
-    x,  # [N, SIZE]; row order[i] // CHOSEN with GATHER, else i
-    out,  # [num_pairs, width], rows out_stride apart; row order[i] with SCATTER, else i
-    ids,  # [num_pairs], read without `order`
-    table,  # [EXPERTS]: an expert's place, -1: it is not here
-    order,  # [num_pairs]: what `sort_pairs` returns; None: each pair is a tile
-    begins,  # [EXPERTS + 1]
-    words, scales, zeros, global_scale, group_index, bias,  # the pool in each tensor's dtype; `words` also of wide rows
-    num_pairs,
-    first_row,  # of the weight, that column 0 of `out` belongs to
-    width,  # columns of `out`
-    out_stride,
-    out_part,  # elements from one part of a sum to the next
-    FORM: tl.constexpr,  # None: the weight is wide
-    PLACES: tl.constexpr,
-    SIZE: tl.constexpr,
-    NUM_ROWS: tl.constexpr,  # of the weight, gate and up counted together
-    EXPERTS: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    PART: tl.constexpr,  # columns of a part
-    GATHER: tl.constexpr,
-    SCATTER: tl.constexpr,
-    GATED: tl.constexpr,
-    GELU: tl.constexpr,
-    LIMIT: tl.constexpr,  # None: no clamp
-    ALPHA: tl.constexpr,
-    UNROLL: tl.constexpr,  # blocks of one step
-    WHOLE: tl.constexpr,  # whether a block is one operand
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,  # columns of one step, of a wide weight
-    STAGES: tl.constexpr,
-    EXPERT_TILE: tl.constexpr,
-    BY_EXPERT: tl.constexpr,  # whether a program takes all rows of an expert
-    PDL: tl.constexpr,
-):  # fmt: skip
-    tile = tl.program_id(1)
-    wait_for_inputs(PDL)
-    if order is None:
-        expert = tl.load(ids + tile)
-        begin = tile
-        end = tile + 1
-        if expert < 0:
-            return
-    elif BY_EXPERT:
-        expert = tile
-        begin = tl.load(begins + expert)
-        end = tl.load(begins + expert + 1)
-        if begin == end:
-            return
-    else:
-        each = tl.arange(0, EXPERT_TILE)
-        is_one = each < EXPERTS
-        all_begins = tl.load(begins + each, mask=is_one, other=0)
-        all_ends = tl.load(begins + each + 1, mask=is_one, other=0)
-        tiles = tl.cdiv(all_ends - all_begins, BLOCK_M)
-        tiles_up_to = tl.cumsum(tiles)
-        if tile >= tl.sum(tiles):
-            return
-        expert = tl.sum((tiles_up_to <= tile).to(tl.int32))
-        is_own = each == expert
-        begin = tl.sum(tl.where(is_own, all_begins + (tile - tiles_up_to + tiles) * BLOCK_M, 0))
-        end = tl.minimum(begin + BLOCK_M, tl.sum(tl.where(is_own, all_ends, 0)))
-    place = tl.load(table + expert).to(tl.int64)
-    if place < 0:
-        return
-    if BY_EXPERT:
-        for first_position in range(begin, end, BLOCK_M):
-            store_products(
-                first_position, end, place, x, out, order, words, scales, zeros, global_scale, group_index, bias,
-                first_row, width, out_stride, out_part, FORM, PLACES, SIZE, NUM_ROWS, CHOSEN, PART, GATHER, SCATTER,
-                GATED, GELU, LIMIT, ALPHA, UNROLL, WHOLE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PDL,
-            )  # fmt: skip
-    else:
-        store_products(
-            begin, end, place, x, out, order, words, scales, zeros, global_scale, group_index, bias, first_row,
-            width, out_stride, out_part, FORM, PLACES, SIZE, NUM_ROWS, CHOSEN, PART, GATHER, SCATTER, GATED, GELU,
-            LIMIT, ALPHA, UNROLL, WHOLE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PDL,
-        )  # fmt: skip
 
 
 @triton.jit
@@ -325,17 +286,19 @@ def add_experts_kernel(
 
 
 class Pairs(NamedTuple):
-    """Pairs of row and expert. ids: [N, num_chosen]; table: each expert's place; order, begins: of `sort_pairs`."""
+    """Pairs of row and expert. ids: [N, num_chosen]; table: each expert's place; order, tiles: of `sort_pairs`."""
 
     ids: Tensor
     table: Tensor
-    order: Tensor | None
-    begins: Tensor | None
+    order: Tensor | None = None
+    tiles: Tensor | None = None
 
 
-def pairs_of(ids: Tensor, table: Tensor) -> Pairs:
-    """Return the pairs, sorted. The pairs of one row need not be: they have different experts."""
-    return Pairs(ids, table, *((None, None) if len(ids) == 1 else sort_pairs(ids, table)))
+def pairs_of(x: Tensor, ids: Tensor, table: Tensor) -> Pairs:
+    """Return the pairs, sorted. The pairs of one row of x need not be: they have different experts."""
+    if len(ids) == 1:
+        return Pairs(ids, table)
+    return Pairs(ids, table, *sort_pairs(ids, table, tiles_of(x, ids.numel(), len(table), True).block_m))
 
 
 def expert_mlp(
@@ -361,7 +324,7 @@ def expert_mlp(
     out = torch.empty(2, num_rows, hidden_size, dtype=torch.float32, device=x.device)
     if num_rows == 0:
         return out
-    pairs = pairs_of(ids, table)
+    pairs = pairs_of(x, ids, table)
     hidden = _hidden(x, pairs, experts.gate_up, activation)
     width = slice_width(num_pairs, hidden_size)
     products = torch.empty(num_pairs * width, dtype=torch.float32, device=x.device)
@@ -372,7 +335,7 @@ def expert_mlp(
         tile = min(1024, next_power_of_2(count))
         add_experts_kernel[(triton.cdiv(count, tile), num_rows)](
             some, ids, weights, table, shared, out, begin, count, SIZE=hidden_size, CHOSEN=ids.shape[1],
-            FIRST_HALF=first_half, TILE=tile, num_warps=4, **launch_options(x, fuses=False),
+            FIRST_HALF=first_half, TILE=tile, num_warps=max(1, tile // 256), **launch_options(x, fuses=False),
         )  # fmt: skip
     return out
 
@@ -386,8 +349,8 @@ def shared_mlp(x: Tensor, table: Tensor, experts: ExpertWeights, activation: Gat
     out = torch.empty(2, len(x), down.num_rows, dtype=torch.float32, device=x.device)
     if part >= down.in_features:
         out[1].zero_()
-    pairs = pairs_of(torch.zeros(len(x), 1, dtype=torch.int32, device=x.device), table)
     if len(x):
+        pairs = pairs_of(x, torch.zeros(len(x), 1, dtype=torch.int32, device=x.device), table)
         _launch(_hidden(x, pairs, experts.gate_up, activation), out, pairs, down, scatters=True, part=part)
     return out
 
@@ -414,36 +377,37 @@ def _launch(
     x: Tensor, out: Tensor, pairs: Pairs, weight: ExpertWeight, activation: GatedActivation | None = None, *,
     gathers: bool = False, scatters: bool = False, first_row: int = 0, part: int | None = None,
 ) -> None:  # fmt: skip
-    num_pairs, num_experts, width, size = pairs.ids.numel(), len(pairs.table), out.shape[-1], weight.in_features
+    num_pairs, width, size = pairs.ids.numel(), out.shape[-1], weight.in_features
     assert x.is_contiguous() and out.stride(-1) == 1 and x.shape[1] == size, "rows must be packed"
-    tiles = tiles_of(x, num_pairs if pairs.order is not None else 0, num_experts, weight.packed is not None)
-    by_expert = pairs.order is not None and tiles.block_m <= MOST_ROWS_BY_EXPERT
-    num_tiles = num_pairs
-    if pairs.order is not None:
-        num_tiles = num_experts if by_expert else min(num_pairs, num_experts + num_pairs // tiles.block_m)
+    num_tiles = num_pairs if pairs.order is None else len(pairs.tiles)
+    tiles = tiles_of(x, 0 if pairs.order is None else num_pairs, len(pairs.table), weight.packed is not None)
     part = min(part or size, size)
     form, unroll, stages = None, 1, tiles.stages
     if weight.packed is not None:
         form = form_of(weight.packed, x.device, x.dtype)
         unroll = _blocks_of_step(form, tiles.columns)
         stages = 1 if form.mode == COLUMN.value else stages
+    gpu, gated = gpu_of(x.device), activation is not None
     step, bits = (tiles.columns, 16) if form is None else (unroll * form.block, form.bits)
     step_bytes = step * (tiles.block_m * x.element_size() + tiles.block_n * bits // 8)
-    stages = max(1, min(stages, (gpu_of(x.device).shared_memory - RESERVED_BYTES) // step_bytes))
+    stages = max(1, min(stages, (gpu.shared_memory - RESERVED_BYTES) // step_bytes))
     is_whole = form is not None and part == size and size % (unroll * form.block) == 0
     is_whole = is_whole and tiles.block_m >= 16 and tiles.block_n >= 64 and form.mode != COLUMN.value
-    gated = activation is not None
+    x_rows = None
+    if gpu.major == HOPPER and not gathers and tiles.block_m >= 64 and part == size and size % step == 0:
+        if form is None or is_whole:  # the copy unit loads rows that lie together
+            columns = tiles.columns if form is None else form.block
+            x_rows = TensorDescriptor(x, list(x.shape), [size, 1], [tiles.block_m, columns])
     grid = (triton.cdiv(width, tiles.block_n // (2 if gated else 1)), num_tiles, triton.cdiv(size, part))
     expert_product_kernel[grid](
-        x, out, *pairs, *(weight.tensors.get(name) for name in NAMES), num_pairs, first_row, width, out.stride(-2),
+        x, out, *pairs, *(weight.tensors.get(name) for name in NAMES), x_rows, first_row, width, out.stride(-2),
         out.stride(0) if out.dim() == 3 else 0, FORM=form,
         PLACES=Places(weight.stride, *(weight.offsets.get(name, 0) for name in NAMES)), SIZE=size,
-        NUM_ROWS=weight.num_rows, EXPERTS=num_experts, CHOSEN=pairs.ids.shape[1], PART=part, GATHER=gathers,
+        NUM_ROWS=weight.num_rows, CHOSEN=pairs.ids.shape[1], PART=part, GATHER=gathers,
         SCATTER=scatters, GATED=gated, GELU=gated and activation.name != "silu",
         LIMIT=activation.limit if gated else None, ALPHA=activation.alpha if gated else 1.0, UNROLL=unroll,
         WHOLE=is_whole, PRECISION="ieee" if x.dtype == torch.float32 else "tf32", BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n, BLOCK_K=tiles.columns, STAGES=stages, EXPERT_TILE=next_power_of_2(num_experts),
-        BY_EXPERT=by_expert, num_warps=tiles.num_warps, **launch_options(x),
+        BLOCK_N=tiles.block_n, BLOCK_K=tiles.columns, STAGES=stages, num_warps=tiles.num_warps, **launch_options(x),
     )  # fmt: skip
 
 
