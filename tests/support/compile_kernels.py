@@ -209,7 +209,7 @@ def compile_attention(head_dim: int, kv_dtype: torch.dtype, *, is_common: bool) 
         tiles = replace(tiles, block_m=64, block_n=32, num_warps=4)
     is_again = is_brief and gpu.architecture != architectures[0]
     windows, batch_sizes = ((None, 100), (4, 64)) if is_common else ((100,), ())
-    for window in windows[:1] if is_again else windows:
+    for window in windows[:1] if is_brief else windows:  # the window is compiled with what is not common
         decode_partial.decode_partial(
             q,
             kv,
@@ -229,12 +229,14 @@ def compile_attention(head_dim: int, kv_dtype: torch.dtype, *, is_common: bool) 
             max_query_len=8, store_state=False, window=window, shape=shape, tiles=tiles,
             sinks=None if window is None else zeros(32),
         )  # fmt: skip
-    if is_common and not is_again:
+    if is_common and not is_brief:
         merge.merge(out, lse, lse.clone(), ints(9), ints(8), q, tiles=4, sinks=zeros(32))
     for batch_size in batch_sizes[:1] if is_again else batch_sizes:
+        sinks = zeros(32) if is_brief and batch_size == batch_sizes[-1] else None
         merge.merge(
-            out, lse, lse.clone(), ints(batch_size + 1), ints(batch_size), zeros(batch_size, 32, head_dim), tiles=4
-        )
+            out, lse, lse.clone(), ints(batch_size + 1), ints(batch_size), zeros(batch_size, 32, head_dim), tiles=4,
+            sinks=sinks,
+        )  # fmt: skip
 
 
 def compile_step() -> None:
@@ -243,7 +245,7 @@ def compile_step() -> None:
     step_rows.update_rows(ints(2, 12), state, -1)
     step_rows.step_inputs(ints(4), state, (wide, ints(4), wide, wide), 256)
     merge.store_partials(zeros(4, 32, 128), floats(4, 32), ints(4, 4), ints(1), floats(4, 32, 128), floats(4, 32))
-    vocab_size = 151_936
+    vocab_size = 8_192 if is_brief else 151_936
     state, rows = make_state([RowSampling(temperature=1.0)] * 2, vocab_size, sample)
     state.sample(zeros(2, vocab_size), rows, torch.zeros(2, dtype=torch.int64))
 
@@ -253,18 +255,23 @@ def compile_experts() -> None:
     silu, clamp = GatedActivation(name="silu"), GatedActivation(name="clamped", limit=7.0, alpha=1.702)
     nibbles = Packed(Packing(kind="int", bits=4, scale_dtype=torch.bfloat16, columns=128, has_zeros=True))
     fp4 = Packed(Packing(kind="fp4", bits=4, scale_dtype=torch.uint8, columns=32))
-    for formats in (DENSE, nibbles) if is_brief else (DENSE, nibbles, fp4):
-        for activation in (silu, clamp) if formats is DENSE else (silu,):
-            owner = Experts(
-                8, 512, 256, activation, bias=activation is clamp, formats=formats, dtype=torch.bfloat16, device="cpu"
+    is_again = is_brief and gpu.architecture != architectures[0]
+    many = (1, 4, 16, 40, 200, 2000)
+    cases = [(DENSE, silu, many), (DENSE, clamp, many), (nibbles, silu, many), (fp4, silu, many)]
+    if is_brief:  # a pair, an expert's rows and a tile of them, each wide and packed; and what Hopper multiplies itself
+        cases = [(DENSE, silu, (40, 2000)), (DENSE, clamp, (1,)), (nibbles, silu, (1, 200))]
+    for formats, activation, numbers in [(DENSE, silu, (2000,)), (nibbles, silu, (40,))] if is_again else cases:
+        owner = Experts(
+            8, 512, 256, activation, bias=activation is clamp, formats=formats, dtype=torch.bfloat16, device="cpu"
+        )
+        share_pools(torch.nn.ModuleList([owner]), device="cpu")
+        for num_rows in numbers:
+            x = zeros(num_rows, 512)
+            ids, weights = layers.choose_experts(
+                zeros(num_rows, 8), Routing(num_experts=8, num_chosen=2), None, ints(1), torch.bfloat16
             )
-            share_pools(torch.nn.ModuleList([owner]), device="cpu")
-            for num_rows in (1, 40) if is_brief else (1, 4, 16, 40, 200, 2000):
-                x = zeros(num_rows, 512)
-                ids, weights = layers.choose_experts(
-                    zeros(num_rows, 8), Routing(num_experts=8, num_chosen=2), None, ints(1), torch.bfloat16
-                )
-                layers.expert_mlp(x, ids, weights, owner.table, owner.operands, activation, 4)
+            layers.expert_mlp(x, ids, weights, owner.table, owner.operands, activation, 4)
+        if not is_brief or (activation is silu and not is_again):
             layers.shared_mlp(x, owner.table[:1], owner.operands, activation, 128)
     grouped = Routing(num_experts=8, num_chosen=2, scores=SIGMOID, num_groups=4, num_chosen_groups=2)
     layers.choose_experts(floats(4, 8), grouped, floats(8), ints(1), torch.bfloat16)
