@@ -90,7 +90,7 @@ def test_decode_equals_dense_attention_at_window_edges(name, window):
 )
 def test_decode_of_blocks_that_are_cut_equals_dense_attention(name, window, partials_per_block):
     # Tiles of 64 keys.
-    spec, lens = make_spec(block_size=64 * partials_per_block, windows=(window,)), [1, 15, 64, 65, 128, 200, 300]
+    spec, lens = make_spec(block_size=64 * partials_per_block, windows=(window,)), [1, 65, 128, 300]
     paged, q = make_paged(spec, lens), make_q(spec, len(lens))
     out, _ = run_decode(build(name, spec), q, paged.kv, paged.tables, lens, window, partials_per_block)
     assert relative_error(out, dense_decode(spec, q, paged, lens, window)) < 2e-6

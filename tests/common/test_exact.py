@@ -117,6 +117,10 @@ def test_operands_show_every_other_order_of_a_sum_at_every_size(sizes, dtype):
 @DTYPES
 @pytest.mark.parametrize("in_features", [3, 4, 20, 40])
 @pytest.mark.parametrize("out_features", [1, 8, 100])
+@pytest.mark.sampled(
+    *(f"{out}-{size}-torch.float32" for out in (1, 8, 100) for size in (3, 4, 20, 40)),
+    "8-40-torch.bfloat16", "100-4-torch.bfloat16", "1-20-torch.float16", "100-40-torch.float16",
+)  # fmt: skip
 def test_counts_that_sum_in_another_order_are_refused(out_features, in_features, dtype, fresh_counts, monkeypatch):
     def linear(x, weight, bias=None):
         terms = (x[:, None].float() * weight.float()).permute(2, 0, 1)

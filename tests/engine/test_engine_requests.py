@@ -34,7 +34,7 @@ def make_llm(path, **arguments):
 
 @BOTH_MODES
 def test_many_requests_one_after_the_other_equal_fresh_engines(path, enable_cpu_offload):
-    prompts, params = random_prompts(8, 1, 150, seed=4), some_params(8)
+    prompts, params = random_prompts(4, 1, 150, seed=4), some_params(4)
     engine = make_engine(path, enable_cpu_offload=enable_cpu_offload)
     in_one_engine = [run(engine, [prompt], [param]) for prompt, param in zip(prompts, params, strict=True)]
     for prompt, param, outcomes in zip(prompts, params, in_one_engine, strict=True):
@@ -45,6 +45,7 @@ def test_many_requests_one_after_the_other_equal_fresh_engines(path, enable_cpu_
 
 
 @pytest.mark.parametrize("penalties", [{}, dict(presence_penalty=0.5, frequency_penalty=0.2, repetition_penalty=1.1)])
+@pytest.mark.sampled("penalties1")
 def test_preemption_loses_nothing(path, penalties):
     """A pool too small for what the running sequences grow to, against one that is large enough."""
     prompts = random_prompts(6, 30, 60, seed=7)
@@ -399,7 +400,7 @@ def test_a_failure_ends_no_later_request_of_the_same_name(path, monkeypatch):
 
 
 def test_min_tokens_beyond_32_bits_harms_nobody(path):
-    engine = make_engine(path)
+    engine = make_engine(path, max_model_len=64)
     params = [
         SamplingParams(temperature=0, max_tokens=2**40, min_tokens=2**40, stop_token_ids=[3]),
         SamplingParams(temperature=0, max_tokens=4, ignore_eos=True),

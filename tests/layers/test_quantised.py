@@ -62,10 +62,12 @@ def written(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_expanded_weights_are_the_references(written, name):
+def test_expanded_weights_are_the_references(written, name, fuzz):
+    """In a run without --fuzz each case has one dtype, in turn."""
     packed, dense = written(name)
     wanted = load_file(dense / "model.safetensors")
-    for dtype in ("float32", "bfloat16", "float16"):
+    dtypes = ("float32", "bfloat16", "float16")
+    for dtype in dtypes if fuzz else dtypes[NAMES.index(name) % 3 :][:1]:
         found = matrices(load(packed, dtype))
         assert len(found) == 15
         for module, matrix in found.items():

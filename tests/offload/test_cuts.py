@@ -31,7 +31,7 @@ def workload(seed, longest=99):
 
 @pytest.mark.parametrize("seed", [None, *range(8)])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.sampled("resident-None", "resident-1", "offload-2", "auto-3")
+@pytest.mark.sampled("resident-1", "offload-2", "auto-3")
 def test_vectors_that_are_brought_change_no_bit(engine_of, mode, seed):
     """In decode, prefill and mixed steps, captured and not."""
     wanted = run(engine_of("Resident"), *workload(seed or 0))
