@@ -199,8 +199,8 @@ def sort_pairs(ids: Tensor, table: Tensor, block_m: int) -> tuple[Tensor, Tensor
 
     Returns:
         The pairs, as numbers row * num_chosen + index, [N * num_chosen] int32; behind those that choose something, 0.
-        And tiles of pairs of one expert, as many as there may be, [num_tiles, 4] int32: place, the first pair's position
-        in this order, and the position behind the last. A place of -1: there is no such tile.
+        And tiles of pairs of one expert, as many as there may be, [num_tiles, 4] int32: place, position of the first
+        pair in this order, and the position behind the last. A place of -1: there is no such tile.
     """
     num_pairs, num_experts = ids.numel(), len(table)
     order = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
