@@ -11,7 +11,7 @@ others. A shared expert's last product has two parts, one for each sum, added la
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -22,7 +22,7 @@ from nanoinfer.common.errors import did_you_mean, shown
 from nanoinfer.kernels.activations import ACTIVATIONS
 from nanoinfer.kernels.experts.routing import ExpertWeight, ExpertWeights, GatedActivation, Routing
 from nanoinfer.kernels.operations import operations_of
-from nanoinfer.layers.formats.base import DENSE, Filling, Formats, WeightFormat
+from nanoinfer.layers.formats.base import DENSE, Filling, Formats, Stack, WeightFormat
 from nanoinfer.layers.formats.parted import Parted, merged
 from nanoinfer.layers.linear import Linear
 from nanoinfer.layers.norm import RMSNorm
@@ -64,11 +64,14 @@ class ExpertProjection:
         return getattr(self._template, "packed", None)
 
     def in_run(self, run: Tensor) -> SimpleNamespace:
-        """Return what a `WeightFormat` takes for a module, and the bias, of one expert. run: [stride] uint8."""
+        """Return what a `WeightFormat` takes for a module, and the bias, of one expert or, stacked, of several.
+
+        run: [stride] uint8, or [n, stride].
+        """
         tensors = {}
         for name, tensor in self._tensors.items():
             begin = self._offsets[name]
-            tensors[name] = run[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            tensors[name] = run[..., begin : begin + tensor.nbytes].view(tensor.dtype).unflatten(-1, tensor.shape)
         found = SimpleNamespace(**vars(self._template) | tensors)
         if self.packed is not None:
             found.packed = replace(self.packed, **{name: one for name, one in tensors.items() if name != "bias"})
@@ -89,15 +92,24 @@ class ExpertProjection:
             stride=pool.shape[1],
         )
 
-    def views(self, run: Tensor) -> Iterator[tuple[str, Tensor | Filling]]:
-        """Yield what checkpoint tensors fill of one expert, by the ends of their names."""
-        module, begin = self.in_run(run), 0
+    def views(self, runs: Tensor) -> Iterator[tuple[str, Sequence[Tensor | Filling]]]:
+        """Yield by the ends of names what the checkpoint's tensors fill of each expert. runs: [n, stride] uint8."""
+        for ending, view in self._stacked(runs).items():
+            if isinstance(view, Tensor):
+                yield ending, view.unbind(0)
+                continue
+            stack = Stack(len(runs), lambda begin, end, ending=ending: self._stacked(runs[begin:end])[ending])
+            yield ending, [replace(view, stack=stack, number=number) for number in range(len(runs))]
+
+    def _stacked(self, runs: Tensor) -> dict[str, Tensor | Filling]:
+        module, begin, found = self.in_run(runs), 0, {}
         for name, count in self.names.items():
-            found = self.weights.views(module, begin, begin + count)
+            views = self.weights.views(module, begin, begin + count)
             if hasattr(module, "bias"):
-                found = found | {"bias": module.bias[begin : begin + count]}
-            yield from ((f"{name}.{ending}", view) for ending, view in found.items())
+                views = views | {"bias": module.bias[..., begin : begin + count]}
+            found |= {f"{name}.{ending}": view for ending, view in views.items()}
             begin += count
+        return found
 
     def matrix(self, run: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return one expert's matrix, in the model's dtype, and its bias."""
@@ -212,31 +224,31 @@ class Experts(nn.Module):
 
     def _matrices(self, expert: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         """Return gate and up as one matrix, their bias, down and its bias; see `kernels.experts.reference`."""
-        run = self._run(expert)
+        run = self._runs[expert]
         parts, biases = zip(*(one.matrix(run) for one in self.gate_up), strict=True)
         bias = None if biases[0] is None else torch.cat(biases)
         return torch.cat(parts) if len(parts) > 1 else parts[0], bias, *self.down.matrix(run)
 
-    def _run(self, expert: int) -> Tensor:
-        return self.pool[self._first_place + expert]
+    @property
+    def _runs(self) -> Tensor:
+        return self.pool[self._first_place : self._first_place + self.num_experts]
 
     def checkpoint_views(self) -> dict[str, Tensor | Filling]:
         """Return what checkpoint tensors fill, by the ends of their names, such as "7.up_proj.weight"."""
         found = {}
-        for expert in range(self.num_experts):
-            run, number = self._run(expert), "" if self._is_shared else f"{expert}."
-            for projection in self.projections:
-                found |= {f"{number}{name}": view for name, view in projection.views(run)}
+        for projection in self.projections:
+            for ending, views in projection.views(self._runs):
+                numbers = [""] if self._is_shared else [f"{expert}." for expert in range(self.num_experts)]
+                found |= {f"{number}{ending}": view for number, view in zip(numbers, views, strict=True)}
         return found
 
     def fill_with_noise(self, generator: torch.Generator) -> None:
         """Fill all weights and biases with random values."""
-        for expert in range(self.num_experts):
-            for projection in self.projections:
-                module = projection.in_run(self._run(expert))
-                projection.weights.fill_with_noise(module, generator)
-                if hasattr(module, "bias"):
-                    module.bias.normal_(0.0, 0.02, generator=generator)
+        for projection in self.projections:
+            module = projection.in_run(self._runs)
+            projection.weights.fill_with_noise(module, generator)
+            if hasattr(module, "bias"):
+                module.bias.normal_(0.0, 0.02, generator=generator)
 
 
 @dataclass(frozen=True, kw_only=True)

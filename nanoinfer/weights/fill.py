@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from nanoinfer.layers.experts import Experts
+from nanoinfer.layers.formats.base import Filling, Stack
 from nanoinfer.layers.linear import Linear
 from nanoinfer.models.checkpoint_info import TensorEntry
 from nanoinfer.models.decoder import Decoder
-from nanoinfer.weights.read import read_tensors
+from nanoinfer.weights.read import PIECE_BYTES, host_buffers, read_tensors
 
 # A progress bar that is shown for less than this would only flicker.
 _PROGRESS_DELAY_S = 2.0
@@ -35,43 +36,135 @@ def fill_from_files(
 ) -> None:
     """Fill all weights. What is repacked lies on the device twice, one tensor or 64 MiB of small ones at a time.
 
-    What is quantised lies there as it is in the file for 64 MiB at a time, and quantised twice, one tensor at a time.
+    What is quantised lies there as it is in the file for 64 MiB at a time, and quantised twice, one tensor, or 64 MiB
+    of small ones, at a time.
 
     Raises:
         ValueError: a file cannot be read to its end, or a tensor's values are not possible. The message names it.
     """
-    direct, fillings = [], []
+    direct: list[tuple[TensorEntry, Tensor]] = []
+    alone: list[_Group] = []
+    stacks: dict[Stack, list[tuple[TensorEntry, int | None]]] = {}
     for name, view in model.checkpoint_views().items():
         if isinstance(view, Tensor):
             direct.append((entries[name], view))
+        elif name in entries and view.fill is not None and view.stack is None:
+            alone.append(_Group([entries[name]], view))
         elif name in entries and view.fill is not None:
-            fillings.append((entries[name], view))
-    with tqdm(
-        total=sum(entry.num_bytes for entry, _ in [*direct, *fillings]),
-        desc="loading weights",
-        unit="B",
-        unit_scale=True,
-        delay=_PROGRESS_DELAY_S,
-        disable=not progress,
-    ) as bar:
-        read_tensors(direct, report=bar.update)
+            stacks.setdefault(view.stack, []).append((entries[name], view.number))
+    everything = [entry for entry, _ in direct] + [group.entries[0] for group in alone]
+    everything += [entry for members in stacks.values() for entry, _ in members]
+    largest = max(entry.num_bytes for entry in everything)
+    with (
+        host_buffers(torch.device(device), num_bytes=max(1, min(PIECE_BYTES, largest))) as buffers,
+        tqdm(
+            total=sum(entry.num_bytes for entry in everything),
+            desc="loading weights",
+            unit="B",
+            unit_scale=True,
+            delay=_PROGRESS_DELAY_S,
+            disable=not progress,
+        ) as bar,
+    ):
+        options = dict(report=bar.update, buffers=buffers)
+        read_tensors(direct, **options)
         _check_finite(direct)
-        whole = [(entry, filling) for entry, filling in fillings if not filling.by_rows]
-        limit = max([_BATCH_BYTES, *(entry.num_bytes for entry, _ in whole)])
-        for batch in in_batches(whole, limit, lambda pair: pair[0].num_bytes):
-            staged = [torch.empty(entry.shape, dtype=entry.dtype, device=device) for entry, _ in batch]
-            read_tensors([(entry, values) for (entry, _), values in zip(batch, staged)], report=bar.update)
-            for entry, filling in batch:
-                with refusals_of(entry):
-                    filling.fill(staged.pop(0))
-        for entry, filling in fillings:
-            if filling.by_rows:
-                with refusals_of(entry):
-                    filling.fill(read_rows(entry, device, bar.update))
-    for entry, filling in fillings:
-        if filling.check is not None:
-            with refusals_of(entry):
-                filling.check()
+        groups = [*alone, *(group for stack, members in stacks.items() for group in _groups(stack, members))]
+        whole = [group for group in groups if not group.filling.by_rows]
+        limit = max([_BATCH_BYTES, *(group.num_bytes for group in whole)])
+        for batch in in_batches(whole, limit, lambda group: group.num_bytes):
+            staged = [group.stage(device) for group in batch]
+            read_tensors([pair for group, values in zip(batch, staged) for pair in group.pairs(values)], **options)
+            for group in batch:
+                group.fill(staged.pop(0))
+        for group in groups:
+            if group.filling.by_rows and len(group.entries) == 1:
+                rows = read_rows(group.entries[0], device, **options)
+                group.fill(rows if group.stack is None else (one.unsqueeze(0) for one in rows))
+            elif group.filling.by_rows:
+                staged = [group.stage(device)]
+                read_tensors(group.pairs(staged[0]), **options)
+                group.fill(staged)
+    for group in groups:
+        group.check()
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Equal tensors of the files that are filled together: one, or those of modules of a stack from `begin` on."""
+
+    entries: list[TensorEntry]
+    filling: Filling
+    stack: Stack | None = None
+    begin: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.entries) * self.entries[0].num_bytes
+
+    def stage(self, device: torch.device | str) -> Tensor:
+        """Return memory for the tensors, as `fill` takes them."""
+        first = self.entries[0]
+        shape = first.shape if self.stack is None else (len(self.entries), *first.shape)
+        return torch.empty(shape, dtype=first.dtype, device=device)
+
+    def pairs(self, values: Tensor) -> list[tuple[TensorEntry, Tensor]]:
+        """Return where each tensor is read to."""
+        return list(zip(self.entries, [values] if self.stack is None else values, strict=True))
+
+    def fill(self, values: Tensor | Iterable[Tensor]) -> None:
+        """Write the weight; ValueError if the values are not possible: it names a tensor of which that is so."""
+        of_all = values if isinstance(values, Tensor) else list(values) if len(self.entries) > 1 else values
+        try:
+            with refusals_of(self.entries[0]):
+                self.filling.fill(of_all)
+        except ValueError:
+            for index, one in enumerate(self._apart()):
+                part = slice(index, index + 1)
+                one.fill(of_all[part] if isinstance(of_all, Tensor) else [rows[part] for rows in of_all])
+            raise
+
+    def check(self) -> None:
+        """Check what was filled; ValueError as of `fill`."""
+        if self.filling.check is None:
+            return
+        try:
+            with refusals_of(self.entries[0]):
+                self.filling.check()
+        except ValueError:
+            for one in self._apart():
+                one.check()
+            raise
+
+    def _apart(self) -> Iterator[_Group]:
+        """Yield the tensors each by itself; none if it is one."""
+        for number, entry in enumerate(self.entries if len(self.entries) > 1 else [], self.begin):
+            yield _Group([entry], self.stack.part(number, number + 1), self.stack, number)
+
+
+def _groups(stack: Stack, members: Iterable[tuple[TensorEntry, int | None]]) -> Iterator[_Group]:
+    """Yield tensors of a stack in groups of at most 64 MiB, of neighbours with one shape and dtype, or of one tensor.
+
+    members: tensors with their numbers; None: one holds all, which are read as if each were one.
+    """
+    numbered: list[tuple[TensorEntry, int]] = []
+    for entry, number in members:
+        if number is not None:
+            numbered.append((entry, number))
+            continue
+        one = replace(entry, shape=entry.shape[1:])
+        offsets = (entry.offset + index * one.num_bytes for index in range(stack.count))
+        numbered += [(replace(one, offset=offset), index) for index, offset in enumerate(offsets)]
+    group: list[TensorEntry] = []
+    begin = 0
+    for entry, number in numbered:
+        is_like = group and (entry.shape, entry.dtype, number) == (group[0].shape, group[0].dtype, begin + len(group))
+        if not is_like or (len(group) + 1) * entry.num_bytes > _BATCH_BYTES:
+            if group:
+                yield _Group(group, stack.part(begin, begin + len(group)), stack, begin)
+            group, begin = [], number
+        group.append(entry)
+    yield _Group(group, stack.part(begin, begin + len(group)), stack, begin)
 
 
 def _check_finite(filled: list[tuple[TensorEntry, Tensor]]) -> None:
@@ -103,15 +196,18 @@ def refusals_of(entry: TensorEntry) -> Iterator[None]:
         raise ValueError(f"{entry.name} in {entry.path} {error}") from error
 
 
-def read_rows(entry: TensorEntry, device: torch.device | str, report: Callable[[int], object]) -> Iterator[Tensor]:
-    """Yield a tensor of a file in pieces of some rows each, of at most 64 MiB, in the file's dtype on the device."""
+def read_rows(entry: TensorEntry, device: torch.device | str, **options) -> Iterator[Tensor]:
+    """Yield a tensor of a file in pieces of some rows each, of at most 64 MiB, in the file's dtype on the device.
+
+    options: of `read_tensors`.
+    """
     num_rows, *rest = entry.shape or (1,)
     row_bytes = math.prod(rest) * entry.dtype.itemsize
     step = max(1, _BATCH_BYTES // max(1, row_bytes))
     for begin in range(0, num_rows, step):
         shape = (min(step, num_rows - begin), *rest)
         rows = torch.empty(shape, dtype=entry.dtype, device=device)
-        read_tensors([(replace(entry, shape=shape, offset=entry.offset + begin * row_bytes), rows)], report=report)
+        read_tensors([(replace(entry, shape=shape, offset=entry.offset + begin * row_bytes), rows)], **options)
         yield rows
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -51,6 +51,7 @@ def read_tensors(
     piece_bytes: int = PIECE_BYTES,
     num_threads: int | None = None,
     report: Callable[[int], object] | None = None,
+    buffers: Sequence[Tensor] | None = None,
 ) -> None:
     """Fill each target with the tensor of its entry, as `target.copy_(tensor)` would, cast to the target's dtype.
 
@@ -64,6 +65,7 @@ def read_tensors(
             system allows it, and one buffer on the device if values are cast there.
         num_threads: None: 8; on the CPU at most the number of cores.
         report: called in this thread, now and then, with the bytes read since the last call.
+        buffers: `host_buffers` that other calls use before and after; None: this call makes its own.
 
     Raises:
         ValueError: a file cannot be read, or ends before its tensor does.
@@ -85,7 +87,11 @@ def read_tensors(
             # On the CPU the threads do all the copying, and more threads than cores are slower: half as fast with 8 on
             # 2 cores. With CUDA some threads wait for the disk or the link, and keep both busy.
             most = MAX_THREADS if _has_streams(pieces[0].target.device) else min(MAX_THREADS, os.cpu_count() or 1)
-            _Readers(pieces, files, min(num_threads or most, len(pieces))).run(report or (lambda num_bytes: None))
+            readers = _Readers(pieces, files, min(num_threads or most, len(pieces)))
+            if buffers is None:
+                sizes = dict(count=readers.num_buffers, num_bytes=readers.buffer_bytes)
+                buffers = stack.enter_context(host_buffers(pieces[0].target.device, **sizes))
+            readers.run(buffers, report or (lambda num_bytes: None))
     for target, values in strided:
         target.copy_(values)
 
@@ -129,8 +135,8 @@ class _Readers:
         assert all(piece.target.device == self._device for piece in pieces), "the targets lie on several devices"
         self._pieces = deque(pieces)  # removing an item is atomic
         self._files = files
-        self._num_threads = num_threads
-        self._buffer_bytes = max(piece.num_bytes for piece in pieces)
+        self._num_threads, self.num_buffers = num_threads, num_threads * _BUFFERS_PER_THREAD
+        self.buffer_bytes = max(piece.num_bytes for piece in pieces)
         self._num_read = [0] * num_threads  # bytes; each thread writes its own entry
         self._stop = threading.Event()
         self._cast_buffers: list[Tensor | None] = [None] * num_threads
@@ -138,7 +144,7 @@ class _Readers:
         if not _has_streams(self._device):
             return
         if any(piece.entry.dtype != piece.target.dtype for piece in pieces):
-            stride = -(-self._buffer_bytes // 16) * 16  # aligned for every dtype
+            stride = -(-self.buffer_bytes // 16) * 16  # aligned for every dtype
             buffers = torch.empty(num_threads, stride, dtype=torch.uint8, device=self._device)
             self._cast_buffers = list(buffers)
         # First rule of order: a thread's stream waits for this event before it writes. Earlier work on the caller's
@@ -147,13 +153,11 @@ class _Readers:
         self._begin = torch.cuda.Event()
         self._begin.record(torch.cuda.current_stream(self._device))
 
-    def run(self, report: Callable[[int], object]) -> None:
+    def run(self, buffers: Sequence[Tensor], report: Callable[[int], object]) -> None:
         """Read everything. After an error, end all threads and raise the first error."""
         reported = 0
-        with (
-            _host_buffers(self._num_threads * _BUFFERS_PER_THREAD, self._buffer_bytes, self._device) as buffers,
-            ThreadPoolExecutor(self._num_threads, "read-weights") as pool,  # leaving the block waits for the threads
-        ):
+        # Leaving the block waits for the threads.
+        with ThreadPoolExecutor(self._num_threads, "read-weights") as pool:
             try:
                 unfinished = {pool.submit(self._work, number, buffers) for number in range(self._num_threads)}
                 while unfinished:
@@ -166,7 +170,7 @@ class _Readers:
             finally:
                 self._stop.set()  # after an error or Ctrl-C the other threads end with their current piece
 
-    def _work(self, number: int, buffers: list[Tensor]) -> None:
+    def _work(self, number: int, buffers: Sequence[Tensor]) -> None:
         """The work of one thread. buffers: those of all threads, [buffer_bytes] uint8 each."""
         own = buffers[number * _BUFFERS_PER_THREAD : (number + 1) * _BUFFERS_PER_THREAD]
         # Weights made in inference mode can be written only in that mode, and a new thread is not in it.
@@ -235,8 +239,13 @@ class _Readers:
 
 
 @contextmanager
-def _host_buffers(count: int, num_bytes: int, device: torch.device) -> Iterator[list[Tensor]]:
-    """Make `count` host buffers [num_bytes] uint8: pinned for CUDA, or pageable if the system refuses to pin."""
+def host_buffers(
+    device: torch.device, count: int = MAX_THREADS * _BUFFERS_PER_THREAD, num_bytes: int = PIECE_BYTES
+) -> Iterator[list[Tensor]]:
+    """Make host buffers [num_bytes] uint8: pinned for CUDA, or pageable if the system refuses to pin.
+
+    To pin those of a call by default takes 50 ms, as long as to read 1 GB: who reads often makes them once.
+    """
     # The available memory is not checked: the buffers are too small to be worth a refusal.
     sizes = dict(num_segments=count, segment_bytes=num_bytes, available_bytes=2**62)
     with torch.cuda.device(device) if _has_streams(device) else nullcontext():

@@ -212,11 +212,11 @@ def _write_header(file: BinaryIO, parts: list[_Part]) -> None:
 def _write_part(file: BinaryIO, part: _Part, device: torch.device | str, report: Callable[[int], object]) -> None:
     entry = part.entry
     if part.weights is None:
-        for rows in read_rows(entry, "cpu", report):
+        for rows in read_rows(entry, "cpu", report=report):
             _write_tensor(file, rows)
         return
     with refusals_of(entry):
-        found = quantise(read_rows(entry, device, report), entry.shape, part.weights, device)
+        found = quantise(read_rows(entry, device, report=report), entry.shape, part.weights, device)
     for name in part.stored:
         _write_tensor(file, found[name.rpartition(".")[2]])
 

@@ -17,7 +17,7 @@ or a scale and its zero. Two such words, of two groups, are one of 64 bits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -141,7 +141,7 @@ class Folding:
 
 @dataclass
 class PackedWeight:
-    """The tensors of a weight, [num_rows, in_features].
+    """The tensors of a weight, [num_rows, in_features]; or of several, stacked along dimensions before these.
 
     Attributes:
         codes: [blocks, num_rows, plane] int16.
@@ -162,13 +162,23 @@ class PackedWeight:
     group_index: Tensor | None = None
     folding: Folding = field(default_factory=Folding)
 
+    @property
+    def stacked(self) -> torch.Size:
+        """The dimensions along which weights are stacked; (): it is one."""
+        return self.codes.shape[:-3]
+
+    def of(self, number: int) -> PackedWeight:
+        """Return one of several weights that are stacked along one dimension."""
+        tensors = {name: one[number] for name, one in vars(self).items() if isinstance(one, Tensor)}
+        return replace(self, **tensors)
+
     def put_codes(self, begin: int, codes: Tensor) -> None:
         """Write rows from `begin` on: [n, in_features] uint8."""
-        bits, (blocks, _, plane) = self.packing.bits, self.codes.shape
+        bits, (blocks, _, plane) = self.packing.bits, self.codes.shape[-3:]
         padding = blocks * self.packing.block(plane) - self.in_features
         codes = torch.nn.functional.pad(codes, (0, padding)) if padding else codes
-        planes = codes.view(len(codes), blocks, -1, plane).unbind(2)
-        target = self.codes[:, begin : begin + len(codes)]
+        planes = codes.unflatten(-1, (blocks, -1, plane)).unbind(-2)
+        target = self.codes[..., begin : begin + codes.shape[-2], :]
         # The bytes of a word, lowest first.
         if self.packing.kind == "fp8":
             first, second = planes
@@ -178,45 +188,45 @@ class PackedWeight:
             ]
         else:
             low_and_high = planes if bits == 8 else [planes[i] | planes[i + 1] << 4 for i in (0, 2)]
-        target.view(torch.uint8).unflatten(2, (plane, 2)).copy_(torch.stack(low_and_high, -1).transpose(0, 1))
+        target.view(torch.uint8).unflatten(-1, (plane, 2)).copy_(torch.stack(low_and_high, -1).transpose(-4, -3))
 
     def codes_of(self, rows: slice | Tensor) -> Tensor:
         """Return codes of some rows: [n, in_features] uint8."""
-        words = self.codes[:, rows].transpose(0, 1).contiguous()  # [n, blocks, plane]
-        halves = words.view(torch.uint8).unflatten(2, (-1, 2)).unbind(3)
+        words = self.codes[..., rows, :].transpose(-3, -2).contiguous()  # [n, blocks, plane]
+        halves = words.view(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
         if self.packing.kind == "fp8":
             low, high = halves
             planes = high & 128 | (high & 7) << 4 | low >> 4, (high & 8) << 4 | high & 112 | low & 15
         else:
             planes = halves if self.packing.bits == 8 else [part for half in halves for part in (half & 15, half >> 4)]
-        return torch.stack(planes, 2).flatten(1)[:, : self.in_features]
+        return torch.stack(planes, -2).flatten(-3)[..., : self.in_features]
 
     def put_scales(self, begin: int, end: int, scales: Tensor) -> None:
         """Write those of rows [begin, end): [rows of scales, groups], or what broadcasts to it."""
         packing = self.packing
         self.folding.scales = self.folding.scales and packing.can_fold(scales)
         if packing.table(self.in_features) == "plain":
-            self.scales[:, begin // packing.rows : -(-end // packing.rows)].copy_(scales.t())
+            self.scales[..., begin // packing.rows : -(-end // packing.rows)].copy_(scales.mT)
             return
         words = self._words()
-        words[begin:end, ..., 0].copy_(scales.unflatten(1, words.shape[1:3]))
+        words[..., begin:end, :, :, 0].copy_(scales.unflatten(-1, words.shape[-3:-1]))
         self._check_zeros(begin, end)
 
     def scales_of(self, rows: slice | Tensor) -> Tensor:
         """Return scales of some rows of the weight: [n, groups]."""
         if self.packing.table(self.in_features) == "plain":
             return self._by_row(self.scales, rows)
-        return self._words()[rows, ..., 0].flatten(1)
+        return self._words()[..., rows, :, :, 0].flatten(-2)
 
     def put_zeros(self, begin: int, end: int, zeros: Tensor) -> None:
         """Write those of rows [begin, end): [rows of scales, groups] integers, or what broadcasts to it."""
         if self.zeros is not None:
-            self.zeros[:, begin // self.packing.rows : -(-end // self.packing.rows)].copy_(zeros.t())
+            self.zeros[..., begin // self.packing.rows : -(-end // self.packing.rows)].copy_(zeros.mT)
             return
         beside, place = _MINUS_ZERO[self.packing.scale_dtype]
         bits = (zeros.to(torch.int32) << place | beside) - 2**16  # they begin with a sign
         words = self._words().view(torch.int16)
-        words[begin:end, ..., 1].copy_(bits.unflatten(1, words.shape[1:3]))
+        words[..., begin:end, :, :, 1].copy_(bits.unflatten(-1, words.shape[-3:-1]))
         self._check_zeros(begin, end)
 
     def _check_zeros(self, begin: int, end: int) -> None:
@@ -230,14 +240,14 @@ class PackedWeight:
         if self.zeros is not None:
             return self._by_row(self.zeros, rows)
         _, place = _MINUS_ZERO[self.packing.scale_dtype]
-        words = self._words().view(torch.int16)[rows, ..., 1].flatten(1)
+        words = self._words().view(torch.int16)[..., rows, :, :, 1].flatten(-2)
         return (words >> place & 15).to(torch.uint8)
 
     def _words(self) -> Tensor:
         """Return scales that lie in words as a view: [rows, words, groups of a word, scale and what is beside it]."""
         groups = 2 if self.packing.table(self.in_features) == "pairs" else 1
         values = self.scales.view(self.packing.scale_dtype)
-        return values.view(len(values), self.num_rows, groups, -1).transpose(0, 1)
+        return values.unflatten(-1, (self.num_rows, groups, -1)).transpose(-4, -3)
 
     def _by_row(self, table: Tensor, rows: slice | Tensor) -> Tensor:
         if self.packing.rows > 1:
@@ -246,8 +256,8 @@ class PackedWeight:
             rows = rows // self.packing.rows
         # As bytes: torch gathers no float8 on the CPU.
         if table.element_size() == 1:
-            return table.view(torch.uint8)[:, rows].view(table.dtype).t()
-        return table[:, rows].t()
+            return table.view(torch.uint8)[..., rows].view(table.dtype).mT
+        return table[..., rows].mT
 
 
 def empty_packed(packing: Packing, num_rows: int, in_features: int, device: torch.device | str) -> PackedWeight:

@@ -53,6 +53,8 @@ class Filling:
         by_rows: whether `fill` takes the tensor in pieces of some rows each, an iterable in their order. Then the whole
             need not lie on the device.
         check: what remains to be checked when all tensors are filled. It raises ValueError as `fill` does.
+        stack: where the tensor is one of several that are filled together; then it is number `number` of them, or
+            holds all along its first dimension (None), and `fill` and `check` are those of `stack`.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -61,6 +63,23 @@ class Filling:
     optional: bool = False
     by_rows: bool = False
     check: Callable[[], None] | None = None
+    stack: Stack | None = None
+    number: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Stack:
+    """Equal tensors of equal modules, such as experts.
+
+    Attributes:
+        count: of the modules.
+        part: takes numbers begin and end, and returns what the tensors of the modules [begin, end) fill: together,
+            stacked along a dimension before their own. Its `shapes` are those of one tensor. Of a filling `by_rows`
+            the pieces are stacked rows.
+    """
+
+    count: int
+    part: Callable[[int, int], Filling]
 
 
 class Formats(ABC):
@@ -136,6 +155,8 @@ def renamed(name: str, names: Mapping[str, str]) -> str:
 class WeightFormat(Formats):
     """How the weights of a model's projections lie on the device, are filled from a checkpoint and are multiplied.
 
+    Weights of several modules may be filled as one, with their tensors stacked along dimensions before their own.
+
     One object may serve all projections. What belongs to one projection lies in its module, as parameters that
     `allocate` registers and that only the format touches. The bits of each row that a projection returns depend on its
     row of x, the weight and the bias alone: products are those of a matrix in the model's dtype, so equal matrices give
@@ -199,7 +220,7 @@ class Dense(WeightFormat):
         module.weight = nn.Parameter(empty, requires_grad=False)
 
     def views(self, module: nn.Module, begin: int, end: int) -> dict[str, Tensor]:
-        return {"weight": module.weight[begin:end]}
+        return {"weight": module.weight[..., begin:end, :]}
 
     def fill_with_noise(self, module: nn.Module, generator: torch.Generator) -> None:
         module.weight.normal_(0.0, 0.02, generator=generator)

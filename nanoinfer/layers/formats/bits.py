@@ -28,8 +28,8 @@ def pack(values: Tensor, bits: int) -> Tensor:
 
 
 def as_words(packed: Tensor) -> Tensor:
-    """Return bytes as words of 32 bits: [n, 4 * m] uint8 -> [n, m] int32."""
-    return packed.reshape(-1).view(torch.int32).view(len(packed), packed.shape[1] // 4)
+    """Return bytes as words of 32 bits: [..., 4 * m] uint8 -> [..., m] int32."""
+    return packed.reshape(-1).view(torch.int32).view(*packed.shape[:-1], packed.shape[-1] // 4)
 
 
 def as_bytes(words: Tensor) -> Tensor:

@@ -60,19 +60,19 @@ class PackedTransposed(Packed):
         one = _ONES[packing.bits] if self.zeros_count_from_one else 0
 
         def fill_codes(words: Tensor) -> None:
-            for rows in pieces_of_rows(count, in_features, multiple=fields):
+            for rows in pieces_of_rows(count, in_features * module.packed.stacked.numel(), multiple=fields):
                 if self.is_awq:
-                    codes = _rows_of_awq(words[:, rows.start // fields : rows.stop // fields])
+                    codes = _rows_of_awq(words[..., rows.start // fields : rows.stop // fields])
                 else:
-                    codes = unpack(as_bytes(words[:, rows].t()), packing.bits, in_features)
+                    codes = unpack(as_bytes(words[..., rows].mT), packing.bits, in_features)
                 module.packed.put_codes(begin + rows.start, codes)
 
         def fill_zeros(words: Tensor) -> None:
-            zeros = _rows_of_awq(words) if self.is_awq else unpack(as_bytes(words + one), packing.bits, count).t()
+            zeros = _rows_of_awq(words) if self.is_awq else unpack(as_bytes(words + one), packing.bits, count).mT
             module.packed.put_zeros(begin, end, zeros)
 
         def fill_scales(scales: Tensor) -> None:
-            module.packed.put_scales(begin, end, checked(scales).t())
+            module.packed.put_scales(begin, end, checked(scales).mT)
 
         check = partial(self.check_finite, module, begin, end)
         shape = (in_features, count // fields) if self.is_awq else (in_features // fields, count)
@@ -89,7 +89,7 @@ class PackedTransposed(Packed):
 
         def check_index(groups_of_columns: Tensor) -> None:
             ascending = torch.arange(in_features, device=groups_of_columns.device) // columns
-            if not torch.equal(groups_of_columns, ascending.to(torch.int32)):
+            if not bool((groups_of_columns == ascending).all()):
                 raise ValueError("is not ascending, although desc_act is false in the quantization_config")
 
         def fill_bias(values: Tensor) -> None:
@@ -105,9 +105,9 @@ class PackedTransposed(Packed):
 
 
 def _rows_of_awq(words: Tensor) -> Tensor:
-    """Return the fields as rows of the weight: [n, m] int32 -> [8 * m, n] uint8."""
-    fields = unpack(as_bytes(words), 4, 8 * words.shape[1]).unflatten(1, (-1, 8))
-    return fields[..., list(_AWQ_FIELDS)].flatten(1).t()
+    """Return the fields as rows of the weight: [..., n, m] int32 -> [..., 8 * m, n] uint8."""
+    fields = unpack(as_bytes(words), 4, 8 * words.shape[-1]).unflatten(-1, (-1, 8))
+    return fields[..., list(_AWQ_FIELDS)].flatten(-2).mT
 
 
 def _transposed(

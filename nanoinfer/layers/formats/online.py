@@ -25,10 +25,12 @@ class QuantisedWhileRead(PackedScaled):
 
     def views(self, module: nn.Module, begin: int, end: int) -> dict[str, Filling]:
         shape, stored = (end - begin, module.in_features), super().views(module, begin, end)
+        several = module.packed.stacked
 
         def fill(pieces: Iterable[Tensor]) -> None:
-            for ending, values in quantise(pieces, shape, self, module.packed.codes.device).items():
-                assert tuple(values.shape) in stored[ending].shapes and values.dtype in stored[ending].dtypes, ending
+            for ending, values in quantise(pieces, (*several, *shape), self, module.packed.codes.device).items():
+                own = tuple(values.shape[len(several) :])
+                assert own in stored[ending].shapes and values.dtype in stored[ending].dtypes, ending
                 stored[ending].fill(values)
 
         return {"weight": Filling((shape,), FLOATS, fill, by_rows=True, check=stored[self.scales_name].check)}

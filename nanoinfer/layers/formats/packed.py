@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
@@ -81,10 +82,16 @@ class Packed(ExpandedFormat):
 
         Only rows of which the largest code would make such a weight are expanded.
         """
-        packing, scales = self.packing, self._scales(module, slice(begin, end)).amax(1)
+        packing, scales = self.packing, self._scales(module, slice(begin, end)).amax(-1)
         largest = scales.to(packing.product_dtype or scales.dtype) * _LARGEST.get(packing.kind, 2**packing.bits - 1)
         largest = largest.to(packing.result_dtype or largest.dtype).to(module.dtype)
-        doubtful = begin + torch.nonzero(~largest.isfinite())[:, 0]
+        doubtful = torch.nonzero(~largest.isfinite())
+        if module.packed.stacked:
+            for number in doubtful[:, 0].unique().tolist():
+                one = SimpleNamespace(**vars(module) | {"packed": module.packed.of(number)})
+                self.check_finite(one, begin, end)
+            return
+        doubtful = begin + doubtful[:, 0]
         for rows in pieces_of_rows(len(doubtful), module.in_features):
             if not bool(self.expand(module, doubtful[rows]).to(module.dtype).isfinite().all()):
                 raise ValueError(
@@ -96,8 +103,8 @@ class Packed(ExpandedFormat):
         packing, packed = self.packing, module.packed
         device, (num_rows, in_features) = packed.codes.device, (module.num_rows, module.in_features)
         if packing.kind == "fp8":
-            for rows in pieces_of_rows(num_rows, in_features):
-                size = rows.stop - rows.start, in_features
+            for rows in pieces_of_rows(num_rows, in_features * packed.stacked.numel()):
+                size = *packed.stacked, rows.stop - rows.start, in_features
                 values = torch.randn(size, device=device, generator=generator).to(torch.float8_e4m3fn)
                 packed.put_codes(rows.start, values.view(torch.uint8))
         else:
@@ -176,7 +183,7 @@ class Packed(ExpandedFormat):
             return scales.view(torch.float8_e8m0fnu).float()
         if not self.packing.has_global_scale:
             return scales
-        factor, scales = module.packed.global_scale[rows, None], scales.float()
+        factor, scales = module.packed.global_scale[..., rows].unsqueeze(-1), scales.float()
         return scales / factor if self.packing.divides_global_scale else scales * factor
 
     def _by_group(self, operation: Callable, values: Tensor, table: Tensor, module: nn.Module) -> Tensor:
@@ -192,15 +199,15 @@ class Packed(ExpandedFormat):
 
 def checked(values: Tensor) -> Tensor:
     """Return scales that were read; ValueError if some are NaN, infinite or negative. 0 makes weights of 0."""
-    values_in_float = values.float()
-    if not bool(torch.isfinite(values_in_float).all()):
+    wide = values.float()
+    if bool((torch.isfinite(wide) & (wide >= 0)).all()):  # the device is asked once
+        return values
+    if not bool(torch.isfinite(wide).all()):
         raise ValueError("holds NaN or infinite scales: the file is corrupt, download it again")
-    if bool((values_in_float < 0).any()):
-        raise ValueError(
-            "holds negative scales, which no quantiser writes: the file is corrupt, download it again, or its codes "
-            "and scales were changed by hand"
-        )
-    return values
+    raise ValueError(
+        "holds negative scales, which no quantiser writes: the file is corrupt, download it again, or its codes "
+        "and scales were changed by hand"
+    )
 
 
 def temporary_bytes(num_weights: int) -> int:

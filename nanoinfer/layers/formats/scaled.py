@@ -63,8 +63,8 @@ class PackedScaled(Packed):
             columns = in_features // 2
 
         def fill(values: Tensor) -> None:
-            for rows in pieces_of_rows(count, in_features):
-                codes = as_bytes(values[rows])
+            for rows in pieces_of_rows(count, in_features * module.packed.stacked.numel()):
+                codes = as_bytes(values[..., rows, :])
                 if self.words == torch.int8:
                     codes = codes ^ 128
                 elif self.words != torch.float8_e4m3fn:
@@ -77,9 +77,10 @@ class PackedScaled(Packed):
         if self.words != torch.int32:
             return {self.codes_name: codes}
 
-        def check_shape(shape: Tensor) -> None:
-            if shape.tolist() != [count, in_features]:
-                raise ValueError(f"is {shape.tolist()}, expected {[count, in_features]}")
+        def check_shape(shapes: Tensor) -> None:
+            for shape in shapes.view(-1, 2).tolist():
+                if shape != [count, in_features]:
+                    raise ValueError(f"is {shape}, expected {[count, in_features]}")
 
         shape = Filling(((2,),), (torch.int64, torch.int32), check_shape, optional=True)
         return {self.codes_name: codes, "weight_shape": shape}
@@ -91,7 +92,7 @@ class PackedScaled(Packed):
         def fill(values: Tensor) -> None:
             if values.dtype == torch.uint8 and bool((values == _NAN_EXPONENT).any()):
                 raise ValueError("holds NaN scales: the file is corrupt, download it again")
-            module.packed.put_scales(begin, end, checked(values).reshape(-1, groups))
+            module.packed.put_scales(begin, end, checked(values).reshape(*module.packed.stacked, -1, groups))
 
         shapes: tuple[tuple[int, ...], ...] = ((num_rows, groups),)
         if self.scale_of_tensor:
@@ -103,8 +104,9 @@ class PackedScaled(Packed):
     def _global_scale(self, module: nn.Module, begin: int, end: int) -> Filling:
         def fill(values: Tensor) -> None:
             if bool((values <= 0).any()):
-                raise ValueError(f"is {values.item():g}, it must be above 0: the file is corrupt, download it again")
-            module.packed.global_scale[begin:end] = checked(values).reshape(())
+                least = values.min().item()
+                raise ValueError(f"is {least:g}, it must be above 0: the file is corrupt, download it again")
+            module.packed.global_scale[..., begin:end] = checked(values).reshape(*module.packed.stacked, 1)
 
         return Filling(((1,), ()), (torch.float32,), fill)
 
@@ -114,10 +116,10 @@ class PackedScaled(Packed):
         num_rows = -(-end // packing.rows) - begin // packing.rows
 
         def fill_packed(words: Tensor) -> None:
-            module.packed.put_zeros(begin, end, unpack(as_bytes(words.t()), packing.bits, count).t())
+            module.packed.put_zeros(begin, end, unpack(as_bytes(words.mT), packing.bits, count).mT)
 
         def fill_signed(values: Tensor) -> None:
-            wide = values.to(torch.int16).reshape(-1, groups)
+            wide = values.to(torch.int16).reshape(*module.packed.stacked, -1, groups)
             if bool(((wide < -middle) | (wide >= middle)).any()):
                 raise ValueError(f"has zero points that are no numbers of {packing.bits} bits")
             module.packed.put_zeros(begin, end, wide + middle)

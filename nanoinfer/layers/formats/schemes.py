@@ -9,6 +9,7 @@ result has the same bits on every device, and for rows alone or in a matrix.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -31,31 +32,33 @@ _BITS_OF_SCALES = (8, 8, 8, 6, 8, 5, 6, 5, 8, 4, 5, 4, 6, 4, 5, 4)
 _DIVISORS = tuple(7 + quarter / 4 for quarter in range(19))
 
 
-def stored(weights: PackedScaled, shape: tuple[int, int]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def stored(weights: PackedScaled, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Return shape and dtype of each tensor that a checkpoint holds for a weight, by the end of its name.
 
-    shape: of the weight, [num_rows, in_features].
+    shape: of the weight, [num_rows, in_features]; of several, [n, num_rows, in_features], and so are the tensors.
     """
-    packing, (num_rows, in_features) = weights.packing, shape
-    scales = ((num_rows, packing.num_groups(in_features)), packing.scale_dtype)
+    packing, (*several, num_rows, in_features) = weights.packing, shape
+    scales = ((*several, num_rows, packing.num_groups(in_features)), packing.scale_dtype)
     if weights.words != torch.int32:
         return {weights.codes_name: (shape, weights.words), weights.scales_name: scales}
-    words = ((num_rows, row_bytes(in_features, packing.bits) // 4), torch.int32)
-    found = {weights.codes_name: words, weights.scales_name: scales, "weight_shape": ((2,), torch.int64)}
+    words = ((*several, num_rows, row_bytes(in_features, packing.bits) // 4), torch.int32)
+    found = {weights.codes_name: words, weights.scales_name: scales, "weight_shape": ((*several, 2), torch.int64)}
     if packing.has_zeros:
-        found[ZEROS_NAME] = ((row_bytes(num_rows, packing.bits) // 4, packing.num_groups(in_features)), torch.int32)
+        zeros = (*several, row_bytes(num_rows, packing.bits) // 4, packing.num_groups(in_features))
+        found[ZEROS_NAME] = (zeros, torch.int32)
     return found
 
 
 def quantise(
-    pieces: Iterable[Tensor], shape: tuple[int, int], weights: PackedScaled, device: torch.device | str
+    pieces: Iterable[Tensor], shape: tuple[int, ...], weights: PackedScaled, device: torch.device | str
 ) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint for a weight of floating-point values, by the ends of their names.
 
     A scale of 8 bits is the largest magnitude of a row over the largest code. Of 4 bits it is found by least squares
     (`_least_squares`, with zeros `_scales_and_zeros`). Scales are rounded to their dtype before codes are chosen.
 
-    pieces: of some rows each, in their order, on the device; shape: of all rows, [num_rows, in_features].
+    pieces: of some rows each, in their order, on the device; shape: of all rows, [num_rows, in_features]. Several
+    weights that are stacked, [n, num_rows, in_features], give stacked tensors.
 
     Raises:
         ValueError: a weight is NaN or infinite, or would become so; the message follows the tensor's name.
@@ -65,24 +68,27 @@ def quantise(
         for ending, (size, dtype) in stored(weights, shape).items()
     }
     if "weight_shape" in found:
-        found["weight_shape"].copy_(torch.tensor(shape))
+        found["weight_shape"].copy_(torch.tensor(shape[-2:]))
     codes, scales, begin = found[weights.codes_name], found[weights.scales_name], 0
     zeros = torch.zeros(scales.shape, dtype=torch.uint8, device=device) if weights.packing.has_zeros else None
     largest = 15 if zeros is not None else _LARGEST_CODES[weights.packing.kind, weights.packing.bits]
     largest_scale = torch.finfo(scales.dtype).max / largest
-    step = max(1, _WEIGHTS_AT_ONCE.get(codes.device.type, _WEIGHTS_AT_ONCE_ELSEWHERE) // shape[1])
+    at_once = _WEIGHTS_AT_ONCE.get(codes.device.type, _WEIGHTS_AT_ONCE_ELSEWHERE)
+    step = max(1, at_once * shape[-2] // math.prod(shape))
     for piece in pieces:
-        for rows in piece.split(step):
+        for rows in piece.split(step, dim=-2):
             rows = rows.float()
             if not bool(torch.isfinite(rows).all()):
                 raise ValueError("holds NaN or infinite weights, which cannot be quantised")
-            groups, end = rows.unflatten(1, (-1, weights.packing.columns or shape[1])), begin + len(rows)
+            groups = rows.unflatten(-1, (-1, weights.packing.columns or shape[-1]))
+            end = begin + rows.shape[-2]
+            own = scales[..., begin:end, :], None if zeros is None else zeros[..., begin:end, :]
             if zeros is None:
-                scales[begin:end] = _scales(groups, weights.packing)
+                own[0].copy_(_scales(groups, weights.packing))
             else:
-                scales[begin:end], zeros[begin:end] = _scales_and_zeros(groups, scales.dtype)
-            own = scales[begin:end], None if zeros is None else zeros[begin:end]
-            codes[begin:end] = _codes(groups, *own, weights)
+                for target, values in zip(own, _scales_and_zeros(groups, scales.dtype), strict=True):
+                    target.copy_(values)
+            codes[..., begin:end, :] = _codes(groups, *own, weights)
             is_small = bool((own[0].float() <= largest_scale).all())
             if not is_small and not _are_finite(groups, *own, weights.packing):
                 dtype = str(scales.dtype)[6:]
@@ -92,7 +98,7 @@ def quantise(
                 )
             begin = end
     if zeros is not None:
-        found[ZEROS_NAME].copy_(_words(zeros.t(), weights.packing.bits).t())
+        found[ZEROS_NAME].copy_(_words(zeros.mT, weights.packing.bits).mT)
     return found
 
 
@@ -116,17 +122,17 @@ def _codes(groups: Tensor, scales: Tensor, zeros: Tensor | None, weights: Packed
     bits = weights.packing.bits
     if weights.packing.kind == "fp8":
         top = torch.finfo(torch.float8_e4m3fn).max
-        return _divided(groups, scales).clamp_(-top, top).to(torch.float8_e4m3fn).flatten(1)
+        return _divided(groups, scales).clamp_(-top, top).to(torch.float8_e4m3fn).flatten(-2)
     signed = _integers(groups, scales, zeros, bits)
     if weights.words != torch.int32:
-        return signed.to(torch.int8).flatten(1)
+        return signed.to(torch.int8).flatten(-2)
     middle = 2 ** (bits - 1) if zeros is None else zeros.unsqueeze(-1)
-    return _words((signed + middle).to(torch.uint8).flatten(1), bits)
+    return _words((signed + middle).to(torch.uint8).flatten(-2), bits)
 
 
 def _words(codes: Tensor, bits: int) -> Tensor:
-    """[n, count] uint8 -> [n, words] int32, neighbours of a row in a word."""
-    padding = row_bytes(codes.shape[1], bits) * 8 // bits - codes.shape[1]
+    """[..., count] uint8 -> [..., words] int32, neighbours of a row in a word."""
+    padding = row_bytes(codes.shape[-1], bits) * 8 // bits - codes.shape[-1]
     return as_words(pack(torch.nn.functional.pad(codes, (0, padding)), bits))
 
 
