@@ -11,8 +11,8 @@ others. A shared expert's last product has two parts, one for each sum, added la
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -92,16 +92,8 @@ class ExpertProjection:
             stride=pool.shape[1],
         )
 
-    def views(self, runs: Tensor) -> Iterator[tuple[str, Sequence[Tensor | Filling]]]:
-        """Yield by the ends of names what the checkpoint's tensors fill of each expert. runs: [n, stride] uint8."""
-        for ending, view in self._stacked(runs).items():
-            if isinstance(view, Tensor):
-                yield ending, view.unbind(0)
-                continue
-            stack = Stack(len(runs), lambda begin, end, ending=ending: self._stacked(runs[begin:end])[ending])
-            yield ending, [replace(view, stack=stack, number=number) for number in range(len(runs))]
-
-    def _stacked(self, runs: Tensor) -> dict[str, Tensor | Filling]:
+    def views(self, runs: Tensor) -> dict[str, Tensor | Filling]:
+        """Return what stacked tensors of several experts fill, by the ends of their names. runs: [n, stride] uint8."""
         module, begin, found = self.in_run(runs), 0, {}
         for name, count in self.names.items():
             views = self.weights.views(module, begin, begin + count)
@@ -235,12 +227,23 @@ class Experts(nn.Module):
 
     def checkpoint_views(self) -> dict[str, Tensor | Filling]:
         """Return what checkpoint tensors fill, by the ends of their names, such as "7.up_proj.weight"."""
-        found = {}
-        for projection in self.projections:
-            for ending, views in projection.views(self._runs):
-                numbers = [""] if self._is_shared else [f"{expert}." for expert in range(self.num_experts)]
-                found |= {f"{number}{ending}": view for number, view in zip(numbers, views, strict=True)}
+        found: dict[str, Tensor | Filling] = {}
+        numbers = [""] if self._is_shared else [f"{expert}." for expert in range(self.num_experts)]
+        for ending, view in self.stacked_views(0, self.num_experts).items():
+            if isinstance(view, Tensor):
+                found |= {number + ending: one for number, one in zip(numbers, view.unbind(0), strict=True)}
+                continue
+            stack = Stack(partial(self._stacked_view, ending))
+            found |= {number + ending: replace(view, stack=(stack, one)) for one, number in enumerate(numbers)}
         return found
+
+    def stacked_views(self, begin: int, end: int) -> dict[str, Tensor | Filling]:
+        """Return what tensors of the experts [begin, end) fill, stacked, by the ends of names: "up_proj.weight"."""
+        runs = self._runs[begin:end]
+        return {ending: view for one in self.projections for ending, view in one.views(runs).items()}
+
+    def _stacked_view(self, ending: str, begin: int, end: int) -> Filling:
+        return self.stacked_views(begin, end)[ending]
 
     def fill_with_noise(self, generator: torch.Generator) -> None:
         """Fill all weights and biases with random values."""

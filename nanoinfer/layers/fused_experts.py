@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ def fused_views(experts: Experts) -> dict[str, Filling]:
     [experts, 2 * size].
     """
     found: dict[str, Filling] = {}
-    apart, hidden, size = experts.checkpoint_views(), experts.hidden_size, experts.intermediate_size
+    views, hidden, size = experts.stacked_views(0, experts.num_experts), experts.hidden_size, experts.intermediate_size
     in_turn, (gate, up, down) = experts.fused == IN_TURN, experts.names
     for name, parts, rows, columns in (
         ("gate_up_proj", (gate, up), 2 * size, hidden),
@@ -34,39 +33,43 @@ def fused_views(experts: Experts) -> dict[str, Filling]:
     ):
 
         def add(ending: str, kind: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], own: Callable) -> None:
-            numbers = range(experts.num_experts)
-            views = [[apart[f"{expert}.{part}.{kind}"] for part in parts] for expert in numbers]
-            checks = [check for view in chain(*views) if (check := getattr(view, "check", None))]
-            fill, check = partial(_fill, views, own, in_turn), partial(_call, checks)
-            found[name + ending] = Filling(((len(views), *shape),), dtypes, fill, by_rows=True, check=check)
+            names = [f"{part}.{kind}" for part in parts]
+            checks = [check for part in names if (check := getattr(views[part], "check", None))]
+            fill, check = partial(_fill, experts, names, own), partial(_call, checks)
+            found[name + ending] = Filling(((experts.num_experts, *shape),), dtypes, fill, by_rows=True, check=check)
 
-        if f"0.{parts[0]}.weight" in apart:
-            shape, own = ((columns, rows), Tensor.t) if in_turn else ((rows, columns), Tensor.contiguous)
+        if f"{parts[0]}.weight" in views:
+            shape, own = ((columns, rows), _transposed) if in_turn else ((rows, columns), Tensor.contiguous)
             add("", "weight", shape, FLOATS, own)
         else:
             groups = columns // _GROUP
-            add(_CODES[1], _CODES[0], (rows, groups, _GROUP // 2), (torch.uint8,), partial(Tensor.flatten, start_dim=1))
+            add(_CODES[1], _CODES[0], (rows, groups, _GROUP // 2), (torch.uint8,), partial(Tensor.flatten, start_dim=2))
             add(_SCALES[1], _SCALES[0], (rows, groups), (torch.uint8,), Tensor.contiguous)
-        if f"0.{parts[0]}.bias" in apart:
+        if f"{parts[0]}.bias" in views:
             add("_bias", "bias", (rows,), FLOATS, Tensor.contiguous)
     return found
 
 
-def _fill(
-    views: list[list[Tensor | Filling]], own: Callable[[Tensor], Tensor], in_turn: bool, pieces: Iterable[Tensor]
-) -> None:
-    """Fill what each expert has of a tensor. own: from an expert's part to rows, which its views share."""
-    for of_expert, tensor in zip(views, chain.from_iterable(pieces), strict=True):
-        rows, count = own(tensor), len(of_expert)
-        parts = [rows[number::count] for number in range(count)] if in_turn else rows.chunk(count)
-        for part, view in zip(parts, of_expert, strict=True):
+def _transposed(tensor: Tensor) -> Tensor:
+    return tensor.mT
+
+
+def _fill(experts: Experts, names: list[str], own: Callable[[Tensor], Tensor], pieces: Iterable[Tensor]) -> None:
+    """Fill what experts have of a tensor. own: from some experts' part to their rows, which these names share."""
+    begin, count, in_turn = 0, len(names), experts.fused == IN_TURN
+    for piece in pieces:
+        end, rows = begin + len(piece), own(piece)
+        views = experts.stacked_views(begin, end)
+        parts = [rows[:, number::count] for number in range(count)] if in_turn else rows.chunk(count, 1)
+        for part, view in zip(parts, [views[name] for name in names], strict=True):
             if isinstance(view, Filling):
                 view.fill([part.contiguous()] if view.by_rows else part.contiguous())
                 continue
             view.copy_(part)
-            if not bool(view.isfinite().all()):
+            if not bool(torch.isfinite(torch.stack(view.aminmax())).all()):
                 dtype = str(view.dtype)[6:]
                 raise ValueError(f"holds weights that are NaN or infinite in {dtype}: the file may be corrupt")
+        begin = end
 
 
 def _call(checks: list[Callable[[], None]]) -> None:

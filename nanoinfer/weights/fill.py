@@ -44,14 +44,15 @@ def fill_from_files(
     """
     direct: list[tuple[TensorEntry, Tensor]] = []
     alone: list[_Group] = []
-    stacks: dict[Stack, list[tuple[TensorEntry, int | None]]] = {}
+    stacks: dict[Stack, list[tuple[TensorEntry, int]]] = {}
     for name, view in model.checkpoint_views().items():
         if isinstance(view, Tensor):
             direct.append((entries[name], view))
         elif name in entries and view.fill is not None and view.stack is None:
             alone.append(_Group([entries[name]], view))
         elif name in entries and view.fill is not None:
-            stacks.setdefault(view.stack, []).append((entries[name], view.number))
+            stack, number = view.stack
+            stacks.setdefault(stack, []).append((entries[name], number))
     everything = [entry for entry, _ in direct] + [group.entries[0] for group in alone]
     everything += [entry for members in stacks.values() for entry, _ in members]
     largest = max(entry.num_bytes for entry in everything)
@@ -142,22 +143,11 @@ class _Group:
             yield _Group([entry], self.stack.part(number, number + 1), self.stack, number)
 
 
-def _groups(stack: Stack, members: Iterable[tuple[TensorEntry, int | None]]) -> Iterator[_Group]:
-    """Yield tensors of a stack in groups of at most 64 MiB, of neighbours with one shape and dtype, or of one tensor.
-
-    members: tensors with their numbers; None: one holds all, which are read as if each were one.
-    """
-    numbered: list[tuple[TensorEntry, int]] = []
-    for entry, number in members:
-        if number is not None:
-            numbered.append((entry, number))
-            continue
-        one = replace(entry, shape=entry.shape[1:])
-        offsets = (entry.offset + index * one.num_bytes for index in range(stack.count))
-        numbered += [(replace(one, offset=offset), index) for index, offset in enumerate(offsets)]
+def _groups(stack: Stack, members: Iterable[tuple[TensorEntry, int]]) -> Iterator[_Group]:
+    """Yield tensors of a stack, with their numbers, in groups: neighbours of one dtype, of 64 MiB at most, or one."""
     group: list[TensorEntry] = []
     begin = 0
-    for entry, number in numbered:
+    for entry, number in members:
         is_like = group and (entry.shape, entry.dtype, number) == (group[0].shape, group[0].dtype, begin + len(group))
         if not is_like or (len(group) + 1) * entry.num_bytes > _BATCH_BYTES:
             if group:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,8 +39,8 @@ def write(
     is_fused: q, k and v, and gate and up, are one tensor each in the first one.
     """
     paths = directory / "packed", directory / "dense"
-    for path in paths:
-        make_checkpoint(family, path, seed=seed, **(SIZES | sizes))
+    make_checkpoint(family, paths[0], seed=seed, **(SIZES | sizes))
+    shutil.copytree(paths[0], paths[1])
     tensors = load_file(paths[0] / "model.safetensors")
     packed, dense, generator = {}, {}, torch.Generator().manual_seed(seed)
     for name, weight in (fused(tensors) if is_fused else tensors).items():

@@ -53,8 +53,8 @@ class Filling:
         by_rows: whether `fill` takes the tensor in pieces of some rows each, an iterable in their order. Then the whole
             need not lie on the device.
         check: what remains to be checked when all tensors are filled. It raises ValueError as `fill` does.
-        stack: where the tensor is one of several that are filled together; then it is number `number` of them, or
-            holds all along its first dimension (None), and `fill` and `check` are those of `stack`.
+        stack: where the tensor is one of several that are filled together, what fills them and this one's number; then
+            `fill` and `check` are those of all.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -63,8 +63,7 @@ class Filling:
     optional: bool = False
     by_rows: bool = False
     check: Callable[[], None] | None = None
-    stack: Stack | None = None
-    number: int | None = None
+    stack: tuple[Stack, int] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,13 +71,11 @@ class Stack:
     """Equal tensors of equal modules, such as experts.
 
     Attributes:
-        count: of the modules.
         part: takes numbers begin and end, and returns what the tensors of the modules [begin, end) fill: together,
             stacked along a dimension before their own. Its `shapes` are those of one tensor. Of a filling `by_rows`
             the pieces are stacked rows.
     """
 
-    count: int
     part: Callable[[int, int], Filling]
 
 
