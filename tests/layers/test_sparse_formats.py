@@ -1,0 +1,141 @@
+"""Sparse checkpoints in every format: the model is the one with the experts' matrices that the reference makes."""
+
+import json
+import shutil
+from functools import cache
+
+import pytest
+import torch
+from engines import make_engine, random_prompts, run, some_params
+from online import load as load_online
+from online import make
+from quantised import CASES, gptq, write
+from safetensors.torch import load_file, save_file
+
+from nanoinfer.kernels.experts import product
+from nanoinfer.layers.experts import Experts
+from nanoinfer.layers.formats.online import QuantisedWhileRead
+from nanoinfer.weights import fill
+from nanoinfer.weights.load import load_model, read_checkpoint
+from nanoinfer.weights.write import quantise_checkpoint
+
+pytestmark = pytest.mark.filterwarnings("ignore:the checkpoint was made for quantised activations")
+# Blocks of 128 are ragged in gate, so that up begins within one.
+SPARSE = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=96, intermediate_size=96)
+ORDINARY = ("ct-int4-group-zeros", "ct-mixed", "ct-nvfp4", "gptq-int4-act-order", "awq", "fp8-blocks", "fp8-tensors")
+QUIET = dict(progress=False)
+
+
+def load(path, dtype="float32"):
+    return load_model(read_checkpoint(path), dtype, "cpu", **QUIET)
+
+
+def expert_matrices(model) -> dict[str, torch.Tensor]:
+    """The expanded weight of each expert's projections, by its name in the checkpoint."""
+    found = {}
+    for path, experts in model.named_modules():
+        if isinstance(experts, Experts):
+            for expert, place in enumerate(experts.table.tolist()):
+                for one in experts.projections:
+                    matrix, _ = one.matrix(experts.pool[place])
+                    names = [f"model.{path}.{expert}.{name}.weight" for name in one.names]
+                    found |= dict(zip(names, matrix.split(list(one.names.values())), strict=True))
+    return found
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Each case, packed and expanded. Nobody may change the files."""
+    return cache(lambda name: write(tmp_path_factory.mktemp("model"), CASES[name](), "qwen3_moe", **SPARSE))
+
+
+@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.sampled(*ORDINARY)
+def test_experts_are_those_of_the_expanded_checkpoint(written, name, monkeypatch):
+    packed, dense = written(name)
+    tensors, wanted = load_file(packed / "model.safetensors"), load_file(dense / "model.safetensors")
+    if name == "ct-left-out":
+        tensors = {key: one for key, one in tensors.items() if "layers.1." not in key}
+    assert not any(one.is_floating_point() and one.itemsize > 1 and "experts" in key and "proj.weight." in f"{key}."
+                   and not key.endswith("scale") for key, one in tensors.items())  # fmt: skip
+    model = load(packed)
+    found = expert_matrices(model)
+    assert len(found) == 2 * 5 * 3
+    for key, matrix in found.items():
+        assert torch.equal(matrix, wanted[key]), key
+    for layer in model.layers:
+        assert layer.mlp.gate.weight.dtype == torch.float32 and layer.mlp.gate.weight.shape == (5, 64)
+    monkeypatch.setattr(fill, "_BATCH_BYTES", 5000)  # experts one by one, and two at a time
+    again = expert_matrices(load(packed))
+    assert all(torch.equal(again[key], matrix) for key, matrix in found.items())
+    prompts, params = random_prompts(3, 5, 40), some_params(3, 6, logprobs=3)
+    assert run(make_engine(packed), prompts, params) == run(make_engine(dense), prompts, params)
+
+
+@pytest.mark.parametrize("name", ["ct-int4-group-zeros", "gptq-int4-act-order", "fp8-blocks", "modelopt-nvfp4"])
+@pytest.mark.sampled("ct-int4-group-zeros", "gptq-int4-act-order")
+def test_the_kernels_multiply_with_packed_experts_under_the_interpreter(written, name):
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1)).half()
+    ids, weights = torch.tensor([[0, 3], [3, 1], [-1, -1]], dtype=torch.int32), torch.linspace(0.1, 0.9, 6).view(3, 2)
+    packed, dense = (load(path, "float16").layers[1].mlp.experts for path in written(name))
+    wanted = dense(x, ids, weights, 3, None)
+    found = product.expert_mlp(x, ids, weights, packed.table, *packed.operands, packed.activation, 3)
+    torch.testing.assert_close(found, wanted, atol=wanted.abs().max().item() / 2**9, rtol=2**-7)
+
+
+def test_gate_and_up_that_cannot_lie_in_one_weight_are_two(written):
+    for name, count in (("gptq-int4-act-order", 2), ("fp8-blocks", 2), ("ct-mixed", 2), ("awq", 1), ("fp8-tensors", 1)):
+        assert {len(layer.mlp.experts.gate_up) for layer in load(written(name)[0]).layers} == {count}, name
+
+
+def test_experts_in_unlike_formats_are_refused_by_name(tmp_path):
+    packed, _ = write(tmp_path, gptq(4, 32), "qwen3_moe", **SPARSE)
+    config = json.loads((packed / "config.json").read_text())
+    config["quantization_config"]["dynamic"] = {r"-:.*layers\.1\.mlp\.experts\.3\.up_proj": {}}
+    (packed / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="experts 3 and 0 of a layer have up_proj in unlike formats"):
+        load(packed)
+
+
+@pytest.mark.parametrize(
+    "name, ending, value, message",
+    [
+        ("ct-int4-group-zeros", "weight_scale", float("nan"), "holds NaN or infinite scales"),
+        ("ct-int4-group-zeros", "weight_scale", -1.0, "holds negative scales"),
+        ("ct-int4-group-zeros", "weight_shape", 63, r"is \[63, 96\], expected \[64, 96\]"),
+        ("ct-int4-group-zeros", "weight_scale", 3e38, "makes weights NaN or infinite in float32"),
+        ("ct-nvfp4", "weight_global_scale", 0.0, "is 0, it must be above 0"),
+        ("gptq-int4-act-order", "g_idx", 7, "names groups that are not there"),
+    ],
+)
+def test_an_experts_values_that_cannot_be_are_refused_by_its_name(written, tmp_path, name, ending, value, message):
+    packed = shutil.copytree(written(name)[0], tmp_path / "packed")
+    tensors, tensor = load_file(packed / "model.safetensors"), f"model.layers.1.mlp.experts.3.down_proj.{ending}"
+    tensors[tensor].view(-1)[0] = value
+    save_file(tensors, packed / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"^{tensor} in .*{message}"):
+        load(packed)
+
+
+# Quantised while they are read, or before
+
+
+@pytest.mark.parametrize("name", ["int4", "int4-symmetric", "int8", "fp8"])
+@pytest.mark.sampled("int4", "fp8")
+def test_sparse_checkpoints_are_quantised_alike_while_they_are_read_and_before(tmp_path, monkeypatch, name):
+    source = make(tmp_path / "wide", "qwen3_moe", **SPARSE)
+    out = quantise_checkpoint(source, tmp_path / "out", name, **QUIET)
+    settings = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert settings["ignore"] == ["lm_head", "re:.*\\.mlp\\.gate$"]
+    wide, stored = load_file(source / "model.safetensors"), load_file(out / "model.safetensors")
+    for key in [key for key in wide if "mlp.gate" in key or "norm" in key]:
+        assert torch.equal(stored[key], wide[key])
+    ours, wanted = load_online(source, name), load(out, "auto")
+    found = expert_matrices(ours)
+    assert isinstance(ours.layers[0].mlp.experts.down.weights, QuantisedWhileRead) and len(found) == 2 * 5 * 3
+    assert all(torch.equal(matrix, found[key]) for key, matrix in expert_matrices(wanted).items())
+    monkeypatch.setattr(fill, "_BATCH_BYTES", 5000)  # a third of a matrix
+    apart = expert_matrices(load_online(source, name))
+    assert all(torch.equal(matrix, found[key]) for key, matrix in apart.items())
+    prompts, params = random_prompts(2, 5, 30), some_params(2, 6, logprobs=3)
+    assert run(make_engine(source, quantization=name), prompts, params) == run(make_engine(out), prompts, params)
