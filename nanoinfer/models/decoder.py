@@ -362,10 +362,11 @@ class Decoder(nn.Module):
                 continue
             else:
                 found = dict(module.named_parameters(recurse=False))
-            views |= {self._name_in_checkpoint(f"{prefix}.{ending}"): view for ending, view in found.items()}
+            views |= {self.name_in_checkpoint(f"{prefix}.{ending}"): view for ending, view in found.items()}
         return views
 
-    def _name_in_checkpoint(self, name: str) -> str:
+    def name_in_checkpoint(self, name: str) -> str:
+        """Return what checkpoints call a module or parameter: "model." and its path, but for `lm_head`."""
         before, layers, own = name.partition(".layers.")
         number, dot, own = own.partition(".")
         return before + layers + number + dot + renamed(own, self.names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 from torch import Tensor
 
 from nanoinfer.config import QUANTISED
-from nanoinfer.layers.experts import Experts
+from nanoinfer.layers.experts import Experts, SparseMLP
 from nanoinfer.layers.formats.base import DENSE
 from nanoinfer.models.checkpoint_info import CheckpointInfo
 from nanoinfer.models.registry import find_class
 from nanoinfer.weights.load import read_spec
 
+_LAYER = re.compile(r".*\.layers\.\d+\.")
 HEAD = "lm_head"
 EMBEDDINGS = "model.embed_tokens"
 _GROUP_SIZES = (128, 64, 32)
@@ -58,7 +60,7 @@ def settings_for(checkpoint: CheckpointInfo, quantization: str | None, head: str
     Raises:
         ValueError: no group divides the columns of a weight.
     """
-    columns = {} if quantization is None else _columns(checkpoint)
+    columns, routers = ({}, []) if quantization is None else _modules(checkpoint)
     sizes = {name: _group_size(name, size) if quantization in _OF_GROUPS else None for name, size in columns.items()}
     groups = []
     for size in dict.fromkeys(sizes.values()):
@@ -79,14 +81,17 @@ def settings_for(checkpoint: CheckpointInfo, quantization: str | None, head: str
         format=stored_as.pop() if len(stored_as) == 1 else "mixed-precision",
         quantization_status="compressed",
         config_groups={f"group_{number}": group for number, group in enumerate(groups)},
-        ignore=[HEAD] if head is None or HEAD not in tables else [],
+        ignore=([HEAD] if head is None or HEAD not in tables else []) + routers,
         kv_cache_scheme=None,
         global_compression_ratio=None,
     )
 
 
-def _columns(checkpoint: CheckpointInfo) -> dict[str, int]:
-    """Return the columns of each projection but the head, by its name in the checkpoint, without experts' numbers."""
+def _modules(checkpoint: CheckpointInfo) -> tuple[dict[str, int], list[str]]:
+    """Return the columns of each projection but the head, by its name in the checkpoint, without experts' numbers.
+
+    Behind them, expressions for the names of routers, which stay wide.
+    """
     model_class, spec = find_class(checkpoint.hf_config.architectures), read_spec(checkpoint, "auto")
     model = model_class(checkpoint, spec, device="meta", max_position=1)
     views: Mapping[str, Any] = model.checkpoint_views()
@@ -95,7 +100,11 @@ def _columns(checkpoint: CheckpointInfo) -> dict[str, int]:
     for path, module in model.named_modules():  # one tensor may hold all experts
         for one in module.projections if isinstance(module, Experts) else ():
             names |= {f"model.{path}.{name}": one.in_features for name in one.names}
-    return {name: size for name, size in names.items() if name not in (HEAD, EMBEDDINGS)}
+    sparse = [path for path, module in model.named_modules() if isinstance(module, SparseMLP)]
+    routers = {model.name_in_checkpoint(f"model.{path}.gate") for path in sparse}
+    expressions = {rf"re:.*\.{re.escape(_LAYER.sub('', name))}$" for name in routers}
+    columns = {name: size for name, size in names.items() if name not in (HEAD, EMBEDDINGS, *routers)}
+    return columns, sorted(expressions)
 
 
 def _group_size(name: str, columns: int) -> int:

@@ -11,7 +11,10 @@ from online import load as load_online
 from online import make
 from quantised import CASES, gptq, write
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+from transformers_reference import greedy_tokens
 
+from nanoinfer import SamplingParams
 from nanoinfer.kernels.experts import product
 from nanoinfer.layers.experts import Experts
 from nanoinfer.layers.formats.online import QuantisedWhileRead
@@ -74,12 +77,14 @@ def test_experts_are_those_of_the_expanded_checkpoint(written, name, monkeypatch
 
 @pytest.mark.parametrize("name", ["ct-int4-group-zeros", "gptq-int4-act-order", "fp8-blocks", "modelopt-nvfp4"])
 @pytest.mark.sampled("ct-int4-group-zeros", "gptq-int4-act-order")
-def test_the_kernels_multiply_with_packed_experts_under_the_interpreter(written, name):
+def test_the_kernels_multiply_with_packed_experts_under_the_interpreter(tmp_path, name):
+    """In float16: the interpreter cuts what it should round to bfloat16."""
+    paths = write(tmp_path, CASES[name](), "qwen3_moe", dtype="float16", **SPARSE)
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1)).half()
     ids, weights = torch.tensor([[0, 3], [3, 1], [-1, -1]], dtype=torch.int32), torch.linspace(0.1, 0.9, 6).view(3, 2)
-    packed, dense = (load(path, "float16").layers[1].mlp.experts for path in written(name))
+    packed, dense = (load(path, "float16").layers[1].mlp.experts for path in paths)
     wanted = dense(x, ids, weights, 3, None)
-    found = product.expert_mlp(x, ids, weights, packed.table, *packed.operands, packed.activation, 3)
+    found = product.expert_mlp(x, ids, weights, packed.table, packed.operands, packed.activation, 3)
     torch.testing.assert_close(found, wanted, atol=wanted.abs().max().item() / 2**9, rtol=2**-7)
 
 
@@ -139,3 +144,24 @@ def test_sparse_checkpoints_are_quantised_alike_while_they_are_read_and_before(t
     assert all(torch.equal(matrix, found[key]) for key, matrix in apart.items())
     prompts, params = random_prompts(2, 5, 30), some_params(2, 6, logprobs=3)
     assert run(make_engine(source, quantization=name), prompts, params) == run(make_engine(out), prompts, params)
+
+
+@pytest.mark.parametrize("name", ["int4-symmetric", "fp8"])
+def test_transformers_has_the_same_tokens_on_what_was_written(tmp_path, name):
+    """It drops the zeros of experts. Experts of fp8 it expands to bfloat16, whatever it is asked for."""
+    pytest.importorskip("compressed_tensors", reason="transformers reads these checkpoints with it")
+    sizes = SPARSE | dict(moe_intermediate_size=64)  # of groups: transformers reads all experts by one scheme
+    out = quantise_checkpoint(make(tmp_path / "wide", "qwen3_moe", **sizes), tmp_path / "out", name, **QUIET)
+    found = AutoModelForCausalLM.from_pretrained(out, quantization_config=CompressedTensorsConfig(dequantize=True))
+    assert found.dtype == torch.bfloat16
+    state, ours = found.state_dict(), expert_matrices(load(out, "bfloat16"))
+    for layer in range(2):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        for expert in range(5):
+            both = [ours[f"{prefix}.{expert}.{one}_proj.weight"] for one in ("gate", "up")]
+            assert torch.equal(state[f"{prefix}.gate_up_proj"][expert], torch.cat(both))
+            assert torch.equal(state[f"{prefix}.down_proj"][expert], ours[f"{prefix}.{expert}.down_proj.weight"])
+    prompts = random_prompts(2)
+    greedy = [SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)] * 2
+    answers = run(make_engine(out, dtype="float32"), prompts, greedy)
+    assert [answer[0][0] for answer in answers] == greedy_tokens(found.float(), prompts, 12)
