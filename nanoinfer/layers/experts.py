@@ -233,8 +233,8 @@ class Experts(nn.Module):
             if isinstance(view, Tensor):
                 found |= {number + ending: one for number, one in zip(numbers, view.unbind(0), strict=True)}
                 continue
-            stack = Stack(partial(self._stacked_view, ending))
-            found |= {number + ending: replace(view, stack=(stack, one)) for one, number in enumerate(numbers)}
+            stacked = replace(view, stack=Stack(partial(self._stacked_view, ending)))
+            found |= dict.fromkeys([number + ending for number in numbers], stacked)
         return found
 
     def stacked_views(self, begin: int, end: int) -> dict[str, Tensor | Filling]:

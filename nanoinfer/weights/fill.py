@@ -44,17 +44,16 @@ def fill_from_files(
     """
     direct: list[tuple[TensorEntry, Tensor]] = []
     alone: list[_Group] = []
-    stacks: dict[Stack, list[tuple[TensorEntry, int]]] = {}
+    stacks: dict[Stack, list[TensorEntry | None]] = {}
     for name, view in model.checkpoint_views().items():
         if isinstance(view, Tensor):
             direct.append((entries[name], view))
-        elif name in entries and view.fill is not None and view.stack is None:
+        elif view.fill is not None and view.stack is not None:
+            stacks.setdefault(view.stack, []).append(entries.get(name))
+        elif view.fill is not None and name in entries:
             alone.append(_Group([entries[name]], view))
-        elif name in entries and view.fill is not None:
-            stack, number = view.stack
-            stacks.setdefault(stack, []).append((entries[name], number))
-    everything = [entry for entry, _ in direct] + [group.entries[0] for group in alone]
-    everything += [entry for members in stacks.values() for entry, _ in members]
+    stacked = [group for stack, members in stacks.items() for group in _groups(stack, members)]
+    everything = [entry for entry, _ in direct] + [entry for group in [*alone, *stacked] for entry in group.entries]
     largest = max(entry.num_bytes for entry in everything)
     with (
         host_buffers(torch.device(device), num_bytes=max(1, min(PIECE_BYTES, largest))) as buffers,
@@ -70,7 +69,7 @@ def fill_from_files(
         options = dict(report=bar.update, buffers=buffers)
         read_tensors(direct, **options)
         _check_finite(direct)
-        groups = [*alone, *(group for stack, members in stacks.items() for group in _groups(stack, members))]
+        groups = [*alone, *stacked]
         whole = [group for group in groups if not group.filling.by_rows]
         limit = max([_BATCH_BYTES, *(group.num_bytes for group in whole)])
         for batch in in_batches(whole, limit, lambda group: group.num_bytes):
@@ -143,18 +142,19 @@ class _Group:
             yield _Group([entry], self.stack.part(number, number + 1), self.stack, number)
 
 
-def _groups(stack: Stack, members: Iterable[tuple[TensorEntry, int]]) -> Iterator[_Group]:
-    """Yield tensors of a stack, with their numbers, in groups: neighbours of one dtype, of 64 MiB at most, or one."""
+def _groups(stack: Stack, members: Iterable[TensorEntry | None]) -> Iterator[_Group]:
+    """Yield tensors of a stack in groups: neighbours of one dtype, of 64 MiB at most, or one. None: it is not there."""
     group: list[TensorEntry] = []
     begin = 0
-    for entry, number in members:
-        is_like = group and (entry.shape, entry.dtype, number) == (group[0].shape, group[0].dtype, begin + len(group))
-        if not is_like or (len(group) + 1) * entry.num_bytes > _BATCH_BYTES:
-            if group:
-                yield _Group(group, stack.part(begin, begin + len(group)), stack, begin)
-            group, begin = [], number
-        group.append(entry)
-    yield _Group(group, stack.part(begin, begin + len(group)), stack, begin)
+    for number, entry in enumerate([*members, None]):
+        first = group[0] if group else None
+        is_like = first is not None and entry is not None and (entry.shape, entry.dtype) == (first.shape, first.dtype)
+        if group and (not is_like or (len(group) + 1) * first.num_bytes > _BATCH_BYTES):
+            yield _Group(group, stack.part(begin, number), stack, begin)
+            group = []
+        if entry is not None:
+            begin = begin if group else number
+            group.append(entry)
 
 
 def _check_finite(filled: list[tuple[TensorEntry, Tensor]]) -> None:

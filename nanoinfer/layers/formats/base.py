@@ -53,8 +53,8 @@ class Filling:
         by_rows: whether `fill` takes the tensor in pieces of some rows each, an iterable in their order. Then the whole
             need not lie on the device.
         check: what remains to be checked when all tensors are filled. It raises ValueError as `fill` does.
-        stack: where the tensor is one of several that are filled together, what fills them and this one's number; then
-            `fill` and `check` are those of all.
+        stack: where the tensor is one of several that are filled together, what fills them; then `fill` and `check` are
+            those of all. A model names the tensors of a stack in the order of their modules.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -63,7 +63,7 @@ class Filling:
     optional: bool = False
     by_rows: bool = False
     check: Callable[[], None] | None = None
-    stack: tuple[Stack, int] | None = None
+    stack: Stack | None = None
 
 
 @dataclass(frozen=True, eq=False)

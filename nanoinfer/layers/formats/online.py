@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ class Online(Formats):
     def __init__(self, base: Formats, settings: dict[str, Any], quantization: str | None, dtype: torch.dtype) -> None:
         self._base, self._quantization, self.notice = base, quantization, base.notice
         self._quantised = CompressedTensors(settings, CheckpointTensors(dtype))
+        self.of = cache(self.of)
 
     def of(self, name: str) -> WeightFormat:
         return self._either(self._quantised.of(name), self._base.of(name), name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from functools import cache
 from typing import Any
 
 from nanoinfer.common.errors import shown
@@ -37,6 +38,7 @@ class Quantization(Formats):
     def __init__(self, settings: dict[str, Any], tensors: CheckpointTensors) -> None:
         """settings: the config's quantization_config."""
         self.settings, self.tensors = settings, tensors
+        self.of = cache(self.of)  # models are built several times, and may have thousands of experts
         scheme = settings.get("kv_cache_scheme")
         if scheme is not None:
             self.kv_cache_dtype = kv_cache_dtype_of(scheme)
