@@ -31,6 +31,8 @@ ALIGNMENT = 128
 """Bytes at whose multiples the tensors of an expert begin."""
 SHARED_PART = 128
 """The first part of a shared expert's last sum is half of its columns, rounded up to a multiple of this."""
+_TABLE_STEP = 4
+"""Tables begin at a multiple of so many places, 16 bytes: another alignment would be another binary of a kernel."""
 
 FUSED, IN_TURN = "fused", "in turn"
 """How one tensor of a checkpoint holds all experts of a layer, gate and up as one: their rows as they multiply, or
@@ -345,10 +347,13 @@ def share_pools(model: nn.Module, *, device) -> nn.ParameterList:
     for stride, owners in by_stride.items():
         num_places = sum(one.num_experts for one in owners)
         pool = torch.zeros(num_places, stride, dtype=torch.uint8, device=device)
-        table = torch.arange(num_places, dtype=torch.int32, device=device)
+        sizes = [-(-one.num_experts // _TABLE_STEP) * _TABLE_STEP for one in owners]
+        table = torch.full((sum(sizes),), -1, dtype=torch.int32, device=device)
         pools += [nn.Parameter(one, requires_grad=False) for one in (pool, table)]
         begin = 0
-        for one in owners:
-            one.share(pool, table[begin : begin + one.num_experts], begin)
+        for one, places in zip(owners, table.split(sizes), strict=True):
+            places = places[: one.num_experts]
+            places.copy_(torch.arange(begin, begin + one.num_experts))
+            one.share(pool, places, begin)
             begin += one.num_experts
     return pools

@@ -17,12 +17,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanoinfer.kernels.experts import reference
 from nanoinfer.kernels.experts.choose import sort_pairs
 from nanoinfer.kernels.experts.routing import NAMES, ExpertWeight, ExpertWeights, GatedActivation
 from nanoinfer.kernels.launch.pdl import launch_options, let_next_in, wait_for_inputs
 from nanoinfer.kernels.launch.sizes import next_power_of_2
-from nanoinfer.kernels.layer.activation import activate
+from nanoinfer.kernels.layer.activation import act_and_mul, activate, clamped
 from nanoinfer.kernels.layer.rms_norm import rounded
 from nanoinfer.kernels.linear.expand import COLUMN, expanded_plane, first_blocks, form_of, scales_of_rows
 from nanoinfer.kernels.linear.launches import HOPPER, gpu_of
@@ -72,14 +71,6 @@ def added(weight, value, acc, FORM: tl.constexpr, PRECISION: tl.constexpr):
     if FORM.expansion != -2:
         acc = waited_for(acc)
     return acc
-
-
-@triton.jit
-def clamped(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
-    """(up + 1) * gate * sigmoid(ALPHA * gate) of float32 values within the limit; a NaN stays one."""
-    gate = tl.where(gate > LIMIT, LIMIT, gate)
-    up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-    return (up + 1.0) * (gate * tl.sigmoid(gate * ALPHA))
 
 
 @triton.jit(do_not_specialize=["first_row"])
@@ -260,8 +251,8 @@ def add_experts_kernel(
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    row = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = column < width
     wait_for_inputs(PDL)
     let_next_in(PDL)
@@ -277,7 +268,7 @@ def add_experts_kernel(
         first = tl.where(counts & (expert < FIRST_HALF), first + product, first)
         second = tl.where(counts & (expert >= FIRST_HALF), second + product, second)
     at = row * SIZE + first_column + column
-    other = tl.num_programs(1).to(tl.int64) * SIZE
+    other = tl.num_programs(0).to(tl.int64) * SIZE
     if shared is not None:
         first += tl.load(shared + at, mask=inside, other=0.0)
         second += tl.load(shared + other + at, mask=inside, other=0.0)
@@ -333,7 +324,7 @@ def expert_mlp(
         some = products[: num_pairs * count].view(num_pairs, count)
         _launch(hidden, some, pairs, experts.down, first_row=begin, scatters=True)
         tile = min(1024, next_power_of_2(count))
-        add_experts_kernel[(triton.cdiv(count, tile), num_rows)](
+        add_experts_kernel[(num_rows, triton.cdiv(count, tile))](  # only the first size may exceed 65,535
             some, ids, weights, table, shared, out, begin, count, SIZE=hidden_size, CHOSEN=ids.shape[1],
             FIRST_HALF=first_half, TILE=tile, num_warps=max(1, tile // 256), **launch_options(x, fuses=False),
         )  # fmt: skip
@@ -370,7 +361,7 @@ def _hidden(x: Tensor, pairs: Pairs, gate_up: tuple[ExpertWeight, ...], activati
     both = torch.empty(num_pairs, num_rows, dtype=x.dtype, device=x.device)
     for weight, out in zip(gate_up, both.chunk(2, dim=1), strict=True):
         _launch(x, out, pairs, weight, gathers=True)
-    return reference.gated(*both.chunk(2, dim=1), activation)
+    return act_and_mul(both, activation.name, activation.limit, activation.alpha)
 
 
 def _launch(

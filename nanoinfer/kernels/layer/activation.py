@@ -24,12 +24,22 @@ def activate(gate, GELU: tl.constexpr):
 
 
 @triton.jit
+def clamped(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+    """(up + 1) * gate * sigmoid(ALPHA * gate) of float32 values within the limit; a NaN stays one."""
+    gate = tl.where(gate > LIMIT, LIMIT, gate)
+    up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    return (up + 1.0) * (gate * tl.sigmoid(gate * ALPHA))
+
+
+@triton.jit
 def act_and_mul_kernel(
     gate_up,  # [N, 2 * SIZE], rows stride apart
     out,  # [N, SIZE]
     stride,
     SIZE: tl.constexpr,
     GELU: tl.constexpr,
+    LIMIT: tl.constexpr,  # None: no clamp
+    ALPHA: tl.constexpr,
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -40,23 +50,27 @@ def act_and_mul_kernel(
     inside = column < SIZE
     gate = tl.load(gate_up + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * stride + SIZE + column, mask=inside, other=0.0).to(tl.float32)
-    active = rounded(activate(gate, GELU), gate_up)
-    tl.store(out + row * SIZE + column, (active * up).to(out.dtype.element_ty), mask=inside)
+    if LIMIT is None:
+        result = rounded(activate(gate, GELU), gate_up) * up
+    else:
+        result = clamped(gate, up, LIMIT, ALPHA)
+    tl.store(out + row * SIZE + column, result.to(out.dtype.element_ty), mask=inside)
 
 
-def act_and_mul(gate_up: Tensor, activation: str) -> Tensor:
+def act_and_mul(gate_up: Tensor, activation: str, limit: float | None = None, alpha: float = 1.0) -> Tensor:
     """Compute activation(gate) * up.
 
-    gate_up: [N, 2 * size], gate first; activation: one of `ACTIVATIONS`. Returns [N, size].
+    gate_up: [N, 2 * size], gate first; activation: one of `ACTIVATIONS`; limit, alpha: of a `GatedActivation`.
+    Returns [N, size].
     """
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1, "values of a row must be packed"
-    assert activation in ACTIVATIONS, f"no kernel for {activation!r}"
+    assert limit is not None or activation in ACTIVATIONS, f"no kernel for {activation!r}"
     out = torch.empty(num_rows, size, dtype=gate_up.dtype, device=gate_up.device)
     if num_rows:
         act_and_mul_kernel[(num_rows, triton.cdiv(size, TILE))](
-            gate_up, out, gate_up.stride(0), SIZE=size, GELU=activation != "silu", TILE=TILE, num_warps=4,
-            **launch_options(gate_up),
+            gate_up, out, gate_up.stride(0), SIZE=size, GELU=activation != "silu", LIMIT=limit, ALPHA=alpha,
+            TILE=TILE, num_warps=4, **launch_options(gate_up),
         )  # fmt: skip
     return out
 

@@ -1,0 +1,188 @@
+"""The kernels of experts in Triton's interpreter: the choice, the grouped product and the two sums, on small shapes."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+if not triton.knobs.runtime.interpret:
+    pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
+
+from nanoinfer.kernels import fused, reference
+from nanoinfer.kernels.experts import choose, product
+from nanoinfer.kernels.experts.routing import SIGMOID, SOFTMAX, SOFTMAX_OF_CHOSEN, GatedActivation, Routing
+from nanoinfer.layers.experts import Experts, share_pools
+
+SILU, CLAMPED = GatedActivation(name="silu"), GatedActivation(name="silu", limit=0.5, alpha=1.702)
+EXPERTS, HIDDEN, SIZE = 5, 40, 24  # no multiples of a tile
+FIRST_HALF = 3
+# Not bfloat16: the interpreter cuts it off where a GPU rounds.
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+
+
+def make_experts(dtype, activation=SILU, count=EXPERTS, size=SIZE, **options) -> Experts:
+    """Weights are whole eighths: sums of products with such rows are exact, in whatever order numpy adds them."""
+    bias = activation is CLAMPED
+    owner = Experts(count, HIDDEN, size, activation, bias=bias, dtype=dtype, device="cpu", **options)
+    share_pools(torch.nn.ModuleList([owner]), device="cpu")
+    owner.fill_with_noise(torch.Generator().manual_seed(1))
+    values = owner.pool.view(dtype)
+    values.copy_((values * 100).round() / 8)
+    return owner
+
+
+def some_rows(dtype, choice: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows, the experts that they choose, and weights."""
+    generator = torch.Generator().manual_seed(2)
+    x = (torch.randn(len(choice), HIDDEN, generator=generator) * 2).round().to(dtype) / 2
+    ids = torch.tensor(choice, dtype=torch.int32)
+    return x, ids, torch.rand(ids.shape, generator=generator)
+
+
+def sums(operations, owner: Experts, x, ids, weights, table=None, operands=None, shared=None) -> torch.Tensor:
+    table, operands = owner.table if table is None else table, operands or owner.operands
+    return operations.expert_mlp(x, ids, weights, table, operands, owner.activation, FIRST_HALF, shared)
+
+
+def assert_near(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None:
+    tolerance = 2e-5 if dtype == torch.float32 else 4e-3
+    torch.testing.assert_close(found, wanted, atol=tolerance * wanted.abs().max().item(), rtol=tolerance)
+
+
+# An expert without a row, with one, and with many; all rows on one expert; one row; none.
+CHOICES = {
+    "few": [[0, 3], [3, 0], [4, 3]],
+    "many": [[row % 2, 4] for row in range(18)],
+    "one row": [[4, 0]],
+    "none": [],
+}
+
+
+@DTYPES
+@pytest.mark.parametrize("activation", [SILU, CLAMPED], ids=["silu", "clamped"])
+@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.sampled(
+    "few-silu-torch.float32", "many-clamped-torch.float16", "one row-clamped-torch.float32", "none-silu-torch.float16"
+)
+def test_sums_of_experts(name, activation, dtype):
+    owner, rows = make_experts(dtype, activation), some_rows(dtype, CHOICES[name] or [[0, 1]])
+    rows = [one[: len(CHOICES[name])] for one in rows]
+    found = sums(fused, owner, *rows)
+    assert found.shape == (2, len(rows[0]), HIDDEN) and found.dtype == torch.float32
+    if len(rows[0]):
+        assert_near(found, sums(reference, owner, *rows), dtype)
+    for row in range(min(2, len(rows[0])) if dtype == torch.float32 else 0):  # a GPU gives these bits in any dtype
+        assert torch.equal(sums(fused, owner, *(one[row : row + 1] for one in rows)), found[:, row : row + 1])
+
+
+@DTYPES
+@pytest.mark.parametrize("activation", [SILU, CLAMPED], ids=["silu", "clamped"])
+@pytest.mark.parametrize("name", ["few", "one row"])
+@pytest.mark.sampled("few-silu-torch.float16", "one row-silu-torch.float32", "one row-clamped-torch.float32")
+def test_gate_and_up_in_two_weights_give_the_bits_of_one(name, activation, dtype):
+    owner, rows = make_experts(dtype, activation), some_rows(dtype, CHOICES[name])
+    (both,) = owner.operands.gate_up
+    gate = replace(both, num_rows=SIZE)
+    moved = {"codes": SIZE * HIDDEN * dtype.itemsize, "bias": SIZE * dtype.itemsize}
+    up = replace(gate, offsets={tensor: begin + moved[tensor] for tensor, begin in both.offsets.items()})
+    apart = owner.operands._replace(gate_up=(gate, up))
+    assert torch.equal(sums(fused, owner, *rows, operands=apart), sums(fused, owner, *rows))
+
+
+@pytest.mark.parametrize("operations", [fused, reference])
+def test_an_expert_may_lie_anywhere_or_be_missing(operations):
+    owner, (x, ids, weights) = make_experts(torch.float32), some_rows(torch.float32, CHOICES["few"])
+    wanted = sums(operations, owner, x, ids, weights)
+    missing = sums(operations, owner, x, torch.where(ids == 3, -1, ids), weights)
+    assert not torch.equal(missing, wanted)
+    places = torch.tensor([4, 2, 0, 1, 3], dtype=torch.int32)
+    before = owner.pool.clone()
+    owner.pool[places.long()] = before
+    if operations is fused:  # the reference asks its owner for matrices
+        assert torch.equal(sums(operations, owner, x, ids, weights, table=places), wanted)
+    owner.pool.copy_(before)
+    owner.pool[3].fill_(255)  # NaN
+    table = torch.tensor([0, 1, 2, -1, 4], dtype=torch.int32)
+    found = sums(operations, owner, x, ids, weights, table=table)
+    assert torch.equal(found, missing) and bool(found.isfinite().all())
+
+
+@pytest.mark.parametrize("operations", [fused, reference])
+def test_a_nan_row_spoils_itself_alone_and_padding_adds_nothing(operations):
+    owner, (x, ids, weights) = make_experts(torch.float32), some_rows(torch.float32, CHOICES["few"] * 2)
+    wanted = sums(operations, owner, x, ids, weights)
+    x[1] = float("nan")
+    x[5:], ids[5:], weights[5:] = float("nan"), -1, 0.0
+    found = sums(operations, owner, x, ids, weights)
+    assert bool(found[:, 1].isnan().all()) and not bool(found[:, 5:].any())
+    others = [0, 2, 3, 4]
+    assert torch.equal(found[:, others], wanted[:, others])
+
+
+@pytest.mark.parametrize("size, part", [(40, 128), (128, 128), (200, 128), (300, 256)])
+@pytest.mark.sampled("40-128", "200-128")
+def test_a_shared_expert_has_two_parts_that_are_added_last(size, part):
+    dtype = torch.float16
+    owner = make_experts(dtype, count=1, size=size, is_shared=True)
+    x, ids, weights = some_rows(dtype, CHOICES["few"])
+    asked = []
+    owner.operations = SimpleNamespace(shared_mlp=lambda *given: asked.append(given[-1]))
+    owner.as_shared(x)
+    assert asked == [part]
+    found, wanted = (ops.shared_mlp(x, owner.table, owner.operands, SILU, part) for ops in (fused, reference))
+    assert_near(found, wanted, dtype)
+    assert bool(found[1].any()) == (size > 128)
+    chosen = make_experts(dtype)
+    both, alone = (sums(fused, chosen, x, ids, weights, shared=shared) for shared in (found, None))
+    assert torch.equal(both, alone + found)
+
+
+ROUTINGS = {
+    "softmax": Routing(num_experts=6, num_chosen=3, is_normed=False),
+    "normed": Routing(num_experts=6, num_chosen=3, scores=SOFTMAX, is_rounded=True),
+    "of chosen": Routing(num_experts=6, num_chosen=4, scores=SOFTMAX_OF_CHOSEN, is_rounded=True),
+    "groups": Routing(num_experts=6, num_chosen=3, scores=SIGMOID, num_groups=3, num_chosen_groups=2, factor=2.5),
+}
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_choice_of_experts(name):
+    routing, generator = ROUTINGS[name], torch.Generator().manual_seed(3)
+    logits = torch.randint(-3, 4, (40, 6), generator=generator) / 2  # many are equal
+    logits[1], logits[2, 4], logits[3, ::2], logits[4] = float("nan"), float("nan"), float("-inf"), 1.0
+    bias = torch.tensor([0.0, 0.5, 0.0, -0.5, 0.25, 0.0]) if routing.scores == SIGMOID else None
+    num_live = torch.tensor([36], dtype=torch.int32)
+    options = routing, bias, num_live, torch.float16
+    (found, weights), (wanted, others) = (ops.choose_experts(logits.half(), *options) for ops in (fused, reference))
+    assert torch.equal(found, wanted)
+    torch.testing.assert_close(weights, others, atol=1e-3, rtol=1e-3, equal_nan=True)
+    assert bool((found[36:] == -1).all()) and not bool(weights[36:].any())
+    for row in found[:36].tolist():
+        assert len(set(row)) == routing.num_chosen and set(row) <= set(range(6))
+    if routing.scores != SIGMOID:
+        keys = logits[5:36].sort(descending=True, stable=True).indices[:, : routing.num_chosen]
+        assert torch.equal(found[5:36].long(), keys)
+    assert not bool(weights[5:36].isnan().any())
+
+
+def test_so_many_rows_as_no_second_size_of_a_grid_may_be(monkeypatch):
+    """CUDA has 2**31 - 1 programs along the first size of a grid, and 65,535 along the others."""
+    grids = []
+
+    class Recorder:
+        def __getitem__(self, grid):
+            return lambda *_, **__: grids.append(grid)
+
+    for module, name in (
+        (choose, "choose_experts_kernel"), (choose, "sort_pairs_kernel"), (product, "expert_product_kernel"),
+        (product, "add_experts_kernel"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, Recorder())
+    owner, num_rows = make_experts(torch.float16), 70_000
+    routing, num_live = Routing(num_experts=EXPERTS, num_chosen=2), torch.tensor([num_rows], dtype=torch.int32)
+    logits, x = torch.zeros(num_rows, EXPERTS).half(), torch.zeros(num_rows, HIDDEN).half()
+    chosen = fused.choose_experts(logits, routing, None, num_live, torch.float16)
+    sums(fused, owner, x, *chosen)
+    assert len(grids) == 5 and all(size <= 65_535 for grid in grids for size in grid[1:]), grids
