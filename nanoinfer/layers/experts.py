@@ -23,6 +23,7 @@ from nanoinfer.kernels.activations import ACTIVATIONS
 from nanoinfer.kernels.experts.routing import ExpertWeight, ExpertWeights, GatedActivation, Routing
 from nanoinfer.kernels.operations import operations_of
 from nanoinfer.layers.formats.base import DENSE, Filling, Formats, Stack, WeightFormat
+from nanoinfer.layers.formats.packed import temporary_bytes
 from nanoinfer.layers.formats.parted import Parted, merged
 from nanoinfer.layers.linear import Linear
 from nanoinfer.layers.norm import RMSNorm
@@ -152,7 +153,7 @@ class Experts(nn.Module):
                 f"activation {shown(activation.name)} is not supported{hint}. Supported: {', '.join(ACTIVATIONS)}"
             )
         self.num_experts, self.activation, self._is_shared = num_experts, activation, is_shared
-        self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
+        self.hidden_size, self.intermediate_size, self.dtype = hidden_size, intermediate_size, dtype
         self.names, self.fused = names, fused
         gate, up, down = (self._format_of(formats, name) for name in names)
         both, options = {names[0]: intermediate_size, names[1]: intermediate_size}, dict(bias=bias, dtype=dtype)
@@ -189,6 +190,14 @@ class Experts(nn.Module):
     def stride(self) -> int:
         """Bytes of an expert."""
         return self.down.end
+
+    @property
+    def matrix_bytes(self) -> int:
+        """The most bytes that one expert's matrices take on a CPU, beside its run."""
+        packed = [one.num_rows * one.in_features for one in self.projections if one.packed is not None]
+        size, both = self.dtype.itemsize, 2 * self.intermediate_size * self.hidden_size
+        made = size * (sum(packed) + (both if len(self.gate_up) > 1 else 0))
+        return made + max(temporary_bytes(max(packed, default=0)), 4 * both if size == 2 else 0)
 
     @property
     def kind(self) -> tuple:

@@ -12,6 +12,7 @@ from nanoinfer.execution.buffers import buffer_bytes, split_bytes
 from nanoinfer.execution.memory import MemoryPlan
 from nanoinfer.kernels.linear.counts import num_parts, padded_rows
 from nanoinfer.memory.machine import OUTSIDE_BYTES, DeviceMemory
+from nanoinfer.memory.sparse import sparse_bytes, sparse_reference_bytes
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.sampling.reference import logprobs_bytes
 from nanoinfer.sampling.reference import workspace_bytes as reference_bytes
@@ -126,11 +127,11 @@ def _activation_bytes(spec: ModelSpec, max_num_batched_tokens: int, max_batch: i
     """Return the bytes of the largest prefill step, or of sampling for all rows behind it; eager decode takes less."""
     tokens = padded_rows(max_num_batched_tokens) if is_cuda else max_num_batched_tokens
     expanding = 0 if is_cuda else spec.product_bytes
-    largest = max(prefill_bytes(spec, tokens) + expanding, sampling_bytes(spec, max_batch, is_cuda))
+    largest = max(prefill_bytes(spec, tokens, is_cuda) + expanding, sampling_bytes(spec, max_batch, is_cuda))
     return int(largest * ACTIVATION_SLACK) + ACTIVATION_MARGIN_BYTES if is_cuda else largest
 
 
-def prefill_bytes(spec: ModelSpec, tokens: int) -> int:
+def prefill_bytes(spec: ModelSpec, tokens: int, is_cuda: bool = True) -> int:
     """Return the bytes of the live tensors of one layer at its peak.
 
     Each line stands for a place in `PrefillStep` and `nanoinfer.layers`.
@@ -140,20 +141,33 @@ def prefill_bytes(spec: ModelSpec, tokens: int) -> int:
     always = 8 + state + size * (hidden + heads)  # positions, state, residual stream, attention output
     # Projections: their output, queries after the rotation, and the normalised input.
     attention = always + size * (2 * heads + 2 * kv + hidden)
+    largest = tokens * max(attention, _dense_bytes(spec, always) if spec.has_dense_layers else 0)
+    if spec.sparse is None:
+        return largest
+    sparse = sparse_bytes if is_cuda else sparse_reference_bytes
+    return max(largest, tokens * always + sparse(spec, tokens))
+
+
+def _dense_bytes(spec: ModelSpec, always: int) -> int:
+    """Return the bytes of one row at the peak of an MLP without experts, or behind it."""
+    size, hidden, heads = spec.dtype.itemsize, spec.hidden_size, spec.attention.q_size
     # The MLP: the normalised residual, gate and up, their product; or up alone, which becomes what it is activated to.
     mlp = always + size * (hidden + spec.mlp_width * spec.intermediate_size)
     # Behind it: the normalised residual, the product, what is added to the residual, and its norm.
     added = 4 if max(num_parts(heads), num_parts(spec.intermediate_size)) > 1 else size  # parts of a sum are float32
     behind = always + size * (2 * hidden + spec.intermediate_size) + added * hidden
-    return tokens * max(attention, mlp, behind)
+    return max(mlp, behind)
 
 
 def graph_bytes(spec: ModelSpec, rows: int, prefill_tokens: int) -> int:
     """Transient bytes of the graphs, which share one pool: the larger of a layer and a decode step's logits."""
     size, heads = spec.dtype.itemsize, spec.attention.q_size
-    layer = size * (4 * spec.hidden_size + 3 * heads + spec.mlp_width * spec.intermediate_size)
+    most, dense = max(rows, prefill_tokens), spec.mlp_width * spec.intermediate_size if spec.has_dense_layers else 0
+    layer = most * size * (4 * spec.hidden_size + 3 * heads + dense)
+    if spec.sparse is not None:
+        layer = max(layer, most * size * spec.hidden_size + sparse_bytes(spec, most))
     logits = (4 + size) * spec.vocab_size + size * spec.hidden_size
-    return max(max(rows, prefill_tokens) * layer, rows * logits)
+    return max(layer, rows * logits)
 
 
 def sampling_bytes(spec: ModelSpec, max_batch: int, is_cuda: bool) -> int:

@@ -49,6 +49,9 @@ class SparseSpec:
         num_experts, num_chosen: of such a layer, and of a row there.
         intermediate_size, shared_size: of an expert, and of the one that all rows take; 0: there is none.
         expert_bytes: of all experts of all layers, without shared ones, in the formats that they have on the device.
+        has_wide_logits: whether the router's logits are float32.
+        is_parted: whether gate and up of an expert are weights of their own.
+        is_clamped: whether their product is computed in float32, as gpt-oss has it.
     """
 
     num_layers: int
@@ -57,6 +60,9 @@ class SparseSpec:
     intermediate_size: int
     shared_size: int = 0
     expert_bytes: int = 0
+    has_wide_logits: bool = False
+    is_parted: bool = False
+    is_clamped: bool = False
 
     def chosen_share(self, num_rows: int) -> float:
         """Return the share of a layer's experts that rows choose together, expected of choices at random."""
@@ -100,6 +106,11 @@ class ModelSpec:
     """Bytes of this buffer on a GPU."""
     product_bytes: int = 0
     """The most bytes that a product takes on a CPU, beside this buffer, its arguments and its result."""
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """Whether some layer has an MLP without experts."""
+        return self.sparse is None or self.sparse.num_layers < len(self.layers)
 
     @cached_property
     def kv_layers(self) -> tuple[int, ...]:

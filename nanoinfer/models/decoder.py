@@ -210,7 +210,10 @@ class Decoder(nn.Module):
             embedding_bytes=sum(weight.nbytes for weight in shapes_only.embed_tokens.parameters()),
             scratch_bytes=dtype.itemsize * scratch_size(shapes_only, False),
             gpu_scratch_bytes=dtype.itemsize * scratch_size(shapes_only, dtype.itemsize == 2),
-            product_bytes=temporary_bytes(scratch_size(shapes_only, False)),
+            product_bytes=max(
+                temporary_bytes(scratch_size(shapes_only, False)),
+                max((one.matrix_bytes for one in shapes_only.modules() if isinstance(one, Experts)), default=0),
+            ),
             sparse=shapes_only.sparse_spec(traits.sparse),
             place_bytes=shapes_only.place_bytes(),
             rope_row_bytes=sum(table.nbytes for table in shapes_only.rope_tables)
@@ -229,6 +232,9 @@ class Decoder(nn.Module):
             intermediate_size=sparse.intermediate_size,
             shared_size=sparse.shared_size,
             expert_bytes=sum(one.num_experts * one.stride for one in owners),
+            has_wide_logits=sparse.has_wide_logits,
+            is_parted=any(len(one.gate_up) > 1 for one in owners),
+            is_clamped=owners[0].activation.limit is not None,
         )
 
     # The pieces

@@ -1,4 +1,4 @@
-"""The memory plan of a model whose gated layer is wide, against what an engine takes."""
+"""The memory plan of models whose gated layer is wide, or has experts, against what an engine takes."""
 
 import json
 import warnings
@@ -13,10 +13,19 @@ from nanoinfer.models.shapes import write_shape
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-@pytest.mark.parametrize("quantization", [None, "int4"])
-def test_a_prefill_step_takes_what_is_planned(quantization, tmp_path):
+@pytest.mark.parametrize(
+    "shape, quantization",
+    [
+        ("qwen3-8b", None),
+        ("qwen3-8b", "int4"),
+        ("qwen3-30b-a3b", None),
+        ("qwen3-30b-a3b", "int4"),
+        ("gpt-oss-20b", None),
+    ],
+)
+def test_a_prefill_step_takes_what_is_planned(shape, quantization, tmp_path):
     """Of few layers: what a step takes does not depend on their number."""
-    path = write_shape("qwen3-8b", tmp_path) / "config.json"
+    path = write_shape(shape, tmp_path) / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 3}))
     arguments = dict(load_format="dummy", skip_tokenizer_init=True, progress_bar=False, quantization=quantization)
     with warnings.catch_warnings():

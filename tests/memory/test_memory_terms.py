@@ -1,5 +1,6 @@
 """Each term of the memory plan against the bytes of the tensors that it stands for."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -12,16 +13,19 @@ from tiny_models import FAMILIES, tiny_config
 
 from nanoinfer import LLMEngine
 from nanoinfer.attention.torch_backend import TorchBackend
+from nanoinfer.common import exact
 from nanoinfer.execution.pieces import Pieces
 from nanoinfer.layers.linear import Linear
 from nanoinfer.memory import plan as memory
+from nanoinfer.memory.sparse import sparse_reference_bytes
 from nanoinfer.models.checkpoint_info import CheckpointInfo
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.layer import KVSlots
 from nanoinfer.models.pieces import Held
 from nanoinfer.models.registry import find_class, supported_architectures
 from nanoinfer.models.step_tensors import StepTensors
-from nanoinfer.weights.load import read_spec
+from nanoinfer.weights.load import load_model, read_spec
+from nanoinfer.weights.quantize import quantised_while_read
 
 pytest.importorskip("triton")
 
@@ -36,7 +40,8 @@ ARGUMENTS = dict(
 
 
 def config_of(family: str, **fields):
-    (architecture,) = (name for name in supported_architectures() if name.lower().startswith(f"{family}for"))
+    start = f"{family.replace('_', '')}for"
+    (architecture,) = (name for name in supported_architectures() if name.lower().replace("_", "").startswith(start))
     return tiny_config(family, architectures=[architecture], **(SMALL | fields))
 
 
@@ -137,9 +142,14 @@ def as_on_cuda(monkeypatch):
         ("layer.norm_rope_store", "norm_rope_store_kernel"),
         ("linear.rows", "tile_linear_kernel"),
         ("linear.rows", "rows_linear_kernel"),
+        ("experts.choose", "choose_experts_kernel"),
+        ("experts.choose", "sort_pairs_kernel"),
+        ("experts.product", "expert_product_kernel"),
+        ("experts.product", "add_experts_kernel"),
     ):
         monkeypatch.setattr(f"nanoinfer.kernels.{module}.{kernel}", NoKernel())
-    for module in ("layer.rms_norm", "layer.activation", "layer.norm_rope_store", "linear.launches"):
+    layers = ("layer.rms_norm", "layer.activation", "layer.norm_rope_store", "linear.launches")
+    for module in (*layers, "experts.choose", "experts.product"):
         monkeypatch.setattr(f"nanoinfer.kernels.{module}.launch_options", lambda x, **fuses: {})
     # Many rows, which the library computes, and products of any number of rows that are asked for.
     monkeypatch.setattr("nanoinfer.kernels.linear.rows.MAX_ROWS", 2)
@@ -174,12 +184,59 @@ SHAPES = {
     "gated layer, wide": dict(hidden_size=512, intermediate_size=1500),
     "behind it": dict(hidden_size=1024, intermediate_size=8),
 }
+# Of sparse layers: with wide experts, with a wide sum, and with layers of both kinds.
+SPARSE_SHAPES = {
+    "qwen3_moe": [
+        dict(moe_intermediate_size=400),
+        dict(hidden_size=1024, moe_intermediate_size=8, num_experts=40),
+        dict(mlp_only_layers=[1], intermediate_size=9000),
+    ],
+    "gpt_oss": [dict(intermediate_size=500), dict(hidden_size=1024, intermediate_size=8)],
+}
+SPARSE = [(family, fields) for family, each in SPARSE_SHAPES.items() for fields in each]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
 def test_activations_of_a_prefill_step(family, shape, as_on_cuda):
     model, num_tokens = meta_model(family, **SHAPES[shape]), 64
+    peak, planned = peak_of_prefill(model, num_tokens), memory.prefill_bytes(model.spec, num_tokens)
+    if shape == "behind it" and family == "gemma3":  # the product ends one norm sooner
+        planned -= num_tokens * 8 * 2
+    if family in ("olmo2", "glm4"):  # what has no name is gone one norm sooner, or there is no norm
+        assert peak <= planned <= peak + num_tokens * 2 * (model.spec.hidden_size + 8)
+    else:
+        assert peak == planned
+
+
+@pytest.mark.parametrize("num_tokens", [64, 2048])
+@pytest.mark.parametrize("family, fields", SPARSE)
+def test_activations_of_a_prefill_step_with_experts(family, fields, num_tokens, as_on_cuda):
+    """Of more tokens, the experts' products lie in the workspace in turn."""
+    model = meta_model(family, **fields)
+    peak, planned = peak_of_prefill(model, num_tokens), memory.prefill_bytes(model.spec, num_tokens)
+    assert peak <= planned <= 1.01 * peak
+
+
+@pytest.mark.parametrize("family, fields", [one for one in SPARSE if "mlp_only_layers" not in one[1]])
+@pytest.mark.parametrize("dtype, quantization", [("float32", None), ("bfloat16", None), ("bfloat16", "int8")])
+def test_activations_of_experts_on_a_cpu(family, fields, dtype, quantization, tmp_path):
+    """Where all rows choose the same experts, of which one at a time is computed."""
+    checkpoint = CheckpointInfo(directory=Path(), hf_config=config_of(family, **fields))
+    checkpoint = quantised_while_read(checkpoint, quantization, None)
+    model = load_model(checkpoint, dtype, "cpu", load_format="dummy", max_position=16)
+    spec, mlp, num_rows = model.spec, model.layers[0].mlp, 512
+    mlp.gate.weight.zero_()
+    x, normed = torch.zeros(2, num_rows, spec.hidden_size, dtype=spec.dtype)
+    live = LiveBytes()
+    for mode in (nullcontext(), live):  # the first time, the library is tried, too
+        with exact.threads(1), mode:
+            mlp.add(x, normed.clone(), model.norm, torch.tensor([num_rows]))
+    planned = sparse_reference_bytes(spec, num_rows)
+    assert live.peak <= planned + spec.product_bytes and planned <= 1.02 * live.peak, (live.peak, planned)
+
+
+def peak_of_prefill(model: Decoder, num_tokens: int) -> int:
     table = torch.empty(3, num_tokens, dtype=torch.int32, device="meta")
     tensors, pieces = StepTensors(*table, table[0, :1]), Pieces(model, Held(meta_pool(model), {}))
     backend = TorchBackend(replace(model.spec.attention, block_size=16), "meta")
@@ -189,13 +246,7 @@ def test_activations_of_a_prefill_step(family, shape, as_on_cuda):
         for index in range(len(pieces)):
             pieces.run(index, tensors)
     assert state is not None
-    planned = memory.prefill_bytes(model.spec, num_tokens)
-    if shape == "behind it" and family == "gemma3":  # the product ends one norm sooner
-        planned -= num_tokens * 8 * 2
-    if family in ("olmo2", "glm4"):  # what has no name is gone one norm sooner, or there is no norm
-        assert live.peak <= planned <= live.peak + num_tokens * 2 * (model.spec.hidden_size + 8)
-    else:
-        assert live.peak == planned
+    return live.peak
 
 
 @pytest.mark.parametrize("shape", ["many KV heads", "gated layer", "behind it"])
@@ -203,6 +254,21 @@ def test_activations_of_a_prefill_step(family, shape, as_on_cuda):
 def test_activations_that_run_in_graphs(family, shape, as_on_cuda):
     """Of decode steps, whose rows have buffers for what one layer leaves for the next."""
     model, num_rows = meta_model(family, **SHAPES[shape]), 64
+    spec, peak = model.spec, peak_of_decoding(model, num_rows)
+    planned = memory.graph_bytes(spec, num_rows, 0)
+    missing = num_rows * 2 * spec.hidden_size if family == "olmo2" else 0  # its layers begin without a norm
+    assert peak <= planned <= 1.08 * (peak + missing)
+    assert memory.graph_bytes(spec, 1, num_rows) == planned, "small prefill steps run in graphs, too"
+
+
+@pytest.mark.parametrize("family, fields", SPARSE)
+def test_activations_of_experts_that_run_in_graphs(family, fields, as_on_cuda):
+    model, num_rows = meta_model(family, **fields), 64
+    peak, planned = peak_of_decoding(model, num_rows), memory.graph_bytes(model.spec, num_rows, 0)
+    assert peak <= planned <= 1.08 * peak
+
+
+def peak_of_decoding(model: Decoder, num_rows: int) -> int:
     spec, pool = model.spec, meta_pool(model)
     heads = (num_rows, spec.attention.num_q_heads, spec.attention.head_dim)
     q = torch.empty(heads, dtype=spec.dtype, device="meta")
@@ -213,10 +279,7 @@ def test_activations_that_run_in_graphs(family, shape, as_on_cuda):
             model.before_attention(layer, normed, numbers, KVSlots(pool[layer], numbers, q))
             del normed
             normed = model.after_attention(layer, x, attention, numbers[:1])  # noqa: F841 - lives until the next one
-    planned = memory.graph_bytes(spec, num_rows, 0)
-    missing = num_rows * 2 * spec.hidden_size if family == "olmo2" else 0  # its layers begin without a norm
-    assert live.peak <= planned <= 1.08 * (live.peak + missing)
-    assert memory.graph_bytes(spec, 1, num_rows) == planned, "small prefill steps run in graphs, too"
+    return live.peak
 
 
 def test_logits_that_graphs_and_sampling_take(as_on_cuda):

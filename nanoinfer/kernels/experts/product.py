@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanoinfer.kernels.experts.choose import sort_pairs
-from nanoinfer.kernels.experts.routing import NAMES, ExpertWeight, ExpertWeights, GatedActivation
+from nanoinfer.kernels.experts.routing import NAMES, ExpertWeight, ExpertWeights, GatedActivation, slice_width
 from nanoinfer.kernels.launch.pdl import launch_options, let_next_in, wait_for_inputs
 from nanoinfer.kernels.launch.sizes import next_power_of_2
 from nanoinfer.kernels.layer.activation import act_and_mul, activate, clamped
@@ -27,9 +27,6 @@ from nanoinfer.kernels.linear.expand import COLUMN, expanded_plane, first_blocks
 from nanoinfer.kernels.linear.launches import HOPPER, gpu_of
 from nanoinfer.kernels.linear.packed import expanded_block, waited_for
 from nanoinfer.kernels.linear.tiles import biased
-
-WORKSPACE_BYTES = 64 * 2**20
-"""About as many bytes of float32 products lie beside each other before they are added."""
 
 RESERVED_BYTES = 8 * 1024
 """Of a program's shared memory, for what is not loaded ahead."""
@@ -344,11 +341,6 @@ def shared_mlp(x: Tensor, table: Tensor, experts: ExpertWeights, activation: Gat
         pairs = pairs_of(x, torch.zeros(len(x), 1, dtype=torch.int32, device=x.device), table)
         _launch(_hidden(x, pairs, experts.gate_up, activation), out, pairs, down, scatters=True, part=part)
     return out
-
-
-def slice_width(num_pairs: int, hidden_size: int) -> int:
-    """Return how many columns of the experts' products lie in the workspace at a time. The choice does not matter."""
-    return min(hidden_size, max(128, WORKSPACE_BYTES // (4 * num_pairs) // 128 * 128))
 
 
 def _hidden(x: Tensor, pairs: Pairs, gate_up: tuple[ExpertWeight, ...], activation: GatedActivation) -> Tensor:

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from nanoinfer.kernels.linear.packing import PackedWeight
 
+WORKSPACE_BYTES = 64 * 2**20
+"""About as many bytes of float32 products lie beside each other before they are added."""
+
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = "softmax", "sigmoid", "softmax of chosen"
 """What makes weights of logits: over all experts, each by itself, or over the chosen ones."""
 
@@ -91,3 +94,8 @@ class ExpertWeights(NamedTuple):
     gate_up: tuple[ExpertWeight, ...]
     down: ExpertWeight
     matrices: Callable[[int], tuple[Tensor, Tensor | None, Tensor, Tensor | None]]
+
+
+def slice_width(num_pairs: int, hidden_size: int) -> int:
+    """Return how many columns of the experts' products lie in the workspace at a time. The choice does not matter."""
+    return min(hidden_size, max(128, WORKSPACE_BYTES // (4 * num_pairs) // 128 * 128))
