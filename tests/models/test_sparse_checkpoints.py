@@ -6,6 +6,7 @@ import pytest
 import torch
 from dense_model import dense_logits
 from online import load
+from published_configs import write_published
 from safetensors.torch import load_file, save_file
 from tiny_models import make_checkpoint, random_tokens, tiny_config
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -147,3 +148,20 @@ def test_the_choice_bias_and_the_router_stay_as_they_are_in_every_format(tmp_pat
     assert torch.equal(mlp.choice_bias, tensors["model.layers.2.mlp.gate.e_score_correction_bias"].float())
     mlp = load(path, "int4").layers[2].mlp
     assert torch.equal(mlp.gate.weight, tensors["model.layers.2.mlp.gate.weight"])
+
+
+@pytest.mark.parametrize(
+    "name, layers, chosen, sizes, billions",
+    [
+        ("Qwen/Qwen3-30B-A3B", 48, (128, 8), (768, 0), 30.5),
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", 32, (8, 2), (14_336, 0), 46.7),
+        ("allenai/OLMoE-1B-7B-0924-Instruct", 16, (64, 8), (1024, 0), 6.92),
+        ("zai-org/GLM-4.5-Air", 45, (128, 8), (1408, 1408), 106.9),
+    ],
+)
+def test_published_models_have_their_numbers(name, layers, chosen, sizes, billions, tmp_path):
+    spec = read_spec(read_checkpoint(write_published(name, tmp_path)), "auto")
+    sparse = spec.sparse
+    assert (sparse.num_layers, sparse.num_experts, sparse.num_chosen) == (layers, *chosen)
+    assert (sparse.intermediate_size, sparse.shared_size, spec.dtype) == (*sizes, torch.bfloat16)
+    assert spec.weight_bytes == pytest.approx(2e9 * billions, rel=2e-3)
