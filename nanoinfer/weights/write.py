@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,7 @@ from nanoinfer.weights.load import (
     tensors_of,
 )
 from nanoinfer.weights.quantize import EMBEDDINGS, quantised_while_read, settings_for
+from nanoinfer.weights.read import host_buffers
 from nanoinfer.weights.text_part import text_config
 
 _SHARD_BYTES = 4 * 2**30
@@ -183,12 +184,15 @@ def _write_weights(directory: Path, parts: list[_Part], device: torch.device | s
     names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     files = dict(zip(names if len(shards) > 1 else ["model.safetensors"], shards, strict=True))
     total = sum(part.entry.num_bytes for part in parts)
-    with tqdm(total=total, desc="quantising", unit="B", unit_scale=True, disable=not progress) as bar:
+    with (
+        host_buffers(torch.device(device)) as buffers,
+        tqdm(total=total, desc="quantising", unit="B", unit_scale=True, disable=not progress) as bar,
+    ):
         for name, shard in files.items():
             with (directory / name).open("wb") as file:
                 _write_header(file, shard)
                 for part in shard:
-                    _write_part(file, part, device, bar.update)
+                    _write_part(file, part, device, report=bar.update, buffers=buffers)
     if len(shards) > 1:
         shard_of = {tensor: name for name, shard in files.items() for part in shard for tensor in part.stored}
         metadata = dict(total_size=sum(part.num_bytes for part in parts))
@@ -209,14 +213,15 @@ def _write_header(file: BinaryIO, parts: list[_Part]) -> None:
     file.write(len(text).to_bytes(8, "little") + text)
 
 
-def _write_part(file: BinaryIO, part: _Part, device: torch.device | str, report: Callable[[int], object]) -> None:
+def _write_part(file: BinaryIO, part: _Part, device: torch.device | str, **options) -> None:
+    """options: of `read_tensors`."""
     entry = part.entry
     if part.weights is None:
-        for rows in read_rows(entry, "cpu", report=report):
+        for rows in read_rows(entry, "cpu", **options):
             _write_tensor(file, rows)
         return
     with refusals_of(entry):
-        found = quantise(read_rows(entry, device, report=report), entry.shape, part.weights, device)
+        found = quantise(read_rows(entry, device, **options), entry.shape, part.weights, device)
     for name in part.stored:
         _write_tensor(file, found[name.rpartition(".")[2]])
 

@@ -17,7 +17,9 @@ from transformers_reference import greedy_tokens
 from nanoinfer import SamplingParams
 from nanoinfer.kernels.experts import product
 from nanoinfer.layers.experts import Experts
+from nanoinfer.layers.formats.base import DENSE
 from nanoinfer.layers.formats.online import QuantisedWhileRead
+from nanoinfer.layers.formats.scaled import PackedScaled
 from nanoinfer.weights import fill
 from nanoinfer.weights.load import load_model, read_checkpoint
 from nanoinfer.weights.write import quantise_checkpoint
@@ -25,7 +27,7 @@ from nanoinfer.weights.write import quantise_checkpoint
 pytestmark = pytest.mark.filterwarnings("ignore:the checkpoint was made for quantised activations")
 # Blocks of 128 are ragged in gate, so that up begins within one.
 SPARSE = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=96, intermediate_size=96)
-ORDINARY = ("ct-int4-group-zeros", "ct-mixed", "ct-nvfp4", "gptq-int4-act-order", "awq", "fp8-blocks", "fp8-tensors")
+ORDINARY = ("ct-int4-group-zeros", "ct-nvfp4", "gptq-int4-act-order", "awq", "fp8-blocks")
 QUIET = dict(progress=False)
 
 
@@ -86,6 +88,38 @@ def test_the_kernels_multiply_with_packed_experts_under_the_interpreter(tmp_path
     wanted = dense(x, ids, weights, 3, None)
     found = product.expert_mlp(x, ids, weights, packed.table, packed.operands, packed.activation, 3)
     torch.testing.assert_close(found, wanted, atol=wanted.abs().max().item() / 2**9, rtol=2**-7)
+
+
+# The router's correction bias, a shared expert and a dense layer; other names.
+OTHERS = {
+    "glm4_moe": dict(moe_intermediate_size=32, first_k_dense_replace=1, num_layers=2),
+    "mixtral": dict(intermediate_size=96, num_layers=1),
+}
+
+
+@pytest.mark.parametrize(
+    "family, name", [("glm4_moe", "gptq-int4"), ("glm4_moe", "ct-mxfp4"), ("mixtral", "ct-fp8-group")]
+)
+@pytest.mark.sampled("glm4_moe-gptq-int4", "mixtral-ct-fp8-group")
+def test_other_families_have_the_tokens_of_the_expanded_checkpoint(tmp_path, family, name):
+    packed, dense = write(tmp_path, CASES[name](), family, **OTHERS[family])
+    prompts, params = random_prompts(3, 5, 40), some_params(3, 6, logprobs=3)
+    assert run(make_engine(packed), prompts, params) == run(make_engine(dense), prompts, params)
+
+
+@pytest.mark.parametrize("name", ["int4", "fp8"])
+def test_routers_norms_and_the_correction_bias_stay_wide(tmp_path, name):
+    source = make(tmp_path / "wide", "glm4_moe", **OTHERS["glm4_moe"])
+    out, wide = quantise_checkpoint(source, tmp_path / "out", name, **QUIET), load_file(source / "model.safetensors")
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert load_file(out / "model.safetensors")[bias].dtype == wide[bias].dtype
+    for model in (load(out, "auto"), load_online(source, name)):
+        mlp = model.layers[1].mlp
+        assert mlp.choice_bias.dtype == torch.float32 and torch.equal(mlp.choice_bias, wide[bias].float())
+        assert mlp.gate.weights is DENSE and torch.equal(mlp.gate.weight, wide["model.layers.1.mlp.gate.weight"])
+        assert {one.dtype for key, one in model.named_parameters() if "norm" in key} == {torch.bfloat16}
+        packed = [*mlp.experts.projections, *mlp.shared_experts.projections]
+        assert all(isinstance(one.weights, PackedScaled) for one in packed)
 
 
 def test_gate_and_up_that_cannot_lie_in_one_weight_are_two(written):

@@ -46,7 +46,8 @@ def write(
     for name, weight in (fused(tensors) if is_fused else tensors).items():
         module, _, ending = name.rpartition(".")
         found = None
-        if ending == "weight" and ("_proj." in name or (head and module == "lm_head")):
+        is_projection = "_proj." in name or ".experts." in name
+        if ending == "weight" and (is_projection or (head and module == "lm_head")):
             found = case.quantise(module, weight.to(getattr(torch, dtype)))
         if found is None:
             packed[name] = dense[name] = weight
