@@ -16,7 +16,7 @@ def sparse_bytes(spec: ModelSpec, rows: int) -> int:
     pairs, inner, sums = rows * sparse.num_chosen, sparse.intermediate_size, _sums(spec, rows)
     # The numbers of the pairs in order, and four numbers for each tile, of 8 pairs or more.
     order = 4 * (pairs + 4 * min(pairs, sparse.num_experts + pairs // 8))
-    hidden = _activated(spec) if sparse.is_parted else size * inner
+    hidden = (3 if sparse.is_parted else 1) * size * inner
     products = size * inner + 4 * slice_width(pairs, spec.hidden_size)
     return _before(spec, rows) + sums + order + pairs * max(hidden, products)
 
@@ -26,7 +26,9 @@ def sparse_reference_bytes(spec: ModelSpec, rows: int) -> int:
     sparse, size, hidden, inner = spec.sparse, spec.dtype.itemsize, spec.hidden_size, spec.sparse.intermediate_size
     wide = 0 if size == 4 else 4  # a product's operands are widened
     # Results of products twice: in pieces and as one.
-    gate = hidden * size + max(wide * hidden + 2 * 4 * 2 * inner, _activated(spec))
+    # Gate, up, and what torch computes from them.
+    activated = inner * (2 * size + (5 * 4 if sparse.is_clamped else 3 * size))
+    gate = hidden * size + max(wide * hidden + 2 * 4 * 2 * inner, activated)
     down = inner * (size + wide) + 2 * 4 * hidden
     products, sums = 4 * sparse.num_chosen * hidden, _sums(spec, rows)
     places = 2 * (8 + 4) + 2 * sparse.num_chosen  # which pairs are an expert's
@@ -39,12 +41,6 @@ def _before(spec: ModelSpec, rows: int) -> int:
     logits = 4 if sparse.has_wide_logits else size
     own = size * spec.hidden_size + logits * sparse.num_experts + (4 + 4) * sparse.num_chosen
     return rows * own + (_sums(spec, rows) if sparse.shared_size else 0)
-
-
-def _activated(spec: ModelSpec) -> int:
-    """Of one row in one expert: gate, up, and what torch computes from them."""
-    size = spec.dtype.itemsize
-    return spec.sparse.intermediate_size * (2 * size + (5 * 4 if spec.sparse.is_clamped else 3 * size))
 
 
 def _sums(spec: ModelSpec, rows: int) -> int:

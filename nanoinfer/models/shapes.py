@@ -108,6 +108,43 @@ _OLMO2 = dict(vocab_size=100_352, max_position_embeddings=4096, rope_theta=5e5, 
 _GLM = dict(vocab_size=151_552, partial_rotary_factor=0.5, rope_theta=10_000.0)
 _GLM4_9B = _GLM | dict(max_position_embeddings=131_072, attention_bias=True)
 _GLM4_32B = _GLM | dict(max_position_embeddings=32_768, attention_bias=False, rms_norm_eps=1e-5)
+_GLM45_AIR = _GLM | dict(
+    model_type="glm4_moe",
+    max_position_embeddings=131_072,
+    rope_theta=1e6,
+    rms_norm_eps=1e-5,
+    attention_bias=True,
+    use_qk_norm=False,
+    moe_intermediate_size=1408,
+    n_routed_experts=128,
+    num_experts_per_tok=8,
+    n_shared_experts=1,
+    n_group=1,
+    topk_group=1,
+    norm_topk_prob=True,
+    routed_scaling_factor=1.0,
+    first_k_dense_replace=1,
+    num_nextn_predict_layers=1,
+)
+_MIXTRAL = dict(
+    vocab_size=32_000,
+    max_position_embeddings=32_768,
+    rope_theta=1e6,
+    rms_norm_eps=1e-5,
+    sliding_window=None,
+    num_local_experts=8,
+    num_experts_per_tok=2,
+)
+_OLMOE = dict(
+    vocab_size=50_304,
+    max_position_embeddings=4096,
+    rope_theta=10_000.0,
+    rms_norm_eps=1e-5,
+    clip_qkv=None,
+    num_experts=64,
+    num_experts_per_tok=8,
+    norm_topk_prob=False,
+)
 _EXAONE4 = dict(
     vocab_size=102_400,
     max_position_embeddings=131_072,
@@ -170,6 +207,9 @@ SHAPES: dict[str, dict] = {
     "starcoder2-15b": _shape("Starcoder2", 6144, 24576, 40, 48, 4, False, **_STARCODER2 | dict(rope_theta=1e5)),
     "gpt-oss-20b": _shape("GptOss", 2880, 2880, 24, 64, 8, False, **_GPT_OSS, num_local_experts=32),
     "gpt-oss-120b": _shape("GptOss", 2880, 2880, 36, 64, 8, False, **_GPT_OSS, num_local_experts=128),
+    "glm-4.5-air": _shape("Glm4Moe", 4096, 10_944, 46, 96, 8, False, **_GLM45_AIR),
+    "mixtral-8x7b": _shape("Mixtral", 4096, 14_336, 32, 32, 8, False, **_MIXTRAL),
+    "olmoe-7b": _shape("Olmoe", 2048, 1024, 16, 16, 16, False, **_OLMOE),
     "mistral-small-24b": _shape("Mistral", 5120, 32768, 40, 32, 8, False, sliding_window=None, **_MISTRAL_SMALL),
 }
 

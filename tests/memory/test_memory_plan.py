@@ -157,6 +157,9 @@ def test_weight_bytes_of_known_shapes(tmp_path):
         "starcoder2-15b": (15.958, 16_384),
         "qwen3-30b-a3b": (30.532, 40_960),
         "qwen3-coder-30b-a3b": (30.532, 262_144),
+        "glm-4.5-air": (106.852, 131_072),
+        "mixtral-8x7b": (46.703, 32_768),
+        "olmoe-7b": (6.919, 4096),
         "qwen3-8b": (8.191, 40_960),
         "llama3.1-8b": (8.030, 131_072),
     }

@@ -191,6 +191,8 @@ SPARSE_SHAPES = {
         dict(hidden_size=1024, moe_intermediate_size=8, num_experts=40),
         dict(mlp_only_layers=[1], intermediate_size=9000),
     ],
+    "mixtral": [dict(intermediate_size=500)],
+    "glm4_moe": [dict(moe_intermediate_size=400, intermediate_size=9), dict(hidden_size=1024, intermediate_size=8)],
     "gpt_oss": [dict(intermediate_size=500), dict(hidden_size=1024, intermediate_size=8)],
 }
 SPARSE = [(family, fields) for family, each in SPARSE_SHAPES.items() for fields in each]
@@ -225,7 +227,7 @@ def test_activations_of_experts_on_a_cpu(family, fields, dtype, quantization, tm
     checkpoint = CheckpointInfo(directory=Path(), hf_config=config_of(family, **fields))
     checkpoint = quantised_while_read(checkpoint, quantization, None)
     model = load_model(checkpoint, dtype, "cpu", load_format="dummy", max_position=16)
-    spec, mlp, num_rows = model.spec, model.layers[0].mlp, 512
+    spec, mlp, num_rows = model.spec, model.layers[-1].mlp, 512
     mlp.gate.weight.zero_()
     x, normed = torch.zeros(2, num_rows, spec.hidden_size, dtype=spec.dtype)
     live = LiveBytes()
