@@ -55,15 +55,22 @@ def filled(
     zeros_fold: bool = False,
     device: torch.device | str = "cpu",
 ) -> tuple[Packed, Bare]:
+    """A weight that `fill` has filled."""
+    weights = Packed(packing)
+    module = Bare(weights=weights, num_rows=num_rows, in_features=in_features)
+    weights.allocate(module, num_rows, in_features, dtype=HALF, device=device)
+    fill(module, torch.Generator().manual_seed(seed), largest=largest, zeros_fold=zeros_fold)
+    return weights, module
+
+
+def fill(module, generator: torch.Generator, *, largest: float = 1.0, zeros_fold: bool = False) -> None:
     """Every code of every kind but NaN; scales up to about `largest`, exponents of any size.
 
     Of scales below 1/32 in bfloat16 kernels make weights in another way than of larger ones, and in a third one where
     their products with zeros are exact: with `zeros_fold` scales have 4 bits.
     """
-    generator = torch.Generator().manual_seed(seed)
-    weights = Packed(packing)
-    module = Bare(weights=weights, num_rows=num_rows, in_features=in_features)
-    weights.allocate(module, num_rows, in_features, dtype=HALF, device=device)
+    packing, num_rows, in_features = module.packed.packing, module.num_rows, module.in_features
+    device = module.packed.codes.device
     codes = torch.randint(0, 2**packing.bits, (num_rows, in_features), generator=generator, dtype=torch.uint8)
     if packing.kind == "fp8":
         codes[(codes & 127) == 127] = 126
@@ -94,4 +101,3 @@ def filled(
     ids = torch.tensor([num_rows - 1, 0, num_rows // 2], device=device)
     assert torch.equal(module.packed.codes_of(ids), codes[ids])
     assert packing.rows > 1 or torch.equal(module.packed.scales_of(ids).float(), scales.float()[ids])
-    return weights, module

@@ -17,11 +17,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nanoinfer.kernels.experts import reference
 from nanoinfer.kernels.experts.choose import sort_pairs
 from nanoinfer.kernels.experts.routing import NAMES, ExpertWeight, ExpertWeights, GatedActivation, slice_width
 from nanoinfer.kernels.launch.pdl import launch_options, let_next_in, wait_for_inputs
 from nanoinfer.kernels.launch.sizes import next_power_of_2
-from nanoinfer.kernels.layer.activation import act_and_mul, activate, clamped
+from nanoinfer.kernels.layer.activation import ACTIVATIONS, act_and_mul, activate, clamped
 from nanoinfer.kernels.layer.rms_norm import rounded
 from nanoinfer.kernels.linear.expand import COLUMN, expanded_plane, first_blocks, form_of, scales_of_rows
 from nanoinfer.kernels.linear.launches import HOPPER, gpu_of
@@ -346,14 +347,17 @@ def shared_mlp(x: Tensor, table: Tensor, experts: ExpertWeights, activation: Gat
 def _hidden(x: Tensor, pairs: Pairs, gate_up: tuple[ExpertWeight, ...], activation: GatedActivation) -> Tensor:
     """Compute what goes into the experts' last product, in the order of the sorted pairs: [num_pairs, size]."""
     num_pairs, num_rows = pairs.ids.numel(), sum(weight.num_rows for weight in gate_up)
-    if len(gate_up) == 1:
+    has_kernel = activation.limit is not None or activation.name in ACTIVATIONS
+    if len(gate_up) == 1 and has_kernel:
         hidden = torch.empty(num_pairs, num_rows // 2, dtype=x.dtype, device=x.device)
         _launch(x, hidden, pairs, gate_up[0], activation, gathers=True)
         return hidden
     both = torch.empty(num_pairs, num_rows, dtype=x.dtype, device=x.device)
-    for weight, out in zip(gate_up, both.chunk(2, dim=1), strict=True):
+    for weight, out in zip(gate_up, both.chunk(len(gate_up), dim=1), strict=True):
         _launch(x, out, pairs, weight, gathers=True)
-    return act_and_mul(both, activation.name, activation.limit, activation.alpha)
+    if has_kernel:
+        return act_and_mul(both, activation.name, activation.limit, activation.alpha)
+    return reference.gated(*both.chunk(2, dim=1), activation)
 
 
 def _launch(
