@@ -184,7 +184,7 @@ def test_what_is_not_looked_up_again_would_have_been_refused_again(path, fuzz):
     """The same steps with and without remembering what a sequence needs that was refused."""
     generator = random.Random(8)
     num_remembered = 0
-    for seed in range(6 if fuzz else 3):
+    for seed in range(6 if fuzz else 2):
         beginnings = [[], *random_prompts(2, 50, 90, seed=seed)]
         prompts = [generator.choice(beginnings) + end for end in random_prompts(7, 1, 60, seed=50 + seed)]
         params = [greedy(generator.choice([3, 20, 50])) for _ in prompts]

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 from nanoinfer import SamplingParams
 from nanoinfer.serve.request_stream import RequestStream
 
-LONG = dict(max_tokens=300, temperature=0, ignore_eos=True)
+LONG = dict(max_tokens=200, temperature=0, ignore_eos=True)
 CHAT = "/v1/chat/completions"
 
 
@@ -33,12 +33,12 @@ def test_a_client_that_leaves_ends_its_request_only(path, stream):
             await served.wait_until_idle()
             leaving = LeavingClient(served.app, dict(prompt=[[20, 21], [22]], n=2, stream=stream, **LONG))
             staying = asyncio.create_task(served.complete([40, 41], **LONG))
-            await served.wait_until(lambda served: served.async_engine.requests.num_generated_tokens > 300 + 40)
+            await served.wait_until(lambda served: served.async_engine.requests.num_generated_tokens > 200 + 40)
             leaving.leave()
             await leaving.task
             assert (await staying)["choices"] == wanted["choices"]
             stats = await served.wait_until_idle()
-            assert stats["num_decode_tokens"] < 300 + 300 + 4 * 250, "the request that nobody reads has gone on"
+            assert stats["num_decode_tokens"] < 200 + 200 + 4 * 150, "the request that nobody reads has gone on"
             return await metrics_of(served)
 
     samples = asyncio.run(ask())
@@ -72,7 +72,7 @@ def test_a_client_that_leaves_without_reading_ends_its_request(path):
             leaving.leave()
             await asyncio.wait_for(leaving.task, 10)
             stats = await served.wait_until_idle()
-            assert len(leaving.messages) == 2 and stats["num_decode_tokens"] < 300
+            assert len(leaving.messages) == 2 and stats["num_decode_tokens"] < 200
 
     asyncio.run(ask())
 
