@@ -225,9 +225,9 @@ class Experts(nn.Module):
         part = -(-self.intermediate_size // (2 * SHARED_PART)) * SHARED_PART
         return self.operations.shared_mlp(x, self.table, self.operands, self.activation, part)
 
-    def _matrices(self, expert: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    def _matrices(self, place: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         """Return gate and up as one matrix, their bias, down and its bias; see `kernels.experts.reference`."""
-        run = self._runs[expert]
+        run = self.pool[place]
         parts, biases = zip(*(one.matrix(run) for one in self.gate_up), strict=True)
         bias = None if biases[0] is None else torch.cat(biases)
         return torch.cat(parts) if len(parts) > 1 else parts[0], bias, *self.down.matrix(run)

@@ -80,7 +80,7 @@ def expert_mlp(
     is_here = (ids >= 0) & (table[ids.clamp(min=0).long()] >= 0)
     for number in ids[is_here].unique().tolist():
         rows, places = (is_here & (ids == number)).nonzero(as_tuple=True)
-        gate_up, bias, down, down_bias = experts.matrices(number)
+        gate_up, bias, down, down_bias = experts.matrices(int(table[number]))
         products[rows, places] = _product(_hidden(x[rows], gate_up, bias, activation), down, down_bias)
     sums = torch.zeros(2, *x.shape, dtype=torch.float32, device=x.device)
     products *= weights.unsqueeze(2)
@@ -92,7 +92,7 @@ def expert_mlp(
 
 def shared_mlp(x: Tensor, table: Tensor, experts: ExpertWeights, activation: GatedActivation, part: int) -> Tensor:
     """Run all rows through one expert, with its last sum in two parts: [2, N, hidden_size] float32."""
-    gate_up, bias, down, _ = experts.matrices(0)
+    gate_up, bias, down, _ = experts.matrices(int(table[0]))
     hidden = _hidden(x, gate_up, bias, activation)
     found = torch.zeros(2, *x.shape, dtype=torch.float32, device=x.device)
     for sums, columns in zip(found, (slice(part), slice(part, None)), strict=True):

@@ -88,7 +88,7 @@ class ExpertWeights(NamedTuple):
 
     Attributes:
         gate_up: one weight, gate first, or one for each.
-        matrices: expert -> gate and up as one matrix, their bias, down, its bias.
+        matrices: place in the pool -> gate and up as one matrix, their bias, down, its bias.
     """
 
     gate_up: tuple[ExpertWeight, ...]
