@@ -44,6 +44,7 @@ bench: $(STAMP)
 gpu-test:
 	$(PYTHON) -m pytest tests/gpu $(ARGS)
 
+# ARGS="--part sparse": sparse models, which are a part of their own.
 gpu-bench:
 	$(PYTHON) tools/gpu_bench.py $(ARGS)
 

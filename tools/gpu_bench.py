@@ -3,6 +3,8 @@
 
 make gpu-bench            or            python tools/gpu_bench.py --only resident,kernels
 
+With --part sparse it measures sparse models, and keeps them in the same file beside the rest, as "sparse".
+
 With --llama-cpp DIR it measures ours, transformers and llama.cpp side by side, and writes peers.json beside that file.
 """
 
@@ -23,6 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 import measured  # noqa: E402
 import torch  # noqa: E402
 from gpu_cases import CASES, PEERS, Bench  # noqa: E402
+from gpu_sparse import SPARSE, report  # noqa: E402
 
 from nanoinfer.common.errors import nearest  # noqa: E402
 from nanoinfer.measure.report import versions  # noqa: E402
@@ -54,6 +57,7 @@ def source_sha256() -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     known = ", ".join(CASES)
+    parser.add_argument("--part", choices=["dense", "sparse"], default="dense", help="default: %(default)s")
     parser.add_argument("--only", help=f"cases, separated by commas, of {known}; with --llama-cpp {', '.join(PEERS)}")
     parser.add_argument("--out", help=f"default: {LATEST.name}, or {BESIDE.name} with --llama-cpp")
     parser.add_argument(
@@ -63,7 +67,8 @@ def main() -> int:
     parser.add_argument("--llama-cpp", type=Path, metavar="DIR", help="folder of llama-bench, to measure beside it")
     parser.add_argument("--scale", type=int, default=1, help="divide contexts and sizes, to try the code")
     options = parser.parse_args()
-    cases = PEERS if options.llama_cpp else CASES
+    is_sparse = options.part == "sparse"
+    cases = PEERS if options.llama_cpp else SPARSE if is_sparse else CASES
     names = options.only.split(",") if options.only else list(cases)
     unknown = [name for name in names if name not in cases]
     if unknown:
@@ -78,7 +83,7 @@ def main() -> int:
     # Where the record is written does not matter.
     given = [
         word
-        for name in ("only", "shape", "scale")
+        for name in ("part", "only", "shape", "scale")
         if (value := getattr(options, name)) != parser.get_default(name)
         for word in (f"--{name}", str(value))
     ]
@@ -90,8 +95,9 @@ def main() -> int:
         "floors": {"link_bytes_per_second": floors.link, "device_bytes_per_second": floors.device},
         "cases": {},
     }
-    if options.resume and out.exists():
-        record = _resumed(json.loads(out.read_text()), record)
+    whole = json.loads(out.read_text()) if out.exists() else {}
+    if options.resume and (before := whole.get("sparse") if is_sparse else whole):
+        record = _resumed(before, record)
         names = [name for name in names if name not in record["cases"]]
     start = time.perf_counter()
     for name in names:
@@ -103,11 +109,17 @@ def main() -> int:
             record["cases"][name] = {"failed": f"{type(error).__name__}: {error}"}
             free_memory()
         record["cases"][name]["case_seconds"] = round(time.perf_counter() - begin, 1)
-        out.write_text(json.dumps(record, indent=1) + "\n")
+        if is_sparse:
+            whole = whole | {"sparse": record}
+        else:
+            whole = record | ({"sparse": whole["sparse"]} if "sparse" in whole else {})
+        out.write_text(json.dumps(whole, indent=1) + "\n")
         case = record["cases"][name]
         print(f"{name} ({case['case_seconds']:.1f} s): {_summary(case)}", flush=True)
     if table := measured.kernels(record):
         print(table)
+    if is_sparse:
+        print(report({name: row for case in record["cases"].values() for name, row in case.items()}))
     print(f"{len(names)} cases in {time.perf_counter() - start:.0f} s, written to {out}", flush=True)
     return 0 if all("failed" not in case for case in record["cases"].values()) else 1
 

@@ -19,11 +19,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import torch  # noqa: E402
-from gpu_common import Bench  # noqa: E402
+from gpu_common import Bench, peak, reset_peak  # noqa: E402
 
 from nanoinfer import LLM  # noqa: E402
 from nanoinfer.measure.report import table, versions  # noqa: E402
-from nanoinfer.measure.run import measure  # noqa: E402
+from nanoinfer.measure.run import measure, release  # noqa: E402
 from nanoinfer.models.base import ModelSpec  # noqa: E402
 from nanoinfer.models.shapes import UNLIMITED  # noqa: E402
 
@@ -66,6 +66,65 @@ def sparse_steps(bench: Bench, quick: bool = False) -> dict:
             found["time_per_flop_ratio"] = found["seconds_per_flop"] / beside["seconds_per_flop"]
             result |= {f"qwen3-30b-a3b, {name}, prefill of 8k": found, f"qwen3-4b, {name}, prefill of 8k": beside}
     return result
+
+
+def sparse_gpt_oss(bench: Bench) -> dict:
+    """gpt-oss-20b in MXFP4, its head as in its file."""
+    return {"gpt-oss-20b, MXFP4, 1 x 1k": steps(bench, engine(bench, "gpt-oss-20b", "tiny-sparse", 24, [1]), [1])[0]}
+
+
+def sparse_streamed(bench: Bench) -> dict:
+    """Qwen3-30B-A3B in int4 within 24 GiB, with a context of 128k tokens that does not fit beside it."""
+    context = bench.tokens(131_072)
+    shape = "qwen3-30b-a3b" if bench.scale == 1 else "tiny-sparse"
+    llm = bench.llm(
+        shape,
+        max_model_len=context + 64,
+        max_num_seqs=1,
+        enable_cpu_offload=True,
+        capture_num_tokens=[],
+        host_memory_limit=bench.host_bytes(shape, context),
+        gpu_memory_limit=bench.limit(24),
+        **INT4,
+    )
+    bench.measure(llm, [context], 24)
+    num_layers = len(llm.engine.runner.spec.layers)
+    (found,) = bench.release(llm)
+    found["microseconds_per_layer"] = found["seconds_per_token"] * 1e6 / num_layers
+    return {"qwen3-30b-a3b, int4, 24 GiB, 1 x 128k, streamed": found}
+
+
+def sparse_planner(bench: Bench) -> dict:
+    """What is planned beside the peak, of shapes whose depth is cut so that each loads within seconds."""
+    result = {}
+    for shape, gib, options in (
+        ("qwen3-30b-a3b", 16, {}),
+        ("qwen3-30b-a3b", 8, INT4),
+        ("gpt-oss-20b", 8, {}),
+        ("glm-4.5-air", 12, INT4),
+        ("mixtral-8x7b", 16, {}),
+        ("olmoe-7b", 8, {}),
+    ):
+        name = f"{shape}, {'int4' if options else 'as in its file'}, 4 layers"
+        overrides = UNLIMITED | dict(num_hidden_layers=4)
+        if bench.scale > 1:
+            shape, overrides = "tiny-sparse", UNLIMITED
+        reset_peak(bench)
+        llm = bench.llm(
+            shape,
+            max_model_len=bench.tokens(16_384) + 64,
+            max_num_seqs=4,
+            gpu_memory_limit=bench.limit(gib),
+            hf_overrides=overrides,
+            **options,
+        )
+        measure(llm, [bench.tokens(PREFILL)] * 2, 4)
+        result[name] = peak(llm)
+        release(llm)
+    return result
+
+
+SPARSE = {case.__name__: case for case in (sparse_steps, sparse_gpt_oss, sparse_streamed, sparse_planner)}
 
 
 def engine(bench: Bench, shape: str, tiny: str, gib: float, batches: list[int], **options) -> LLM:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -234,3 +235,27 @@ def test_cases_of_resident_mode_run_without_a_gpu(tmp_path, monkeypatch, capsys,
         total = sum(start[name][part] for part in ("import_seconds", "constructor_seconds", "first_prompt_seconds"))
         assert total == pytest.approx(start[name]["seconds_to_first_token"], abs=0.5)
         assert start[name]["graph_batch_sizes"] == [1, 2, 4, 8, 16, 32, 48, 64], "the default below 32 GiB"
+
+
+def test_sparse_models_are_a_part_of_the_record_that_keeps_the_rest(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(TOOLS)
+    gpu_bench, out = load("gpu_bench"), tmp_path / "record.json"
+    monkeypatch.setattr(gpu_bench, "CASES", {"dense": lambda bench: {"one": {"seconds_per_token": 1.0}}})
+    monkeypatch.setattr(gpu_bench, "SPARSE", {"sparse": lambda bench: {"other": {"microseconds_per_layer": 46.25}}})
+    for arguments in (["--part", "sparse"], []):
+        monkeypatch.setattr(sys, "argv", ["gpu_bench.py", "--scale", "256", "--out", str(out), *arguments])
+        assert gpu_bench.main() == 0
+    record = json.loads(out.read_text())
+    assert set(record["cases"]) == {"dense"} and "--part" not in record["command"]
+    assert set(record["sparse"]["cases"]) == {"sparse"} and "--part sparse" in record["sparse"]["command"]
+    assert re.search(r"^other +46\.2", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_sparse_cases_run_without_a_gpu(monkeypatch):
+    monkeypatch.syspath_prepend(TOOLS)
+    load("gpu_sparse")
+    from gpu_common import Bench
+
+    bench = Bench(None, 256, torch.device("cpu"))
+    (found,) = sys.modules["gpu_sparse"].sparse_gpt_oss(bench).values()
+    assert found["microseconds_per_layer"] == found["seconds_per_token"] * 1e6 / 4
