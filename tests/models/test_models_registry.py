@@ -81,6 +81,9 @@ def test_spec_comes_from_the_config_alone(family):
         ("smollm3", dict(sliding_window=9, num_layers=4), (None, None, None, 9)),
         ("gemma3", dict(layer_types=None, sliding_window=9, num_layers=7), (9, 9, 9, 9, 9, None, 9)),
         ("gpt_oss", dict(sliding_window=9, num_layers=5), (9, None, 9, None, 9)),
+        ("qwen3_moe", dict(sliding_window=9), (9, 9, 9)),
+        ("qwen3_moe", dict(sliding_window=9, use_sliding_window=False), (None, None, None)),
+        ("mixtral", dict(sliding_window=9), (9, 9, 9)),
     ],
     ids=str,
 )

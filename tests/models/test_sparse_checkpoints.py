@@ -9,8 +9,10 @@ from online import load
 from published_configs import write_published
 from safetensors.torch import load_file, save_file
 from tiny_models import make_checkpoint, random_tokens, tiny_config
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from nanoinfer.layers.norm import RMSNorm
 from nanoinfer.weights.load import load_model, read_checkpoint, read_spec
 
 GROUPS = dict(n_routed_experts=8, n_group=4, topk_group=2, num_experts_per_tok=3)
@@ -165,3 +167,16 @@ def test_published_models_have_their_numbers(name, layers, chosen, sizes, billio
     assert (sparse.num_layers, sparse.num_experts, sparse.num_chosen) == (layers, *chosen)
     assert (sparse.intermediate_size, sparse.shared_size, spec.dtype) == (*sizes, torch.bfloat16)
     assert spec.weight_bytes == pytest.approx(2e9 * billions, rel=2e-3)
+
+
+@torch.inference_mode()
+def test_the_router_of_glm_is_not_rounded(tmp_path):
+    """The product of rows and weights of 16 bits, summed in float32, as in transformers."""
+    path = make_checkpoint("glm4_moe", tmp_path, dtype=torch.bfloat16)
+    mlp, x = load(path).layers[2].mlp, torch.randn(50, 48, dtype=torch.bfloat16)
+    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).model.layers[2].mlp.gate(x)
+    taken = []
+    mlp.experts.forward = lambda normed, ids, weights, *_: taken.extend((ids, weights)) or torch.zeros(2, 50, 48)
+    mlp.add(x.clone(), x, RMSNorm(48, 1e-5, dtype=torch.bfloat16, device="cpu"), torch.tensor([50], dtype=torch.int32))
+    scores, wanted = (torch.zeros(50, 8).scatter(1, ids.long(), of) for ids, of in (taken, (theirs[2], theirs[1])))
+    assert (scores - wanted).abs().max() < 1e-5
