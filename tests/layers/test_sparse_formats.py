@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections import Counter
 from functools import cache
 
 import pytest
@@ -16,8 +17,10 @@ from transformers_reference import greedy_tokens
 
 from nanoinfer import SamplingParams
 from nanoinfer.kernels.experts import product
+from nanoinfer.kernels.linear.packing import PackedWeight
 from nanoinfer.layers.experts import Experts
 from nanoinfer.layers.formats.base import DENSE
+from nanoinfer.layers.formats.compressed_tensors import CompressedTensors
 from nanoinfer.layers.formats.online import QuantisedWhileRead
 from nanoinfer.layers.formats.scaled import PackedScaled
 from nanoinfer.weights import fill
@@ -199,3 +202,23 @@ def test_transformers_has_the_same_tokens_on_what_was_written(tmp_path, name):
     greedy = [SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)] * 2
     answers = run(make_engine(out, dtype="float32"), prompts, greedy)
     assert [answer[0][0] for answer in answers] == greedy_tokens(found.float(), prompts, 12)
+
+
+# How it is read
+
+
+def test_tensors_of_all_experts_of_a_layer_are_read_and_filled_together(written, monkeypatch):
+    """Else 18,432 matrices take minutes: a call pins buffers, starts threads and asks the device for its values."""
+    calls = Counter()
+
+    def count(owner, name):
+        own = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given, **named: calls.update([name]) or own(*given, **named))
+
+    count(fill, "read_tensors"), count(fill, "host_buffers"), count(PackedWeight, "put_codes")
+    count(CompressedTensors, "_format_of")
+    load(written("ct-int4-group-zeros")[0])
+    attention, experts = 2 * 4, 2 * 3
+    assert calls["put_codes"] == attention + experts
+    assert (calls["read_tensors"], calls["host_buffers"]) == (2, 1), "wide ones, and all others, which are small"
+    assert calls["_format_of"] == attention + 5 * experts, "a model is built more than once"
