@@ -173,11 +173,11 @@ def test_an_option_that_is_given_reaches_the_forecast_and_one_that_is_not_has_th
         main(
             [
                 "plan",
-                "qwen3-4b",
+                "tiny",
                 "--gpu-memory",
-                "12GiB",
+                "400MiB",
                 "--host-memory",
-                "64GiB",
+                "600MiB",
                 "--context",
                 "8k",
                 "--json",
@@ -187,9 +187,9 @@ def test_an_option_that_is_given_reaches_the_forecast_and_one_that_is_not_has_th
         return json.loads(capsys.readouterr().out)
 
     plain = forecast()
-    limits = dict(gpu_memory="12GiB", host_memory="64GiB", context=8192)
-    assert plain == json.loads(nanoinfer.plan("qwen3-4b", **limits).to_json())
+    limits = dict(gpu_memory="400MiB", host_memory="600MiB", context=8192)
+    assert plain == json.loads(nanoinfer.plan("tiny", **limits).to_json())
     for option in ("--context 4k", "--batch 2", "--link-gbps 50", "--device-gbps 450", "--offload off",
-                   "--resident-kv 0", "--dtype float32", "--kv-cache-dtype fp8", "--block-size 128",
+                   "--resident-kv 0", "--dtype bfloat16", "--kv-cache-dtype fp8", "--block-size 128",
                    "--prefill-chunk 2k", "--num-ring-slots 6", "--ring-slot-bytes 64MiB"):  # fmt: skip
         assert forecast(*option.split()) != plain, option
