@@ -311,12 +311,22 @@ def test_there_are_as_many_tiles_as_any_choice_takes(counts):
     assert sum(-(-count // 8) for count in counts) == (tiles[:, 0] >= 0).sum() <= len(tiles)
 
 
-@pytest.mark.parametrize("dtype", [HALF, FULL])
-def test_products_take_the_tiles_into_which_pairs_were_sorted(dtype):
-    """Whether weights are packed or wide."""
-    x = torch.empty(1, 16, dtype=dtype, device="meta")
-    for num_pairs in range(1, 4000):
-        assert product.tiles_of(x, num_pairs, 8, True).block_m == product.tiles_of(x, num_pairs, 8, False).block_m
+def test_products_take_the_tiles_into_which_pairs_were_sorted(launches, monkeypatch):
+    """Also where gate and up are packed, and down is wide."""
+    monkeypatch.setattr(
+        product, "tiles_of", lambda x, pairs, experts, is_packed: product.Tiles(16 if is_packed else 8, 32, 64, 4, 1)
+    )
+    packed, wide = (make_experts(name, 64, 64, 4) for name in ("int4 by row", "dense"))
+    operands = packed.operands._replace(down=wide.operands.down)
+    ids, x = torch.arange(40, dtype=torch.int32).view(40, 1) % 2, torch.randn(40, 64).to(HALF)
+    weights = torch.ones(40, 1)
+    found = product.expert_mlp(x, ids, weights, packed.table, operands, packed.activation, 2)
+    assert [one["BLOCK_M"] for one in launches["expert_product_kernel"]] == [16, 16]
+    for row in (0, 17, 39):
+        alone = product.expert_mlp(
+            x[row : row + 1], ids[row : row + 1], weights[:1], packed.table, operands, packed.activation, 2
+        )
+        assert torch.equal(found[:, row], alone[:, 0])
 
 
 def test_rows_that_the_copy_unit_loads(monkeypatch, launches):

@@ -25,7 +25,7 @@ from nanoinfer.kernels.launch.sizes import next_power_of_2
 from nanoinfer.kernels.layer.activation import ACTIVATIONS, act_and_mul, activate, clamped
 from nanoinfer.kernels.layer.rms_norm import rounded
 from nanoinfer.kernels.linear.expand import COLUMN, expanded_plane, first_blocks, form_of, scales_of_rows
-from nanoinfer.kernels.linear.launches import HOPPER, gpu_of
+from nanoinfer.kernels.linear.launches import HOPPER, LARGE_SHARED_MEMORY, gpu_of
 from nanoinfer.kernels.linear.packed import expanded_block, waited_for
 from nanoinfer.kernels.linear.tiles import biased
 
@@ -279,15 +279,18 @@ class Pairs(NamedTuple):
 
     ids: Tensor
     table: Tensor
-    order: Tensor | None = None
-    tiles: Tensor | None = None
+    order: Tensor | None
+    tiles: Tensor | None
+    sizes: Tiles
 
 
-def pairs_of(x: Tensor, ids: Tensor, table: Tensor) -> Pairs:
-    """Return the pairs, sorted. The pairs of one row of x need not be: they have different experts."""
+def pairs_of(x: Tensor, ids: Tensor, table: Tensor, experts: ExpertWeights) -> Pairs:
+    """Return the pairs, sorted into tiles. Those of one row of x need not be: they have different experts."""
+    is_packed = any(weight.packed is not None for weight in (*experts.gate_up, experts.down))
     if len(ids) == 1:
-        return Pairs(ids, table)
-    return Pairs(ids, table, *sort_pairs(ids, table, tiles_of(x, ids.numel(), len(table), True).block_m))
+        return Pairs(ids, table, None, None, tiles_of(x, 0, len(table), is_packed))
+    sizes = tiles_of(x, ids.numel(), len(table), is_packed)
+    return Pairs(ids, table, *sort_pairs(ids, table, sizes.block_m), sizes)
 
 
 def expert_mlp(
@@ -313,7 +316,7 @@ def expert_mlp(
     out = torch.empty(2, num_rows, hidden_size, dtype=torch.float32, device=x.device)
     if num_rows == 0:
         return out
-    pairs = pairs_of(x, ids, table)
+    pairs = pairs_of(x, ids, table, experts)
     hidden = _hidden(x, pairs, experts.gate_up, activation)
     width = slice_width(num_pairs, hidden_size)
     products = torch.empty(num_pairs * width, dtype=torch.float32, device=x.device)
@@ -339,7 +342,8 @@ def shared_mlp(x: Tensor, table: Tensor, experts: ExpertWeights, activation: Gat
     if part >= down.in_features:
         out[1].zero_()
     if len(x):
-        pairs = pairs_of(x, torch.zeros(len(x), 1, dtype=torch.int32, device=x.device), table)
+        ids = torch.zeros(len(x), 1, dtype=torch.int32, device=x.device)
+        pairs = pairs_of(x, ids, table, experts)
         _launch(_hidden(x, pairs, experts.gate_up, activation), out, pairs, down, scatters=True, part=part)
     return out
 
@@ -364,10 +368,9 @@ def _launch(
     x: Tensor, out: Tensor, pairs: Pairs, weight: ExpertWeight, activation: GatedActivation | None = None, *,
     gathers: bool = False, scatters: bool = False, first_row: int = 0, part: int | None = None,
 ) -> None:  # fmt: skip
-    num_pairs, width, size = pairs.ids.numel(), out.shape[-1], weight.in_features
+    width, size, tiles = out.shape[-1], weight.in_features, pairs.sizes
     assert x.is_contiguous() and out.stride(-1) == 1 and x.shape[1] == size, "rows must be packed"
-    num_tiles = num_pairs if pairs.order is None else len(pairs.tiles)
-    tiles = tiles_of(x, 0 if pairs.order is None else num_pairs, len(pairs.table), weight.packed is not None)
+    num_tiles = pairs.ids.numel() if pairs.order is None else len(pairs.tiles)
     part = min(part or size, size)
     form, unroll, stages = None, 1, tiles.stages
     if weight.packed is not None:
@@ -387,7 +390,7 @@ def _launch(
             x_rows = TensorDescriptor(x, list(x.shape), [size, 1], [tiles.block_m, columns])
     grid = (triton.cdiv(width, tiles.block_n // (2 if gated else 1)), num_tiles, triton.cdiv(size, part))
     expert_product_kernel[grid](
-        x, out, *pairs, *(weight.tensors.get(name) for name in NAMES), x_rows, first_row, width, out.stride(-2),
+        x, out, *pairs[:4], *(weight.tensors.get(name) for name in NAMES), x_rows, first_row, width, out.stride(-2),
         out.stride(0) if out.dim() == 3 else 0, FORM=form,
         PLACES=Places(weight.stride, *(weight.offsets.get(name, 0) for name in NAMES)), SIZE=size,
         NUM_ROWS=weight.num_rows, CHOSEN=pairs.ids.shape[1], PART=part, GATHER=gathers,
@@ -411,17 +414,27 @@ def tiles_of(x: Tensor, num_pairs: int, num_experts: int, is_packed: bool) -> Ti
     """
     if x.element_size() == 4:
         return Tiles(16, 32, 32, 4, 1)
-    table = _TILES[is_packed]
-    return next(tiles for most, tiles in table if num_pairs <= most * num_experts)
+    found = next(tiles for most, tiles in _TILES[is_packed] if num_pairs <= most * num_experts)
+    if found.block_n > 128 and gpu_of(x.device).shared_memory < LARGE_SHARED_MEMORY:
+        found = found._replace(block_n=64, num_warps=4)
+    return found
 
 
-_FOR_MORE = (
-    (32, Tiles(32, 64, 128, 4, 3)),
-    (128, Tiles(64, 64, 64, 4, 3)),
-    (sys.maxsize, Tiles(128, 128, 64, 8, 3)),
-)
+_FOR_MORE = ((32, Tiles(32, 64, 128, 4, 3)), (128, Tiles(64, 64, 64, 4, 3)))
 _TILES = {
-    False: ((0, Tiles(8, 32, 256, 2, 3)), (6, Tiles(8, 64, 256, 4, 3)), (12, Tiles(16, 32, 256, 2, 3)), *_FOR_MORE),
-    True: ((0, Tiles(8, 32, 256, 1, 4)), (6, Tiles(8, 64, 256, 2, 3)), (12, Tiles(16, 128, 256, 4, 3)), *_FOR_MORE),
+    False: (
+        (0, Tiles(8, 32, 256, 2, 3)),
+        (6, Tiles(8, 64, 256, 4, 3)),
+        (12, Tiles(16, 32, 256, 2, 3)),
+        *_FOR_MORE,
+        (sys.maxsize, Tiles(128, 128, 64, 8, 3)),
+    ),
+    True: (
+        (0, Tiles(8, 32, 256, 1, 4)),
+        (6, Tiles(8, 64, 256, 2, 3)),
+        (12, Tiles(16, 128, 256, 4, 3)),
+        *_FOR_MORE,
+        (sys.maxsize, Tiles(64, 256, 64, 8, 3)),
+    ),
 }
 """By whether weights are packed: up to how many rows of an expert they serve."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.linear.packing import PackedWeight
 
-WORKSPACE_BYTES = 64 * 2**20
+WORKSPACE_BYTES = 128 * 2**20
 """About as many bytes of float32 products lie beside each other before they are added."""
 
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = "softmax", "sigmoid", "softmax of chosen"
