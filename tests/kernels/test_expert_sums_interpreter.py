@@ -194,7 +194,7 @@ def test_what_is_not_a_number_goes_through_the_clamp():
 
 def test_slices_of_columns_have_the_bits_of_all(launches, monkeypatch):
     """Parts of a shared expert are added last; no product is added before it was rounded."""
-    experts = make_experts("dense", 320, 16, 5, dtype=FULL)
+    experts = make_experts("dense", 320, 16, 5, dtype=FULL, bias=True)
     tiled(monkeypatch, product.Tiles(8, 128, 32, 4, 1))
     x, (ids, weights), shared = torch.randn(4, 320), chosen(4, 5, 4), torch.randn(2, 4, 320)
     ids[1, 1], ids[3] = -1, -1
