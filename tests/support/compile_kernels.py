@@ -87,6 +87,7 @@ from nanoinfer.kernels import fused as layers
 from nanoinfer.kernels.attention import decode_partial, merge, prefill
 from nanoinfer.kernels.attention.shape import KernelShape, can_use_tma, prefill_tiles
 from nanoinfer.kernels.experts import product
+from nanoinfer.kernels.experts import tiles as expert_tiles
 from nanoinfer.kernels.experts.routing import SIGMOID, GatedActivation, Routing
 from nanoinfer.kernels.layer.activation import act_and_mul
 from nanoinfer.kernels.layer.head_steps import HeadSteps
@@ -106,7 +107,7 @@ for name, module in list(sys.modules.items()):
             PDL=gpu.has_pdl, launch_pdl=gpu.has_pdl, enable_fp_fusion=fuses
         )
 expand.has_instructions = lambda device: True
-for module in (launches, packed, rows, product):
+for module in (launches, packed, rows, product, expert_tiles):
     module.gpu_of = lambda device: gpu.numbers
 
 
