@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from nanoinfer.layers.experts import Experts
-from nanoinfer.layers.formats.base import Filling, Stack
+from nanoinfer.layers.formats.base import Dense, Filling, Stack
 from nanoinfer.layers.linear import Linear
 from nanoinfer.models.checkpoint_info import TensorEntry
 from nanoinfer.models.decoder import Decoder
@@ -236,7 +236,9 @@ def check_kv_scales(entries: Iterable[TensorEntry]) -> None:
 def fill_with_noise(model: Decoder, seed: int, progress: bool) -> None:
     """Fill the weights with normal noise, standard deviation 0.02.
 
-    The mean is 0; for norms it is the value that leaves the norm's input unscaled.
+    The mean is 0; for norms it is the value that leaves the norm's input unscaled. Wide embeddings of a sparse model
+    have deviation 1: then a row's experts follow from its own token, and tokens drawn at random choose about uniformly.
+    Otherwise all rows of a prompt would soon choose the same, as the mean over the prompt is most of each.
     """
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
     modules = list(model.modules())
@@ -249,3 +251,6 @@ def fill_with_noise(model: Decoder, seed: int, progress: bool) -> None:
         for name, weight in module.named_parameters(recurse=False):
             mean = module.neutral_weight if name == "weight" else 0.0
             weight.normal_(mean, 0.02, generator=generator)
+    table = model.embed_tokens.weights
+    if model.spec.sparse is not None and isinstance(table, Dense):
+        model.embed_tokens.weight.mul_(1 / 0.02)
