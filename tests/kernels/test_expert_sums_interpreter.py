@@ -194,17 +194,17 @@ def test_what_is_not_a_number_goes_through_the_clamp():
 
 def test_slices_of_columns_have_the_bits_of_all(launches, monkeypatch):
     """Parts of a shared expert are added last; no product is added before it was rounded."""
-    experts = make_experts("dense", 320, 16, 5, dtype=FULL, bias=True)
+    experts = make_experts("dense", 320, 16, 9, dtype=FULL, bias=True)
     tiled(monkeypatch, product.Tiles(8, 128, 32, 4, 1))
-    x, (ids, weights), shared = torch.randn(4, 320), chosen(4, 5, 4), torch.randn(2, 4, 320)
+    x, (ids, weights), shared = torch.randn(4, 320), chosen(4, 9, 7), torch.randn(2, 4, 320)
     ids[1, 1], ids[3] = -1, -1
     wanted = run(experts, x, ids, weights, shared, plain_mlp)
     assert torch.equal(wanted[:, 3], shared[:, 3])
-    for num_bytes, widths in ((2**26, [320]), (1, [128, 128, 64]), (256 * 4 * 16 + 64, [256, 64])):
+    for num_bytes, widths in ((2**26, [320]), (1, [128, 128, 64]), (256 * 4 * 28 + 64, [256, 64])):
         monkeypatch.setattr(routing, "WORKSPACE_BYTES", num_bytes)
         launches["expert_product_kernel"].clear(), launches["add_experts_kernel"].clear()
         assert torch.equal(run(experts, x, ids, weights, shared), wanted)
-        assert len(launches["expert_product_kernel"]) == 1 + len(widths) and product.slice_width(16, 320) == widths[0]
+        assert len(launches["expert_product_kernel"]) == 1 + len(widths) and product.slice_width(28, 320) == widths[0]
         assert [options["enable_fp_fusion"] for options in launches["add_experts_kernel"]] == [False] * len(widths)
 
 
