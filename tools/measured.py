@@ -110,6 +110,35 @@ def resident(record: dict) -> str:
     return _table(["resident, sequences x tokens", "ms", "floor, ms", "ratio"], rows)
 
 
+def sparse(record: dict) -> str:
+    """Sparse models: steps as microseconds a layer, which is a whole step divided by the layers, and prefill."""
+    cases = {name: one for case in record.get("sparse", {}).get("cases", {}).values() for name, one in case.items()}
+    rows = []
+    for name, case in cases.items():
+        if not isinstance(case, dict) or "seconds_per_token" not in case and "time_per_flop_ratio" not in case:
+            continue
+        more, layer = case.get("more_than_dense"), case.get("microseconds_per_layer")
+        rows.append(
+            [
+                name,
+                f"{case['seconds_per_token'] * 1e3:.3f}" if layer else "",
+                f"{layer:,.1f}" if layer else "",
+                f"{more:+.1f}" if more else "",
+                "" if layer else f"{case['prefill_tokens_per_second']:,.0f}",
+                f"{case['time_per_flop_ratio']:.2f}" if "time_per_flop_ratio" in case else "",
+            ]
+        )
+    head = [
+        "sequences x tokens",
+        "ms a step",
+        "us a layer",
+        "more than dense",
+        "prefill, tokens/s",
+        "time per FLOP of 4B's",
+    ]
+    return _table(head, rows) if rows else ""
+
+
 def prefill_32k(record: dict) -> str:
     """Prefill of a prompt of 32,768 tokens in both modes."""
     case = record["cases"].get("one_sequence_32k", {})
@@ -454,6 +483,7 @@ PARTS: dict[str, Callable[[dict], str]] = {
         prefill_32k,
         planner,
         resident,
+        sparse,
         latency,
         arrivals,
         kernels,
