@@ -9,6 +9,7 @@ from nanoinfer.common.errors import did_you_mean, shown
 from nanoinfer.kernels.reference import ACTIVATIONS
 from nanoinfer.layers.formats.base import DENSE, Formats
 from nanoinfer.layers.linear import Linear
+from nanoinfer.layers.norm import RMSNorm
 
 
 class MLP(nn.Module):
@@ -49,6 +50,13 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[N, hidden_size] -> [N, hidden_size]."""
         return self.down_proj(self.hidden(x))
+
+    def add(self, x: Tensor, normed: Tensor, norm: RMSNorm, num_live: Tensor) -> Tensor:
+        """Add the MLP of normed, [N, hidden_size], to x, in place, and return the norm of x.
+
+        num_live: [1] int32, how many rows are tokens: all are computed alike.
+        """
+        return self.down_proj.project_add_norm(x, self.hidden(normed), norm)
 
     def hidden(self, x: Tensor) -> Tensor:
         """Compute the input of `down_proj`: [N, intermediate_size]."""

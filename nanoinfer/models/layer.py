@@ -159,9 +159,7 @@ class DecoderLayer(nn.Module):
         """
         if self.attention_output_norm is None:
             normed = self.self_attn.o_proj.project_add_norm(x, attn, self.post_attention_layernorm)
-            if isinstance(self.mlp, SparseMLP):
-                return self.mlp.add(x, normed, norm, num_live)
-            return self.mlp.down_proj.project_add_norm(x, self.mlp.hidden(normed), norm)
+            return self.mlp.add(x, normed, norm, num_live)
         # Attention's output has no name, so it is freed before the gated layer, the largest user of memory.
         normed = _norm_of_sum(self.post_attention_layernorm, x, self.attention_output_norm(self.self_attn.o_proj(attn)))
         return _norm_of_sum(norm, x, self.mlp_output_norm(self.mlp(normed)))

@@ -11,8 +11,6 @@ from nanoinfer.kernels.experts.routing import SIGMOID, SOFTMAX, Routing
 from nanoinfer.kernels.launch.pdl import launch_options, let_next_in, wait_for_inputs
 from nanoinfer.kernels.launch.sizes import next_power_of_2
 
-NONE = -1
-"""In place of an expert: a row that is no token chooses none."""
 _PAIRS_AT_ONCE = 4096
 
 
