@@ -350,7 +350,7 @@ def _hidden(x: Tensor, pairs: Pairs, gate_up: tuple[ExpertWeight, ...], activati
     for weight, out in zip(gate_up, both.chunk(len(gate_up), dim=1), strict=True):
         _launch(x, out, pairs, weight, gathers=True)
     if has_kernel:
-        return act_and_mul(both, activation.name, activation.limit, activation.alpha)
+        return act_and_mul(both, activation.name, activation.limit, activation.alpha, fuses=False)
     return reference.gated(*both.chunk(2, dim=1), activation)
 
 
@@ -387,7 +387,8 @@ def _launch(
         SCATTER=scatters, GATED=gated, GELU=gated and activation.name != "silu",
         LIMIT=activation.limit if gated else None, ALPHA=activation.alpha if gated else 1.0, UNROLL=unroll,
         WHOLE=is_whole, PRECISION="ieee" if x.dtype == torch.float32 else "tf32", BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n, BLOCK_K=tiles.columns, STAGES=stages, num_warps=tiles.num_warps, **launch_options(x),
+        BLOCK_N=tiles.block_n, BLOCK_K=tiles.columns, STAGES=stages, num_warps=tiles.num_warps,
+        **launch_options(x, fuses=False),
     )  # fmt: skip
 
 

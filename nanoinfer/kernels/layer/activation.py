@@ -57,11 +57,13 @@ def act_and_mul_kernel(
     tl.store(out + row * SIZE + column, result.to(out.dtype.element_ty), mask=inside)
 
 
-def act_and_mul(gate_up: Tensor, activation: str, limit: float | None = None, alpha: float = 1.0) -> Tensor:
+def act_and_mul(
+    gate_up: Tensor, activation: str, limit: float | None = None, alpha: float = 1.0, *, fuses: bool = True
+) -> Tensor:
     """Compute activation(gate) * up.
 
-    gate_up: [N, 2 * size], gate first; activation: one of `ACTIVATIONS`; limit, alpha: of a `GatedActivation`.
-    Returns [N, size].
+    gate_up: [N, 2 * size], gate first; activation: one of `ACTIVATIONS`; limit, alpha: of a `GatedActivation`; fuses:
+    see `launch_options`. Returns [N, size].
     """
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1, "values of a row must be packed"
@@ -70,7 +72,7 @@ def act_and_mul(gate_up: Tensor, activation: str, limit: float | None = None, al
     if num_rows:
         act_and_mul_kernel[(num_rows, triton.cdiv(size, TILE))](
             gate_up, out, gate_up.stride(0), SIZE=size, GELU=activation != "silu", LIMIT=limit, ALPHA=alpha,
-            TILE=TILE, num_warps=4, **launch_options(gate_up),
+            TILE=TILE, num_warps=4, **launch_options(gate_up, fuses=fuses),
         )  # fmt: skip
     return out
 
