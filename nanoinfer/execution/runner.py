@@ -237,6 +237,9 @@ class ModelRunner:
         timeline = NoTimeline() if timeline is None else timeline
         with self.compute.current():
             step, prefill = self._begin(plan)
+            # Not behind the logits: an upload between a prompt's logits and its sampling makes every boundary between
+            # two kernels of the decode graphs that follow 0.4 us longer on an H100 and H200 (3% of a step of a 4B).
+            self.decode_program.sampling.update(self.compute, plan.sampling)
             self.offload.run(step, plan.operation, plan.gone_host_blocks, timeline)
             logits = self.decode_program.logits[: len(plan.sampled_rows)]
             if prefill is not None and len(logits):
@@ -257,7 +260,6 @@ class ModelRunner:
         with self.compute.current():
             launched.timeline.begin(self.compute, COMPUTE)
             if len(logits):
-                sampling.update(self.compute, plan.sampling)
                 if on_logits is not None:
                     on_logits(logits)
                 if prefill is None:
