@@ -9,6 +9,7 @@ import time
 from nanoinfer.common.errors import choose
 from nanoinfer.common.units import counted
 from nanoinfer.config import EngineConfig
+from nanoinfer.engine.stats import experts_read
 from nanoinfer.llm import LLM
 from nanoinfer.measure.report import paragraph, write_figures
 from nanoinfer.measure.run import Load, random_prompts
@@ -40,6 +41,10 @@ LINES = {
 LINES_WHERE_ANY = {
     "prefix cache": ("prefix_cache_hit_rate", "{prefix_cache_hit_rate:.1%} of the prompts' tokens were found"),
     "prefill graphs": ("prefill_graph_hit_rate", "{prefill_graph_hit_rate:.1%} of the prefill steps ran from them"),
+    "experts": (
+        "experts_read_per_layer",
+        "{experts_read_per_layer:.1f} of a layer in a decode step on average, {expert_bytes_per_step!G:,.2f} GB in all",
+    ),
     "streamed": ("streamed_bytes", "{streamed_bytes!G:,.1f} GB"),
     "preemptions": ("num_preemptions", "{num_preemptions:,}"),
 }
@@ -114,6 +119,7 @@ def run_load(llm: LLM, load: Load, *, progress: bool = False) -> dict:
         "num_preemptions": gained("num_preemptions"),
         "streamed_bytes": gained("streamed_bytes"),
         "bound": decode.bound,
+        **experts_read(llm.engine.runner.spec.sparse, decode),
     }
 
 

@@ -364,6 +364,9 @@ class LLMEngine:
         estimates from a sample of the steps. `host_seconds` is the part of `decode_seconds` in which the host did not
         wait for the device. `bound`, `advice` and `notes` say what bound the decode steps, what would help, and which
         settings had no effect.
+
+        `experts_read_per_layer` is how many experts of a layer the rows of a decode step chose together on average, and
+        `expert_bytes_per_step` their bytes in all layers. `prefill_experts_read` sums up over layers and prefill steps.
         """
         with self.changing():
             self.kv_cache.tables.lifetimes.reclaim()

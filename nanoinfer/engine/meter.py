@@ -48,6 +48,7 @@ class DecodeTimes:
         copy_seconds: the part of `sampled_seconds` in which the link brought KV to the GPU.
         wait_seconds: the part of `sampled_seconds` in which compute waited for these copies.
         compute_seconds: the part of `sampled_seconds` in which compute had work.
+        experts_read: experts that some row chose, of each layer.
     """
 
     num_steps: int = 0
@@ -60,6 +61,7 @@ class DecodeTimes:
     copy_seconds: float = 0.0
     wait_seconds: float = 0.0
     compute_seconds: float = 0.0
+    experts_read: int = 0
 
     def since(self, earlier: DecodeTimes) -> DecodeTimes:
         """Return the difference from `earlier`, a copy of these sums made at an earlier time."""
@@ -103,6 +105,7 @@ class StepMeter:
         times: sums over decode steps since the engine was made.
         prefill_seconds: the time of prefill steps, which the counts below are of, too. Mixed steps are prefill steps
             that also compute tokens of running sequences; `num_mixed_tokens` counts these tokens.
+        prefill_experts_read: as `DecodeTimes.experts_read`, of prefill steps.
         resident_share: share of the full KV blocks of all running sequences that lay on the GPU in the newest step.
     """
 
@@ -114,10 +117,12 @@ class StepMeter:
     num_mixed_steps: int = 0
     num_mixed_tokens: int = 0
     num_decode_tokens: int = 0
+    prefill_experts_read: int = 0
     trace: Trace | None = None
     resident_share: float = 1.0
     _num_launched: int = 0  # decode steps
     _last_read: float = 0.0  # when the newest step was read
+    _experts_read: int = 0  # of all steps until then
     _open: list[tuple[Timeline, float]] = field(default_factory=list)  # with the step's seconds; copies may still run
 
     def timeline(self, is_decode: bool) -> Timeline | None:
@@ -139,16 +144,20 @@ class StepMeter:
         """Add a step that was read at `now` to the sums. The host waited for it during the last `wait_seconds`."""
         batch, seconds = step.batch, now - max(step.launched, self._last_read)
         self._last_read = now
+        before, self._experts_read = self._experts_read, step.tokens.experts_read
+        experts_read = self._experts_read - before
         if batch.chunks:
             self.prefill_seconds += seconds
             self.num_prefill_steps += 1
             self.num_prefill_tokens += sum(chunk.end - chunk.begin for chunk in batch.chunks)
             self.num_mixed_steps += bool(batch.decoding)
             self.num_mixed_tokens += len(batch.decoding)
+            self.prefill_experts_read += experts_read
             return
         times = self.times
         self.num_decode_tokens += len(batch.decoding)
         times.num_steps += 1
+        times.experts_read += experts_read
         times.seconds += seconds
         times.host_seconds += seconds - wait_seconds
         if step.streamed_bytes:

@@ -6,6 +6,7 @@ from typing import Any
 
 from nanoinfer.common.units import GIB
 from nanoinfer.engine.meter import DecodeTimes
+from nanoinfer.models.base import SparseSpec
 
 Engine = Any  # an `LLMEngine`, whose file imports this one
 
@@ -50,6 +51,8 @@ def statistics(engine: Engine) -> dict[str, int | float | str | dict | list[str]
         "num_decode_steps": decode.num_steps,
         "num_decode_tokens": meter.num_decode_tokens,
         "decode_seconds": decode.seconds,
+        **experts_read(engine.runner.spec.sparse, decode),
+        "prefill_experts_read": meter.prefill_experts_read,
         "graph_replays": decoded.graph_replays,
         "eager_steps": decoded.eager_steps,
         "padded_rows": decoded.padded_rows,
@@ -63,6 +66,15 @@ def statistics(engine: Engine) -> dict[str, int | float | str | dict | list[str]
         "bound": decode.bound,
         "advice": advice(engine, decode),
         "notes": notes(engine),
+    }
+
+
+def experts_read(sparse: SparseSpec | None, times: DecodeTimes) -> dict[str, float]:
+    """Return what decode steps read of experts; zeros of a model that has none."""
+    per_step = times.experts_read / max(1, times.num_steps)
+    return {
+        "experts_read_per_layer": per_step / sparse.num_layers if sparse else 0.0,
+        "expert_bytes_per_step": per_step * sparse.bytes_per_expert if sparse else 0.0,
     }
 
 

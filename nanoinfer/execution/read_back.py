@@ -24,10 +24,12 @@ class PendingTokens:
         values: [places, 1 + top] float32, pinned: the token's log-probability, then the top values.
         ids: [places, 1 + top] int64, pinned: the token's rank, then the top ids.
         fault: why logits are unsound, as far as it is known.
+        reads: [1] int64, pinned, see `ReadBack`.
 
     Attributes:
         done: recorded behind the step.
         made: when the step was seen to have run, if it was before the host waited for it.
+        experts_read: of this step and all before it, once it was read.
     """
 
     def __init__(
@@ -38,10 +40,12 @@ class PendingTokens:
         ids: torch.Tensor,
         done: Event,
         fault: str,
+        reads: torch.Tensor,
     ) -> None:
         self._tokens, self._places, self._values, self._ids, self._fault = tokens, places, values, ids, fault
-        self.done = done
+        self.done, self._reads = done, reads
         self.made: float | None = None
+        self.experts_read = 0
 
     def read(self) -> list[tuple[int, tuple[float, int, list[float], list[int]] | None, Exception | None]]:
         """Wait until the step has run, and return what it sampled.
@@ -51,7 +55,7 @@ class PendingTokens:
             None, or why the token is unusable.
         """
         self.done.synchronize("host.read_after_step")
-        tokens = self._tokens.tolist()
+        tokens, self.experts_read = self._tokens.tolist(), self._reads.item()
         logprobs: list[tuple[float, int, list[float], list[int]] | None] = [None] * len(tokens)
         for place, values, ids in zip(self._places, self._values.tolist(), self._ids.tolist(), strict=True):
             logprobs[place] = values[0], ids[0], values[1:], ids[1:]
@@ -65,16 +69,19 @@ class ReadBack:
     Args:
         max_rows: the most rows that sample in one step.
         fault: as in `PendingTokens`.
+        reads: [1] int64, how many experts all steps have read; None: there are none.
 
     Attributes:
         buffers: pinned ones and an event behind them, twice: one set is written while the host still reads the other.
     """
 
-    def __init__(self, runtime: Runtime, compute: Stream, max_rows: int, fault: str) -> None:
-        self._compute, self._fault = compute, fault
+    def __init__(
+        self, runtime: Runtime, compute: Stream, max_rows: int, fault: str, reads: torch.Tensor | None = None
+    ) -> None:
+        self._compute, self._fault, self._reads = compute, fault, reads
         self._places = DeviceTable(runtime, max_rows)
         each = max_rows * (1 + MAX_LOGPROBS)
-        sizes = (max_rows, torch.int64), (each, torch.float32), (each, torch.int64)
+        sizes = (max_rows, torch.int64), (each, torch.float32), (each, torch.int64), (1, torch.int64)
         self.buffers = deque(([runtime.staging(*size) for size in sizes], runtime.event()) for _ in range(2))
 
     def send(self, tokens: torch.Tensor, logits: torch.Tensor, num_logprobs: dict[int, int]) -> PendingTokens:
@@ -83,7 +90,7 @@ class ReadBack:
         tokens: [n] int64; logits: [n, vocab_size]; num_logprobs: as in `StepPlan`.
         """
         self.buffers.rotate()
-        (tokens_host, *flat), done = self.buffers[0]
+        (tokens_host, *flat, reads), done = self.buffers[0]
         places, top = list(num_logprobs), max(num_logprobs.values(), default=0)
         values, ids = (buffer[: len(places) * (1 + top)].view(len(places), 1 + top) for buffer in flat)
         if places:
@@ -101,8 +108,10 @@ class ReadBack:
         tokens_host = tokens_host[: len(tokens)]
         if len(tokens):
             self._compute.copy(tokens_host, tokens)
+        if self._reads is not None:
+            self._compute.copy(reads, self._reads)
         self._compute.record(done)
-        return PendingTokens(tokens_host, places, values, ids, done, self._fault)
+        return PendingTokens(tokens_host, places, values, ids, done, self._fault, reads)
 
     def forget(self) -> None:
         """Have the table uploaded again: after an exception, the one on the device may hold anything."""

@@ -29,6 +29,7 @@ from nanoinfer.execution.read_back import PendingTokens, ReadBack
 from nanoinfer.execution.recurrent import RecurrentStates
 from nanoinfer.execution.resources import Resources
 from nanoinfer.execution.stream_shares import stream_shares
+from nanoinfer.layers.experts import reads_of
 from nanoinfer.layers.linear import Head, Linear
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.models.decoder import Decoder
@@ -113,7 +114,9 @@ class ModelRunner:
         logits_fault = (
             "logits of the request are NaN or infinite: the checkpoint's weights are damaged (download it again)"
         ) + (', or the model overflows in float16 (set dtype="bfloat16" or "float32")' * (spec.dtype == torch.float16))
-        self.read_back = ReadBack(runtime, self.compute, self.decode_program.tokens.numel(), logits_fault)
+        if (reads := reads_of(model)) is not None:
+            reads.zero_()  # nobody asked for what was read so far
+        self.read_back = ReadBack(runtime, self.compute, self.decode_program.tokens.numel(), logits_fault, reads)
         self.graph_memory: tuple[int, int] | None = None  # bytes in use before, and that plus what all captures took
         runtime.synchronize()  # tables were filled on another stream than the one that will write them
 

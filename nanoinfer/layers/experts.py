@@ -120,11 +120,13 @@ class Experts(nn.Module):
     """The experts of a layer: down(activation(gate(x)) * up(x)) each.
 
     `share_pools` gives it `pool`, [places, stride] uint8, and `table`, [num_experts] int32; `operands` are its
-    weights.
+    weights. `reads`, [1] int64, counts the experts that all layers have read, each once a step.
 
     Raises:
         ValueError: the activation is not supported, or experts have unlike formats.
     """
+
+    reads: Tensor | None = None
 
     def __init__(
         self,
@@ -217,7 +219,7 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor, first_half: int, shared: Tensor | None) -> Tensor:
         """Compute the two sums of each row: [2, N, hidden_size] float32; see `kernels.experts.product.expert_mlp`."""
         return self.operations.expert_mlp(
-            x, ids, weights, self.table, self.operands, self.activation, first_half, shared
+            x, ids, weights, self.table, self.operands, self.activation, first_half, shared, self.reads
         )
 
     def as_shared(self, x: Tensor) -> Tensor:
@@ -347,7 +349,7 @@ class SparseMLP(nn.Module):
 
 
 def share_pools(model: nn.Module, *, device) -> nn.ParameterList:
-    """Give the experts of all layers whose runs are of one length one pool, and each layer its table of places."""
+    """Give the experts of all layers whose runs are of one length one pool, each layer its table, and all one count."""
     by_stride: dict[int, list[Experts]] = {}
     for module in model.modules():
         if isinstance(module, Experts):
@@ -365,4 +367,13 @@ def share_pools(model: nn.Module, *, device) -> nn.ParameterList:
             places.copy_(torch.arange(begin, begin + one.num_experts))
             one.share(pool, places, begin)
             begin += one.num_experts
+    if by_stride:
+        pools.append(nn.Parameter(torch.zeros(1, dtype=torch.int64, device=device), requires_grad=False))
+        for one in sum(by_stride.values(), []):
+            one.reads = pools[-1].data
     return pools
+
+
+def reads_of(model: nn.Module) -> Tensor | None:
+    """Return the count that the experts of a model share; None: it has none."""
+    return next((one.reads for one in model.modules() if isinstance(one, Experts)), None)

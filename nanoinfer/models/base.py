@@ -64,6 +64,11 @@ class SparseSpec:
     is_parted: bool = False
     is_clamped: bool = False
 
+    @property
+    def bytes_per_expert(self) -> float:
+        """Bytes of one expert, on average over the layers."""
+        return self.expert_bytes / (self.num_layers * self.num_experts)
+
     def chosen_share(self, num_rows: int) -> float:
         """Return the share of a layer's experts that rows choose together, expected of choices at random."""
         return 1 - (1 - self.num_chosen / self.num_experts) ** num_rows

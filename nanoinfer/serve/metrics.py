@@ -36,6 +36,11 @@ _GAUGES = (
     ("graph_bytes", "GPU memory that capturing CUDA graphs took.", "graph_bytes"),
     ("kv_cache_usage_perc", "Share of the GPU pool in use, 0 to 1.", "gpu_share"),
     ("num_http_requests_open", "HTTP requests that wait or run.", "num_streams"),
+    (
+        "experts_read_per_layer",
+        "Experts of a layer that a decode step reads on average; 0: the model has none.",
+        "experts_read_per_layer",
+    ),
     ("kv_resident_share", "Share of the running sequences' full KV blocks that lies on the GPU.", "kv_resident_share"),
 )
 _COUNTERS = (

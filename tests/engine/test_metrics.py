@@ -11,6 +11,8 @@ from tiny_models import make_checkpoint
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.engine.meter import DecodeTimes, StepMeter
 from nanoinfer.engine.trace import write_trace
+from nanoinfer.layers.experts import share_pools
+from nanoinfer.models import decoder
 from offload import Timeline
 from offload.runtime.timeline import COMPUTE, COPY, WAIT, WRITE
 
@@ -106,6 +108,34 @@ def test_streaming_steps_are_sampled_and_counted(path):
     assert 0 < engine.meter.times.sampled_seconds < engine.meter.times.seconds, "every step was timed, or none"
     assert stats["bound"] in ("link", "CPU", "device memory") and stats["advice"]
     assert stats["kv_resident_share"] == 0.0 and stats["notes"] == []
+
+
+@pytest.mark.parametrize("runtime", [None, SimulatedRuntime(seed=2)], ids=["at once", "simulated"])
+def test_experts_that_steps_read_are_counted(runtime, tmp_path, monkeypatch):
+    """Each once a layer and step, of tokens alone; what ran before the engine was ready does not count."""
+
+    def pools_of_experts_that_were_read(model, *, device):
+        pools = share_pools(model, device=device)
+        model.layers[1].mlp.experts.reads.add_(100)
+        return pools
+
+    monkeypatch.setattr(decoder, "share_pools", pools_of_experts_that_were_read)
+    engine = make_engine(make_checkpoint("glm4_moe", tmp_path), runtime)
+    chosen = []
+    for layer in engine.runner.model.layers[1:]:  # the first is dense
+
+        def record(x, ids, *rest, forward=layer.mlp.experts.forward):
+            chosen.append((len(ids), len(ids[ids >= 0].unique())))
+            return forward(x, ids, *rest)
+
+        layer.mlp.experts.forward = record
+    assert engine.stats()["experts_read_per_layer"] == engine.stats()["prefill_experts_read"] == 0
+    run(engine, random_prompts(3, 30, 40), some_params(3, max_tokens=9))
+    stats = engine.stats()
+    prefill, decode = ([count for rows, count in chosen if (rows > 4) == is_prefill] for is_prefill in (True, False))
+    assert stats["prefill_experts_read"] == sum(prefill) and len(decode) == 2 * stats["num_decode_steps"] == 16
+    assert stats["experts_read_per_layer"] == sum(decode) / len(decode) > 3
+    assert stats["expert_bytes_per_step"] == sum(decode) / 8 * (3 * 48 * 24 * 4), "of three matrices in float32"
 
 
 def test_a_request_counts_its_own_blocks(path):

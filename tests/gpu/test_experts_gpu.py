@@ -33,9 +33,9 @@ def on_gpu(name, *sizes, **arguments):
     return make_experts(name, *sizes, dtype=arguments.pop("dtype", BFLOAT), device=DEVICE, **arguments)
 
 
-def run(experts, x, ids, weights, shared=None):
+def run(experts, x, ids, weights, shared=None, reads=None):
     return product.expert_mlp(
-        x, ids, weights, experts.table, experts.operands, experts.activation, first_half(experts), shared
+        x, ids, weights, experts.table, experts.operands, experts.activation, first_half(experts), shared, reads
     )
 
 
@@ -154,15 +154,16 @@ def test_sums_are_added_in_the_order_of_the_choice_each_product_rounded(activati
 
 
 def test_a_graph_serves_any_choice_and_any_number_of_rows():
-    """The host is asked nothing: a replay computes what it would without a graph."""
+    """The host is asked nothing: a replay computes what it would without a graph, and counts the experts it reads."""
     experts, alone = on_gpu("int4 with zeros", 256, 256, 8), on_gpu("dense", 256, 320, 1, is_shared=True)
     routing = Routing(num_experts=8, num_chosen=3, is_rounded=True)
     x, logits = (torch.randn(40, size, device=DEVICE).to(BFLOAT) for size in (256, 8))
     num_live = torch.tensor([40], dtype=torch.int32, device=DEVICE)
+    reads = torch.zeros(1, dtype=torch.int64, device=DEVICE)
 
     def compute():
         ids, weights = choose.choose_experts(logits, routing, None, num_live, BFLOAT)
-        return run(experts, x, ids, weights, alone.as_shared(x))
+        return run(experts, x, ids, weights, alone.as_shared(x), reads)
 
     compute()
     torch.cuda.synchronize()
@@ -173,7 +174,9 @@ def test_a_graph_serves_any_choice_and_any_number_of_rows():
         x.normal_(), logits.normal_(), num_live.fill_(live)
         if favourite is not None:
             logits[:, favourite] = 9.0
+        before, chosen = reads.item(), choose.choose_experts(logits, routing, None, num_live, BFLOAT)[0]
         graph.replay()
+        assert reads.item() - before == len(chosen[chosen >= 0].unique())
         found = out.clone()
         assert torch.equal(found, compute()), (live, favourite)
         assert torch.equal(found[:, live:], alone.as_shared(x)[:, live:])

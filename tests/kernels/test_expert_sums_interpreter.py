@@ -26,7 +26,7 @@ from expert_cases import (
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanoinfer.kernels import fused
-from nanoinfer.kernels.experts import product, reference, routing
+from nanoinfer.kernels.experts import add, product, reference, routing
 from nanoinfer.kernels.experts.choose import sort_pairs
 from nanoinfer.kernels.experts.routing import GatedActivation
 from nanoinfer.kernels.layer import activation
@@ -76,9 +76,9 @@ def launches(monkeypatch):
 
             return launch
 
-    for name in ("expert_product_kernel", "add_experts_kernel"):
-        monkeypatch.setattr(product, name, Recorded(product, name))
-    monkeypatch.setattr(activation, "act_and_mul_kernel", Recorded(activation, "act_and_mul_kernel"))
+    places = {"expert_product_kernel": product, "add_experts_kernel": add, "act_and_mul_kernel": activation}
+    for name, module in places.items():
+        monkeypatch.setattr(module, name, Recorded(module, name))
     return found
 
 
@@ -86,9 +86,9 @@ def tiled(monkeypatch, tiles):
     monkeypatch.setattr(product, "tiles_of", lambda *_: tiles)
 
 
-def run(experts, x, ids, weights, shared=None, operation=product.expert_mlp):
+def run(experts, x, ids, weights, shared=None, operation=product.expert_mlp, **counted):
     return operation(
-        x, ids, weights, experts.table, experts.operands, experts.activation, first_half(experts), shared
+        x, ids, weights, experts.table, experts.operands, experts.activation, first_half(experts), shared, **counted
     )  # fmt: skip
 
 
@@ -166,6 +166,20 @@ def test_projections_may_have_formats_of_their_own(launches, monkeypatch):
         "expert_product_kernel": 12, "add_experts_kernel": 4, "act_and_mul_kernel": 4
     }  # fmt: skip
     assert not any(options["enable_fp_fusion"] for of_kernel in launches.values() for options in of_kernel)
+
+
+@pytest.mark.parametrize("operation", [product.expert_mlp, reference.expert_mlp])
+def test_experts_that_some_row_takes_are_counted(operation, monkeypatch):
+    """Once each, if they are here; of one row, too, and once where columns have turns. No sum has other bits."""
+    monkeypatch.setattr(routing, "WORKSPACE_BYTES", 1)
+    experts = make_experts("dense", 160, 16, 6, dtype=FULL, missing=(1,), is_reversed=False)
+    ids = torch.tensor([[0, 2], [2, 1], [5, 0], [1, 3], [-1, -1]], dtype=torch.int32)
+    x, weights, reads = torch.randn(5, 160), torch.randn(5, 2), torch.tensor([2**40])
+    for begin, end, wanted in ((0, 5, 4), (0, 2, 2), (3, 5, 1), (1, 2, 1), (0, 1, 2), (4, 5, 0)):
+        some = x[begin:end], ids[begin:end], weights[begin:end]
+        before = reads.item()
+        assert torch.equal(run(experts, *some, None, operation, reads=reads), run(experts, *some, None, operation))
+        assert reads.item() - before == wanted, (begin, end)
 
 
 @pytest.mark.parametrize("name", ["gelu_pytorch_tanh", "gelu"])

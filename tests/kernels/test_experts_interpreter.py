@@ -10,7 +10,7 @@ if not triton.knobs.runtime.interpret:
     pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
 
 from nanoinfer.kernels import fused, reference
-from nanoinfer.kernels.experts import choose, product
+from nanoinfer.kernels.experts import add, choose, product
 from nanoinfer.kernels.experts.routing import SIGMOID, SOFTMAX, SOFTMAX_OF_CHOSEN, GatedActivation, Routing
 from nanoinfer.layers.experts import Experts, share_pools
 
@@ -129,7 +129,7 @@ def test_so_many_rows_as_no_second_size_of_a_grid_may_be(monkeypatch):
 
     for module, name in (
         (choose, "choose_experts_kernel"), (choose, "sort_pairs_kernel"), (product, "expert_product_kernel"),
-        (product, "add_experts_kernel"),
+        (add, "add_experts_kernel"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, Recorder())
     owner, num_rows = make_experts(torch.float16), 70_000

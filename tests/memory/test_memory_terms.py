@@ -145,11 +145,11 @@ def as_on_cuda(monkeypatch):
         ("experts.choose", "choose_experts_kernel"),
         ("experts.choose", "sort_pairs_kernel"),
         ("experts.product", "expert_product_kernel"),
-        ("experts.product", "add_experts_kernel"),
+        ("experts.add", "add_experts_kernel"),
     ):
         monkeypatch.setattr(f"nanoinfer.kernels.{module}.{kernel}", NoKernel())
     layers = ("layer.rms_norm", "layer.activation", "layer.norm_rope_store", "linear.launches")
-    for module in (*layers, "experts.choose", "experts.product"):
+    for module in (*layers, "experts.choose", "experts.product", "experts.add"):
         monkeypatch.setattr(f"nanoinfer.kernels.{module}.launch_options", lambda x, **fuses: {})
     # Many rows, which the library computes, and products of any number of rows that are asked for.
     monkeypatch.setattr("nanoinfer.kernels.linear.rows.MAX_ROWS", 2)

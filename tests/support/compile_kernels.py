@@ -271,7 +271,8 @@ def compile_experts() -> None:
             ids, weights = layers.choose_experts(
                 zeros(num_rows, 8), Routing(num_experts=8, num_chosen=2), None, ints(1), torch.bfloat16
             )
-            layers.expert_mlp(x, ids, weights, owner.table, owner.operands, activation, 4)
+            reads = torch.zeros(1, dtype=torch.int64)
+            layers.expert_mlp(x, ids, weights, owner.table, owner.operands, activation, 4, None, reads)
         if not is_brief or (activation is silu and not is_again):
             layers.shared_mlp(x, owner.table[:1], owner.operands, activation, 128)
     grouped = Routing(num_experts=8, num_chosen=2, scores=SIGMOID, num_groups=4, num_chosen_groups=2)

@@ -136,12 +136,19 @@ def choose_experts(
     return ids, weights
 
 
+@triton.jit
+def count_read(reads, number):
+    """Add to how many experts were read. One program of a launch may, behind its wait: no launch runs beside then."""
+    tl.store(reads, tl.load(reads) + number)
+
+
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
 def sort_pairs_kernel(
     ids,  # [num_pairs]
     table,  # [EXPERTS]
     order,  # [num_pairs]
     tiles,  # [num_tiles, 4]
+    reads,  # [1] int64, more by how many experts have pairs; None: not counted
     num_pairs,
     num_tiles,
     EXPERTS: tl.constexpr,
@@ -162,6 +169,9 @@ def sort_pairs_kernel(
         other = tl.load(ids + pair, mask=pair < num_pairs, other=-1)
         counts += tl.histogram(tl.maximum(other, 0), EXPERT_TILE, mask=other >= 0)
     counts = tl.where(places >= 0, counts, 0)
+    if reads is not None:
+        if expert == 0:
+            count_read(reads, tl.sum((counts > 0).to(tl.int32)))
     own_tiles = tl.cdiv(counts, BLOCK_M)
     is_own = each == expert
     is_before = each < expert
@@ -188,12 +198,13 @@ def sort_pairs_kernel(
             begin += tl.sum(is_one)
 
 
-def sort_pairs(ids: Tensor, table: Tensor, block_m: int) -> tuple[Tensor, Tensor]:
+def sort_pairs(ids: Tensor, table: Tensor, block_m: int, reads: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Sort pairs of row and expert by expert; those of one expert keep their order. No shape depends on the choice.
 
     Args:
         ids: [N, num_chosen] int32; table: [num_experts] int32, each expert's place, -1: it is not here.
         block_m: the most pairs of a tile.
+        reads: [1] int64, to which the number of experts with pairs is added.
 
     Returns:
         The pairs, as numbers row * num_chosen + index, [N * num_chosen] int32; behind those that choose something, 0.
@@ -206,7 +217,8 @@ def sort_pairs(ids: Tensor, table: Tensor, block_m: int) -> tuple[Tensor, Tensor
     tiles = torch.empty(num_tiles, 4, dtype=torch.int32, device=ids.device)
     tile = min(_PAIRS_AT_ONCE, max(32, next_power_of_2(num_pairs)))
     sort_pairs_kernel[(num_experts,)](
-        ids, table, order, tiles, num_pairs, num_tiles, EXPERTS=num_experts, EXPERT_TILE=next_power_of_2(num_experts),
-        BLOCK_M=block_m, TILE=tile, num_warps=max(1, min(8, tile // 128)), **launch_options(ids),
+        ids, table, order, tiles, reads, num_pairs, num_tiles, EXPERTS=num_experts,
+        EXPERT_TILE=next_power_of_2(num_experts), BLOCK_M=block_m, TILE=tile,
+        num_warps=max(1, min(8, tile // 128)), **launch_options(ids),
     )  # fmt: skip
     return order, tiles

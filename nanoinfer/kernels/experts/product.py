@@ -17,11 +17,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanoinfer.kernels.experts import reference
+from nanoinfer.kernels.experts.add import add_experts
 from nanoinfer.kernels.experts.choose import sort_pairs
 from nanoinfer.kernels.experts.routing import NAMES, ExpertWeight, ExpertWeights, GatedActivation, slice_width
 from nanoinfer.kernels.experts.tiles import Tiles, tiles_of
 from nanoinfer.kernels.launch.pdl import launch_options, let_next_in, wait_for_inputs
-from nanoinfer.kernels.launch.sizes import next_power_of_2
 from nanoinfer.kernels.layer.activation import ACTIVATIONS, act_and_mul, activate, clamped
 from nanoinfer.kernels.layer.rms_norm import rounded
 from nanoinfer.kernels.linear.expand import COLUMN, expanded_plane, first_blocks, form_of, scales_of_rows
@@ -223,47 +223,6 @@ def expert_product_kernel(
     tl.store(target, result.to(out.dtype.element_ty), mask=live[:, None] & inside[None, :])
 
 
-@triton.jit
-def add_experts_kernel(
-    products,  # [N * CHOSEN, width] float32
-    ids,  # [N, CHOSEN]
-    weights,  # [N, CHOSEN] float32
-    table,  # [EXPERTS]
-    shared,  # [2, N, SIZE] float32, added last; None: none
-    out,  # [2, N, SIZE] float32
-    first_column,  # of out, that column 0 of `products` belongs to
-    width,
-    SIZE: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    FIRST_HALF: tl.constexpr,
-    TILE: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    inside = column < width
-    wait_for_inputs(PDL)
-    let_next_in(PDL)
-    first = tl.zeros([TILE], tl.float32)
-    second = tl.zeros([TILE], tl.float32)
-    for index in tl.static_range(CHOSEN):
-        pair = row * CHOSEN + index
-        expert = tl.load(ids + pair)
-        # Of an expert that is not chosen, or not here, nothing is read or added.
-        is_here = tl.minimum(expert, tl.load(table + tl.maximum(expert, 0))) + 0 * column >= 0
-        counts = inside & is_here
-        product = tl.load(products + pair * width + column, mask=counts, other=0.0) * tl.load(weights + pair)
-        first = tl.where(counts & (expert < FIRST_HALF), first + product, first)
-        second = tl.where(counts & (expert >= FIRST_HALF), second + product, second)
-    at = row * SIZE + first_column + column
-    other = tl.num_programs(0).to(tl.int64) * SIZE
-    if shared is not None:
-        first += tl.load(shared + at, mask=inside, other=0.0)
-        second += tl.load(shared + other + at, mask=inside, other=0.0)
-    tl.store(out + at, first, mask=inside)
-    tl.store(out + other + at, second, mask=inside)
-
-
 class Pairs(NamedTuple):
     """Pairs of row and expert. ids: [N, num_chosen]; table: each expert's place; order, tiles: of `sort_pairs`."""
 
@@ -274,13 +233,13 @@ class Pairs(NamedTuple):
     sizes: Tiles
 
 
-def pairs_of(x: Tensor, ids: Tensor, table: Tensor, experts: ExpertWeights) -> Pairs:
+def pairs_of(x: Tensor, ids: Tensor, table: Tensor, experts: ExpertWeights, reads: Tensor | None = None) -> Pairs:
     """Return the pairs, sorted into tiles. Those of one row of x need not be: they have different experts."""
     is_packed = any(weight.packed is not None for weight in (*experts.gate_up, experts.down))
     if len(ids) == 1:
         return Pairs(ids, table, None, None, tiles_of(x, 0, len(table), is_packed))
     sizes = tiles_of(x, ids.numel(), len(table), is_packed)
-    return Pairs(ids, table, *sort_pairs(ids, table, sizes.block_m), sizes)
+    return Pairs(ids, table, *sort_pairs(ids, table, sizes.block_m, reads), sizes)
 
 
 def expert_mlp(
@@ -292,6 +251,7 @@ def expert_mlp(
     activation: GatedActivation,
     first_half: int,
     shared: Tensor | None = None,
+    reads: Tensor | None = None,
 ) -> Tensor:
     """Run each row through its experts, and add what they give in two sums: [2, N, hidden_size] float32.
 
@@ -301,12 +261,13 @@ def expert_mlp(
         table: [num_experts] int32, the place of each expert's run in the pool; -1: it is not here, and adds nothing.
         first_half: experts below this number belong to the first sum.
         shared: [2, N, hidden_size] float32, added to the two sums last.
+        reads: [1] int64, to which the number of experts is added that some row takes, and that are here.
     """
     (num_rows, hidden_size), num_pairs = x.shape, ids.numel()
     out = torch.empty(2, num_rows, hidden_size, dtype=torch.float32, device=x.device)
     if num_rows == 0:
         return out
-    pairs = pairs_of(x, ids, table, experts)
+    pairs = pairs_of(x, ids, table, experts, reads)
     hidden = _hidden(x, pairs, experts.gate_up, activation)
     width = slice_width(num_pairs, hidden_size)
     products = torch.empty(num_pairs * width, dtype=torch.float32, device=x.device)
@@ -314,11 +275,8 @@ def expert_mlp(
         count = min(width, hidden_size - begin)
         some = products[: num_pairs * count].view(num_pairs, count)
         _launch(hidden, some, pairs, experts.down, first_row=begin, scatters=True)
-        tile = min(1024, next_power_of_2(count))
-        add_experts_kernel[(num_rows, triton.cdiv(count, tile))](  # only the first size may exceed 65,535
-            some, ids, weights, table, shared, out, begin, count, SIZE=hidden_size, CHOSEN=ids.shape[1],
-            FIRST_HALF=first_half, TILE=tile, num_warps=max(1, tile // 256), **launch_options(x, fuses=False),
-        )  # fmt: skip
+        is_counted = pairs.order is None and begin == 0
+        add_experts(some, ids, weights, table, shared, out, begin, first_half, reads if is_counted else None)
     return out
 
 

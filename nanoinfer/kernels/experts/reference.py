@@ -71,14 +71,18 @@ def expert_mlp(
     activation: GatedActivation,
     first_half: int,
     shared: Tensor | None = None,
+    reads: Tensor | None = None,
 ) -> Tensor:
     """Run each row through its experts, one expert at a time, and add what they give: [2, N, hidden_size] float32.
 
-    Operands of 16 bits are widened to float32.
+    Operands of 16 bits are widened to float32. reads: [1] int64, to which the number of these experts is added.
     """
     products = x.new_zeros(*ids.shape, x.shape[1], dtype=torch.float32)
     is_here = (ids >= 0) & (table[ids.clamp(min=0).long()] >= 0)
-    for number in ids[is_here].unique().tolist():
+    numbers = ids[is_here].unique().tolist()
+    if reads is not None:
+        reads += len(numbers)
+    for number in numbers:
         rows, places = (is_here & (ids == number)).nonzero(as_tuple=True)
         gate_up, bias, down, down_bias = experts.matrices(int(table[number]))
         products[rows, places] = _product(_hidden(x[rows], gate_up, bias, activation), down, down_bias)
