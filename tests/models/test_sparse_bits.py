@@ -4,44 +4,24 @@ import pytest
 import torch
 from engines import assert_pools_as_before, make_engine, random_prompts, run, some_params
 from online import load
-from safetensors.torch import load_file, save_file
-from tiny_models import make_checkpoint
+from routers import SPARSE_FAMILIES, make_sparse
 
-FAMILIES = ("qwen3_moe", "gpt_oss", "mixtral", "olmoe", "glm4_moe")
 ROUTERS = ("drawn", "tied", "one expert")
 # glm4_moe's first layer is dense.
 LAYER = 1
 
 
-def checkpoint(directory, family, router, dtype=torch.float32):
-    """tied: experts 2n and 2n + 1 have equal logits in every row. one expert: all rows take one alone."""
-    num_chosen = dict(num_experts_per_tok=1) if router == "one expert" else {}
-    path = make_checkpoint(family, directory, dtype=dtype, num_layers=2, **num_chosen)
-    tensors = load_file(path / "model.safetensors")
-    for name, one in tensors.items():
-        of_choice = name.endswith("e_score_correction_bias")
-        if of_choice or ".gate." in name or ".router." in name:
-            if router == "tied":
-                one[1::2] = one[::2][: len(one[1::2])]
-            elif router == "one expert":
-                one.zero_()
-                if of_choice:
-                    one[3] = 1.0
-    save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    return path
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("router", ROUTERS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SPARSE_FAMILIES)
 @pytest.mark.sampled(
-    *(f"{family}-tied-torch.bfloat16" for family in FAMILIES),
-    *(f"{family}-one expert-torch.float32" for family in FAMILIES[::2]),
+    *(f"{family}-tied-torch.bfloat16" for family in SPARSE_FAMILIES),
+    *(f"{family}-one expert-torch.float32" for family in SPARSE_FAMILIES[::2]),
     "olmoe-drawn-torch.float32",
 )
 @torch.inference_mode()
 def test_a_row_of_a_layer_is_the_same_alone_and_among_up_to_300(family, router, dtype, tmp_path):
-    model = load(checkpoint(tmp_path, family, router, dtype))
+    model = load(make_sparse(family, tmp_path, (router,), dtype))
     heads, generator = model.spec.attention, torch.Generator().manual_seed(0)
     x = torch.randn(300, model.spec.hidden_size, generator=generator).to(dtype)
     attn = torch.randn(300, heads.num_q_heads, heads.head_dim, generator=generator).to(dtype)
@@ -75,13 +55,13 @@ def test_a_row_of_a_layer_is_the_same_alone_and_among_up_to_300(family, router, 
     assert (taken[-1][40:] == -1).all()
 
 
-CASES = {f"{family}-{router}": (family, router) for family in FAMILIES for router in ROUTERS}
+CASES = {f"{family}-{router}": (family, router) for family in SPARSE_FAMILIES for router in ROUTERS}
 
 
 @pytest.mark.parametrize("family, router", CASES.values(), ids=CASES)
 @pytest.mark.sampled("glm4_moe-tied")
 def test_requests_have_the_same_bits_in_every_mode_and_company(family, router, tmp_path):
-    path = checkpoint(tmp_path, family, router)
+    path = make_sparse(family, tmp_path, (router,))
     prompts, params = random_prompts(4, 29, 31, seed=3), some_params(4, max_tokens=16)
     prompts[3][:16] = prompts[0][:16]
     sizes = dict(max_model_len=80, max_num_batched_tokens=32)
