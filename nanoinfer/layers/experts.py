@@ -275,7 +275,7 @@ class Sparse:
         routing: how experts are chosen.
         intermediate_size, shared_size: of an expert, and of the expert that all rows take; 0: there is none.
         names: of gate, up and down of an expert in the checkpoint.
-        fused: `IN_TURN`: so the family's checkpoints hold experts; None: each by itself, or `FUSED`.
+        fused: `IN_TURN`: so the family's checkpoints hold experts, if not each by itself; None: `FUSED` then.
         has_wide_logits: whether the router's logits stay in float32; otherwise they are rounded to the model's dtype.
         router_bias, expert_bias: whether there are biases.
         choice_bias: whether a float32 bias is added for the choice alone.
@@ -326,7 +326,7 @@ class SparseMLP(nn.Module):
             names=sparse.names,
             bias=sparse.expert_bias,
             formats=formats.below("experts"),
-            fused=sparse.fused or (FUSED if formats.holds("experts") else None),
+            fused=_held_as(sparse, formats),
             **options,
         )
         self.shared_experts = None
@@ -346,6 +346,13 @@ class SparseMLP(nn.Module):
         ids, weights = operations.choose_experts(logits, self._routing, self.choice_bias, num_live, normed.dtype)
         shared = None if self.shared_experts is None else self.shared_experts.as_shared(normed)
         return norm.after_sum(x, self.experts(normed, ids, weights, self._routing.first_half, shared))
+
+
+def _held_as(sparse: Sparse, formats: Formats) -> str | None:
+    """Return how the checkpoint holds a layer's experts, as far as that is known, as `Experts` takes it."""
+    if formats.holds(f"experts.0.{sparse.names[0]}"):
+        return None
+    return sparse.fused or (FUSED if formats.holds("experts") else None)
 
 
 def share_pools(model: nn.Module, *, device) -> nn.ParameterList:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -12,11 +13,36 @@ from nanoinfer.layers.experts import IN_TURN, Experts
 from nanoinfer.layers.formats.base import FLOATS, Filling
 
 # Of a packed weight: what views of one expert call codes and scales, and the ends of the names of all experts' tensors.
-_CODES, _SCALES, _GROUP = ("weight_packed", "_blocks"), ("weight_scale", "_scales"), 32
+CODES, SCALES = ("weight_packed", "_blocks"), ("weight_scale", "_scales")
+_GROUP = 32
 
 
-def fused_views(experts: Experts) -> dict[str, Filling]:
-    """Return what the tensors of all experts fill, by the ends of their names.
+@dataclass(frozen=True, kw_only=True)
+class FusedTensor:
+    """A tensor of all experts of a layer.
+
+    Attributes:
+        names: what it holds of each expert, such as "gate_proj.weight" and "up_proj.weight".
+        shape, dtypes: of the tensor, and those that it may have.
+        in_turn, is_transposed: whether the rows of these names lie in turn; whether the tensor has columns for rows.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    in_turn: bool
+    is_transposed: bool
+
+    def parts(self, piece: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield what some experts' part of the tensor holds, by these names: [n, rows, ...]."""
+        rows, count = piece.mT if self.is_transposed else piece, len(self.names)
+        rows = rows.flatten(2) if rows.ndim > 3 else rows  # codes lie in groups
+        parts = [rows[:, number::count] for number in range(count)] if self.in_turn else rows.chunk(count, 1)
+        yield from zip(self.names, parts, strict=True)
+
+
+def fused_tensors(experts: Experts) -> dict[str, FusedTensor]:
+    """Return the tensors of all experts, by the ends of their names.
 
     gate_up_proj is [experts, 2 * size, hidden_size], gate first, and down_proj [experts, hidden_size, size].
 
@@ -24,7 +50,7 @@ def fused_views(experts: Experts) -> dict[str, Filling]:
     and scales [experts, rows, groups], uint8. The rows of gate and up lie in turn, also in gate_up_proj_bias,
     [experts, 2 * size].
     """
-    found: dict[str, Filling] = {}
+    found: dict[str, FusedTensor] = {}
     views, hidden, size = experts.stacked_views(0, experts.num_experts), experts.hidden_size, experts.intermediate_size
     in_turn, (gate, up, down) = experts.fused == IN_TURN, experts.names
     for name, parts, rows, columns in (
@@ -32,36 +58,44 @@ def fused_views(experts: Experts) -> dict[str, Filling]:
         ("down_proj", (down,), hidden, size),
     ):
 
-        def add(ending: str, kind: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], own: Callable) -> None:
-            names = [f"{part}.{kind}" for part in parts]
-            checks = [check for part in names if (check := getattr(views[part], "check", None))]
-            fill, check = partial(_fill, experts, names, own), partial(_call, checks)
-            found[name + ending] = Filling(((experts.num_experts, *shape),), dtypes, fill, by_rows=True, check=check)
+        def add(ending: str, kind: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
+            found[name + ending] = FusedTensor(
+                names=tuple(f"{part}.{kind}" for part in parts),
+                shape=(experts.num_experts, *shape),
+                dtypes=dtypes,
+                in_turn=in_turn,
+                is_transposed=in_turn and kind == "weight",
+            )
 
         if f"{parts[0]}.weight" in views:
-            shape, own = ((columns, rows), _transposed) if in_turn else ((rows, columns), Tensor.contiguous)
-            add("", "weight", shape, FLOATS, own)
+            add("", "weight", (columns, rows) if in_turn else (rows, columns), FLOATS)
         else:
             groups = columns // _GROUP
-            add(_CODES[1], _CODES[0], (rows, groups, _GROUP // 2), (torch.uint8,), partial(Tensor.flatten, start_dim=2))
-            add(_SCALES[1], _SCALES[0], (rows, groups), (torch.uint8,), Tensor.contiguous)
+            add(CODES[1], CODES[0], (rows, groups, _GROUP // 2), (torch.uint8,))
+            add(SCALES[1], SCALES[0], (rows, groups), (torch.uint8,))
         if f"{parts[0]}.bias" in views:
-            add("_bias", "bias", (rows,), FLOATS, Tensor.contiguous)
+            add("_bias", "bias", (rows,), FLOATS)
     return found
 
 
-def _transposed(tensor: Tensor) -> Tensor:
-    return tensor.mT
+def fused_views(experts: Experts) -> dict[str, Filling]:
+    """Return what the tensors of all experts fill, by the ends of their names."""
+    found, views = {}, experts.stacked_views(0, experts.num_experts)
+    for ending, tensor in fused_tensors(experts).items():
+        checks = [check for name in tensor.names if (check := getattr(views[name], "check", None))]
+        fill, check = partial(_fill, experts, tensor), partial(_call, checks)
+        found[ending] = Filling((tensor.shape,), tensor.dtypes, fill, by_rows=True, check=check)
+    return found
 
 
-def _fill(experts: Experts, names: list[str], own: Callable[[Tensor], Tensor], pieces: Iterable[Tensor]) -> None:
-    """Fill what experts have of a tensor. own: from some experts' part to their rows, which these names share."""
-    begin, count, in_turn = 0, len(names), experts.fused == IN_TURN
+def _fill(experts: Experts, tensor: FusedTensor, pieces: Iterable[Tensor]) -> None:
+    """Fill what experts have of a tensor. pieces: of some experts each."""
+    begin = 0
     for piece in pieces:
-        end, rows = begin + len(piece), own(piece)
+        end = begin + len(piece)
         views = experts.stacked_views(begin, end)
-        parts = [rows[:, number::count] for number in range(count)] if in_turn else rows.chunk(count, 1)
-        for part, view in zip(parts, [views[name] for name in names], strict=True):
+        for name, part in tensor.parts(piece):
+            view = views[name]
             if isinstance(view, Filling):
                 view.fill([part.contiguous()] if view.by_rows else part.contiguous())
                 continue

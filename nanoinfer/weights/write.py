@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -9,7 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,47 +19,26 @@ from torch import Tensor
 from tqdm import tqdm
 
 from nanoinfer.common.units import format_size
-from nanoinfer.layers.formats.base import DENSE, Filling
-from nanoinfer.layers.formats.online import QuantisedWhileRead
-from nanoinfer.layers.formats.schemes import quantise, stored
-from nanoinfer.models.checkpoint_info import CheckpointInfo, TensorEntry
-from nanoinfer.models.registry import find_class
-from nanoinfer.weights.fill import in_batches, read_rows, refusals_of
+from nanoinfer.layers.formats.base import DENSE
+from nanoinfer.layers.formats.mxfp4 import MXFP4
+from nanoinfer.models.checkpoint_info import CheckpointInfo
+from nanoinfer.weights.fill import in_batches
 from nanoinfer.weights.load import (
     CONFIG_AND_TOKENIZER,
     FILE_DTYPES,
-    check_matches,
     find_model,
     read_checkpoint,
     read_json_object,
-    read_spec,
-    tensors_of,
+    resolve_dtype,
 )
-from nanoinfer.weights.quantize import EMBEDDINGS, quantised_while_read, settings_for
+from nanoinfer.weights.parts import Part, parts_of
+from nanoinfer.weights.quantize import quantised_while_read, settings_for
 from nanoinfer.weights.read import host_buffers
 from nanoinfer.weights.text_part import text_config
 
 _SHARD_BYTES = 4 * 2**30
 _INDEX = "model.safetensors.index.json"
 _DTYPE_NAMES = {dtype: name for name, dtype in FILE_DTYPES.items()}
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A tensor of the source, and what is written of it.
-
-    Attributes:
-        stored: shape and dtype of each tensor, by its name.
-        weights: how it is quantised; None: it is copied.
-    """
-
-    entry: TensorEntry
-    stored: dict[str, tuple[tuple[int, ...], torch.dtype]]
-    weights: QuantisedWhileRead | None
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.stored.values())
 
 
 def quantise_checkpoint(
@@ -91,15 +71,18 @@ def quantise_checkpoint(
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty: give a directory that does not exist yet, or remove what it holds")
     model_dir = find_model(model)
-    checkpoint = read_checkpoint(model_dir)
-    if checkpoint.formats is not DENSE:
+    source = read_checkpoint(model_dir)
+    if source.formats is not DENSE and not isinstance(source.formats, MXFP4):
         raise ValueError(
             f"{model_dir} is quantised already: quantise the checkpoint in 16 bits that it was made from, or use it as "
             "it is"
         )
+    checkpoint = _wide(source)
     settings = settings_for(checkpoint, quantization, head_quantization)
-    parts = _parts(quantised_while_read(checkpoint, quantization, head_quantization))
+    parts = parts_of(source, quantised_while_read(checkpoint, quantization, head_quantization))
     config = read_json_object(model_dir / "config.json")
+    if checkpoint is not source:
+        config |= dict(dtype=str(checkpoint.hf_config.dtype).removeprefix("torch."))
     if checkpoint.is_text_part:  # what is written is a checkpoint of the text model alone
         is_tied = checkpoint.hf_config.tie_word_embeddings
         config = text_config(model_dir / "config.json", config) | {"tie_word_embeddings": is_tied}
@@ -113,27 +96,13 @@ def quantise_checkpoint(
     return out
 
 
-def _parts(checkpoint: CheckpointInfo) -> list[_Part]:
-    entries, spec, formats = tensors_of(checkpoint), read_spec(checkpoint, "auto"), checkpoint.formats
-    model = find_class(checkpoint.hf_config.architectures)(checkpoint, spec, device="meta", max_position=1)
-    check_matches(entries, model, checkpoint.directory)
-    views, found = model.checkpoint_views(), []
-    for name, entry in entries.items():
-        view, module = views.get(name), name.rpartition(".")[0]
-        if view is None and model.ignores(name):
-            continue  # such as a tied head, which repeats the embeddings
-        if isinstance(view, Filling) and view.by_rows and len(entry.shape) > 2:
-            raise ValueError(
-                f"{name} holds all experts of a layer, of which no quantised checkpoint is written: give "
-                f"quantization={checkpoint.quantised_to[1]!r} where it is loaded, which quantises while it is read"
-            )
-        if isinstance(view, Filling) and view.by_rows:
-            weights = formats.of_embeddings(module) if module == EMBEDDINGS else formats.of(module)
-            sizes = stored(weights, entry.shape).items()
-            found.append(_Part(entry, {f"{module}.{ending}": size for ending, size in sizes}, weights))
-        else:
-            found.append(_Part(entry, {name: (entry.shape, entry.dtype)}, None))
-    return found
+def _wide(checkpoint: CheckpointInfo) -> CheckpointInfo:
+    """Return the checkpoint as if it were not quantised, with the dtype that it has then."""
+    if checkpoint.formats is DENSE:
+        return checkpoint
+    hf_config = copy.copy(checkpoint.hf_config)
+    hf_config.dtype, hf_config.quantization_config = resolve_dtype("auto", hf_config), None
+    return replace(checkpoint, hf_config=hf_config)
 
 
 @contextmanager
@@ -179,11 +148,11 @@ def _whole_directory(out: Path, num_bytes: int) -> Iterator[Path]:
         raise
 
 
-def _write_weights(directory: Path, parts: list[_Part], device: torch.device | str, progress: bool) -> None:
+def _write_weights(directory: Path, parts: list[Part], device: torch.device | str, progress: bool) -> None:
     shards = list(in_batches(parts, _SHARD_BYTES, lambda part: part.num_bytes))
     names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     files = dict(zip(names if len(shards) > 1 else ["model.safetensors"], shards, strict=True))
-    total = sum(part.entry.num_bytes for part in parts)
+    total = sum(part.source_bytes for part in parts)
     with (
         host_buffers(torch.device(device)) as buffers,
         tqdm(total=total, desc="quantising", unit="B", unit_scale=True, disable=not progress) as bar,
@@ -191,15 +160,16 @@ def _write_weights(directory: Path, parts: list[_Part], device: torch.device | s
         for name, shard in files.items():
             with (directory / name).open("wb") as file:
                 _write_header(file, shard)
+                places = _places(shard, file.tell())
                 for part in shard:
-                    _write_part(file, part, device, report=bar.update, buffers=buffers)
+                    _write_part(file, part, places, device, dict(report=bar.update, buffers=buffers))
     if len(shards) > 1:
         shard_of = {tensor: name for name, shard in files.items() for part in shard for tensor in part.stored}
         metadata = dict(total_size=sum(part.num_bytes for part in parts))
         (directory / _INDEX).write_text(json.dumps(dict(metadata=metadata, weight_map=shard_of), indent=2) + "\n")
 
 
-def _write_header(file: BinaryIO, parts: list[_Part]) -> None:
+def _write_header(file: BinaryIO, parts: list[Part]) -> None:
     """Write what a safetensors file begins with (https://github.com/huggingface/safetensors#format)."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begin = 0
@@ -213,17 +183,25 @@ def _write_header(file: BinaryIO, parts: list[_Part]) -> None:
     file.write(len(text).to_bytes(8, "little") + text)
 
 
-def _write_part(file: BinaryIO, part: _Part, device: torch.device | str, **options) -> None:
-    """options: of `read_tensors`."""
-    entry = part.entry
-    if part.weights is None:
-        for rows in read_rows(entry, "cpu", **options):
-            _write_tensor(file, rows)
-        return
-    with refusals_of(entry):
-        found = quantise(read_rows(entry, device, **options), entry.shape, part.weights, device)
-    for name in part.stored:
-        _write_tensor(file, found[name.rpartition(".")[2]])
+def _write_part(
+    file: BinaryIO, part: Part, places: dict[str, int], device: torch.device | str, options: dict[str, Any]
+) -> None:
+    """places: where each tensor begins in the file; options: of `read_tensors`."""
+    places = places.copy()
+    for name, values in part.pieces(device, **options):
+        file.seek(places[name])
+        _write_tensor(file, values)
+        places[name] += values.nbytes
+
+
+def _places(parts: list[Part], begin: int) -> dict[str, int]:
+    """Return where tensors begin that lie behind each other."""
+    found = {}
+    for part in parts:
+        for name, (shape, dtype) in part.stored.items():
+            found[name] = begin
+            begin += math.prod(shape) * dtype.itemsize
+    return found
 
 
 def _write_tensor(file: BinaryIO, values: Tensor) -> None:

@@ -8,8 +8,8 @@ from functools import cache
 import pytest
 import torch
 from engines import make_engine, random_prompts, run, some_params
+from online import expert_matrices, make
 from online import load as load_online
-from online import make
 from quantised import CASES, gptq, write
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
@@ -18,7 +18,6 @@ from transformers_reference import greedy_tokens
 from nanoinfer import SamplingParams
 from nanoinfer.kernels.experts import product
 from nanoinfer.kernels.linear.packing import PackedWeight
-from nanoinfer.layers.experts import Experts
 from nanoinfer.layers.formats.base import DENSE
 from nanoinfer.layers.formats.compressed_tensors import CompressedTensors
 from nanoinfer.layers.formats.online import QuantisedWhileRead
@@ -36,19 +35,6 @@ QUIET = dict(progress=False)
 
 def load(path, dtype="float32"):
     return load_model(read_checkpoint(path), dtype, "cpu", **QUIET)
-
-
-def expert_matrices(model) -> dict[str, torch.Tensor]:
-    """The expanded weight of each expert's projections, by its name in the checkpoint."""
-    found = {}
-    for path, experts in model.named_modules():
-        if isinstance(experts, Experts):
-            for expert, place in enumerate(experts.table.tolist()):
-                for one in experts.projections:
-                    matrix, _ = one.matrix(experts.pool[place])
-                    names = [f"model.{path}.{expert}.{name}.weight" for name in one.names]
-                    found |= dict(zip(names, matrix.split(list(one.names.values())), strict=True))
-    return found
 
 
 @pytest.fixture(scope="module")

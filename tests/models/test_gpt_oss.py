@@ -1,16 +1,14 @@
 """gpt-oss: what only its checkpoints have."""
 
-import json
-
 import pytest
 import torch
 from dense_model import dense_logits
 from engines import make_engine, random_prompts, run
+from gpt_oss import LEFT_OUT, SIZES, mxfp4_checkpoint, rewrite
 from online import load
 from published_configs import write_published
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tiny_models import make_checkpoint, random_tokens
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers_reference import reference_tokens
 
 from nanoinfer import SamplingParams
@@ -19,34 +17,6 @@ from nanoinfer.layers.formats.registry import formats_of
 from nanoinfer.layers.formats.scaled import PackedScaled
 from nanoinfer.models.shapes import write_shape
 from nanoinfer.weights.load import read_checkpoint, read_spec
-from nanoinfer.weights.write import quantise_checkpoint
-
-SIZES = dict(num_layers=2, num_heads=4, num_kv_heads=2, hidden_size=64, intermediate_size=96)
-LEFT_OUT = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-
-
-def rewrite(path, tensors, **config):
-    save_file({name: one.contiguous() for name, one in tensors.items()}, path / "model.safetensors", {"format": "pt"})
-    content = json.loads((path / "config.json").read_text()) | config
-    (path / "config.json").write_text(json.dumps(content))
-    return path
-
-
-def mxfp4_checkpoint(directory, dtype="bfloat16"):
-    """The packed checkpoint, and the same one with the matrices that transformers makes of it in bfloat16."""
-    paths = [make_checkpoint("gpt_oss", directory / name, **SIZES) for name in ("packed", "dense")]
-    packed, generator = load_file(paths[0] / "model.safetensors"), torch.Generator().manual_seed(1)
-    dense = dict(packed)
-    for name, weight in list(packed.items()):
-        if name.endswith(("gate_up_proj", "down_proj")):
-            count, columns, rows = packed.pop(name).shape
-            blocks = torch.randint(256, (count, rows, columns // 32, 16), generator=generator, dtype=torch.uint8)
-            scales = torch.randint(120, 125, (count, rows, columns // 32), generator=generator, dtype=torch.uint8)
-            packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-            dense[name] = convert_moe_packed_tensors(blocks, scales).float()
-            assert dense[name].shape == weight.shape
-    settings = dict(quant_method="mxfp4", modules_to_not_convert=LEFT_OUT)
-    return rewrite(paths[0], packed, dtype=dtype, quantization_config=settings), rewrite(paths[1], dense, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -72,13 +42,6 @@ def test_experts_are_quantised_while_read(quantization, tmp_path):
     assert ours.spec.sparse.expert_bytes < 0.8 * wide.spec.sparse.expert_bytes
     wanted, found = (dense_logits(model, random_tokens(40)) for model in (wide, ours))
     assert 0 < (found - wanted).norm() < (0.1 if quantization == "int8" else 1) * wanted.norm()
-
-
-def test_a_tensor_of_all_experts_is_not_quantised_for_a_file(tmp_path):
-    path = make_checkpoint("gpt_oss", tmp_path / "wide", **SIZES)
-    with pytest.raises(ValueError, match="_proj holds all experts of a layer.* quantization='int8' where it is load"):
-        quantise_checkpoint(path, tmp_path / "out", "int8", progress=False)
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_tensor_of_all_experts_that_is_missing_or_corrupt_is_named(tmp_path):

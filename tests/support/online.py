@@ -7,6 +7,7 @@ from quantised import SIZES
 from tiny_models import make_checkpoint
 
 from nanoinfer.kernels.linear.packing import Packing
+from nanoinfer.layers.experts import Experts
 from nanoinfer.layers.formats import schemes
 from nanoinfer.layers.formats.scaled import PackedScaled
 from nanoinfer.layers.linear import Linear
@@ -42,6 +43,19 @@ def matrices(model) -> dict[str, torch.Tensor]:
         if isinstance(module, Linear):
             ids = torch.arange(module.num_rows)
             found[name] = module.weights.matrix(module).clone() if module.multiplies else module.lookup(ids)
+    return found
+
+
+def expert_matrices(model) -> dict[str, torch.Tensor]:
+    """The expanded weight of each expert's projections, by its name in the checkpoint."""
+    found = {}
+    for path, experts in model.named_modules():
+        if isinstance(experts, Experts):
+            for expert, place in enumerate(experts.table.tolist()):
+                for one in experts.projections:
+                    matrix, _ = one.matrix(experts.pool[place])
+                    names = [f"model.{path}.{expert}.{name}.weight" for name in one.names]
+                    found |= dict(zip(names, matrix.split(list(one.names.values())), strict=True))
     return found
 
 
