@@ -59,21 +59,22 @@ def parts_of(source: CheckpointInfo, wanted: CheckpointInfo) -> list[Part]:
     """
     entries, model = tensors_of(source), _without_weights(source)
     check_matches(entries, model, source.directory)
-    views, fused, formats, found = _without_weights(wanted).checkpoint_views(), _fused(model), wanted.formats, []
+    views, fused, ignored = _without_weights(wanted).checkpoint_views(), _fused(model), model.ignored(entries)
+    formats, found = wanted.formats, []
     for name, entry in entries.items():
         view, module = views.get(name), name.rpartition(".")[0]
         if name in fused:
             if not name.endswith(SCALES[1]):  # which belong to the codes
                 scales = entries.get(name.removesuffix(CODES[1]) + SCALES[1])
                 found.append(_OfExperts(entry, fused[name], module, scales, source.formats, formats).part)
-        elif view is None and model.ignores(name):
+        elif view is None and name in ignored:
             continue  # such as a tied head, which repeats the embeddings
         elif isinstance(view, Filling) and view.by_rows:
             weights = formats.of_embeddings(module) if module == EMBEDDINGS else formats.of(module)
             sizes = {f"{module}.{ending}": size for ending, size in stored(weights, entry.shape).items()}
             found.append(Part((entry,), sizes, partial(_quantised, entry, module, weights)))
         else:
-            found.append(Part((entry,), {name: (entry.shape, entry.dtype)}, partial(_copied, entry)))
+            found.append(Part((entry,), {name: (entry.shape, entry.dtype)}, partial(_copied, entry, name)))
     return found
 
 
@@ -92,9 +93,10 @@ def _fused(model: Decoder) -> dict[str, FusedTensor]:
     return found
 
 
-def _copied(entry: TensorEntry, device: torch.device | str, **options) -> Iterator[tuple[str, Tensor]]:
+def _copied(entry: TensorEntry, name: str, device: torch.device | str, **options) -> Iterator[tuple[str, Tensor]]:
+    """name: what it is called where it is written; of a text model's tensor its file has another."""
     for rows in read_rows(entry, "cpu", **options):
-        yield entry.name, rows
+        yield name, rows
 
 
 def _quantised(
