@@ -23,7 +23,7 @@ tokens of several sequences may lie in one batch.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -377,16 +377,16 @@ class Decoder(nn.Module):
         number, dot, own = own.partition(".")
         return before + layers + number + dot + renamed(own, self.names)
 
-    def ignores(self, name: str) -> bool:
-        """Whether a checkpoint may hold this tensor although the model has no place for it."""
+    def ignored(self, names: Collection[str]) -> set[str]:
+        """Return those of a checkpoint's tensors that it may hold although the model has no place for them."""
         # Old checkpoints hold the inverse frequencies, which the config determines. Checkpoints with tied embeddings
         # may repeat them as the head.
-        is_head_again = name == "lm_head.weight" and self.spec.tied_embeddings
-        return is_head_again or name.endswith("rotary_emb.inv_freq") or self.drafts(name)
+        again = {"lm_head.weight"} if self.spec.tied_embeddings else set()
+        return {name for name in names if name in again or name.endswith("rotary_emb.inv_freq")} | self.drafts(names)
 
-    def drafts(self, name: str) -> bool:
-        """Whether a checkpoint's tensor belongs to a layer behind the last one, which only guesses tokens ahead."""
-        return False
+    def drafts(self, names: Collection[str]) -> set[str]:
+        """Return those of a checkpoint's tensors that belong to a layer which only guesses tokens ahead."""
+        return set()
 
 
 def _distinct(ropes: tuple[Mapping | None, ...]) -> tuple[list[Mapping], list[int | None]]:

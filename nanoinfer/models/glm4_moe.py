@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from transformers import PretrainedConfig
 
 from nanoinfer.kernels.experts.routing import SIGMOID
@@ -10,6 +12,9 @@ from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.layer import Traits
 from nanoinfer.models.registry import register
 from nanoinfer.models.routing import routing_of
+
+_DRAFTING = {"eh_proj", "enorm", "hnorm", "shared_head"}
+"""What a layer has besides that guesses tokens ahead."""
 
 
 @register("Glm4MoeForCausalLM")
@@ -48,5 +53,8 @@ class Glm4Moe(Decoder):
     def is_sparse(cls, hf_config: PretrainedConfig, layer: int) -> bool:
         return layer >= hf_config.first_k_dense_replace
 
-    def drafts(self, name: str) -> bool:
-        return name.startswith(f"model.layers.{len(self.spec.layers)}.")
+    def drafts(self, names: Collection[str]) -> set[str]:
+        prefix = f"model.layers.{len(self.spec.layers)}."
+        own = {name for name in names if name.startswith(prefix)}
+        # Without these it is a layer as the others, of which the config has too few.
+        return own if _DRAFTING <= {name.removeprefix(prefix).partition(".")[0] for name in own} else set()

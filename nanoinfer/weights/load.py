@@ -315,7 +315,7 @@ def load_model(
         fill_from_files(model, entries, device, progress)
         if checkpoint.is_text_part:
             say_what_is_skipped(model_dir, check_safetensors(model_dir))
-        drafts = [entry.num_bytes for name, entry in entries.items() if model.drafts(name)]
+        drafts = [entries[name].num_bytes for name in model.drafts(entries)]
         if drafts:
             size = f"{len(drafts):,} tensors, {sum(drafts) / 2**20:,.0f} MiB"
             warnings.warn(f"{model_dir} has layers that guess tokens ahead ({size}): they are skipped", stacklevel=2)
@@ -330,7 +330,8 @@ def check_matches(entries: Mapping[str, TensorEntry], model: Decoder, model_dir:
     missing = [name for name, view in views.items() if name not in entries and not getattr(view, "optional", False)]
     if missing:
         raise ValueError(f"{model_dir} lacks tensors that {model.spec.architecture} needs: {_listed(missing)}")
-    unexpected = [name for name in entries if name not in views and not model.ignores(name) and not is_kv_scale(name)]
+    ignored = model.ignored(entries)
+    unexpected = [name for name in entries if name not in views and name not in ignored and not is_kv_scale(name)]
     if unexpected:
         raise ValueError(
             f"{model_dir} holds tensors that {model.spec.architecture} has no place for: {_listed(unexpected)}. "

@@ -128,16 +128,28 @@ def test_routers_that_cannot_be_are_refused_by_the_options_name(family, config, 
 def test_layers_that_guess_ahead_are_skipped_with_one_notice(tmp_path):
     path = make_checkpoint("glm4_moe", tmp_path)
     tokens, wanted = random_tokens(20), load(path)
-    names = ("eh_proj.weight", "enorm.weight", "shared_head.norm.weight", "mlp.experts.0.up_proj.weight")
+    names = [f"{name}.weight" for name in ("eh_proj", "enorm", "hnorm", "shared_head.norm", "mlp.experts.0.up_proj")]
     rewrite(path, lambda tensors: tensors.update({f"model.layers.3.{name}": torch.ones(8, 8) for name in names}))
     with pytest.warns(
-        UserWarning, match="has layers that guess tokens ahead .4 tensors, 0 MiB.: they are skipped"
+        UserWarning, match="has layers that guess tokens ahead .5 tensors, 0 MiB.: they are skipped"
     ) as said:
         found = load(path)
     assert len([one for one in said if "guess" in str(one.message)]) == 1
     assert torch.equal(dense_logits(found, tokens), dense_logits(wanted, tokens))
     rewrite(path, lambda tensors: tensors.update({"model.layers.4.eh_proj.weight": torch.ones(8, 8)}))
     with pytest.raises(ValueError, match="has no place for: model.layers.4.eh_proj.weight"):
+        load(path)
+
+
+def test_a_layer_that_the_config_does_not_count_is_refused(tmp_path):
+    """It does not guess ahead: nothing of it is skipped."""
+    path = make_checkpoint("glm4_moe", tmp_path, num_layers=3)
+    rewrite(path, lambda tensors: tensors.update({"model.layers.2.shared_head.norm.weight": torch.ones(8)}))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | dict(num_hidden_layers=2)))
+    with pytest.raises(
+        ValueError, match="holds tensors that .* has no place for: model.layers.2.input_layernorm.weight"
+    ):
         load(path)
 
 
