@@ -13,7 +13,8 @@ class SameTokens:
     """What a step samples: the same token for each row, at once."""
 
     def __init__(self, count: int) -> None:
-        self._count, self.done, self.made = count, CpuRuntime().event(), None
+        self._count, self.done = count, CpuRuntime().event()
+        self.made, self.experts_read = None, 0
 
     def read(self) -> list:
         return [(5, None, None)] * self._count
