@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from operator import attrgetter
 from types import SimpleNamespace
 
@@ -112,7 +113,8 @@ class RemoteRunner(Remote):
     def sample(self, launched, on_logits=None):
         self.ask("sample", launched.number)
         done = SimpleNamespace(query=lambda rule: True)
-        return SimpleNamespace(read=lambda: self.ask("read", launched.number), done=done, made=None)
+        read = partial(self.ask, "read", launched.number)
+        return SimpleNamespace(read=read, done=done, made=None, experts_read=0)
 
     def close(self) -> None:
         self._connection.send(None)
