@@ -7,9 +7,10 @@ import torch
 
 from nanoinfer.kernels.linear.instructions import EXPANSIONS, number_of
 from nanoinfer.kernels.linear.packing import Packing, empty_packed
+from nanoinfer.layers.formats.bits import E2M1_VALUES
 
 BF16, HALF = torch.bfloat16, torch.float16
-LOGIC = {"0xEA": lambda a, b, c: a & b | c, "0x6A": lambda a, b, c: a & b ^ c}
+LOGIC = {"0xEA": lambda a, b, c: a & b | c, "0x6A": lambda a, b, c: a & b ^ c, "0xF8": lambda a, b, c: a | b & c}
 # Normal, subnormal, negative, so large that products overflow, zero; below 1/32 those that can be folded.
 SCALES = [1.0, 0.3, 0.031, 0.007, 2.0**-20, 2.0**-126, 2.0**-131, 0.0, -0.02, -1.5, 3e4, 3e38]
 
@@ -70,6 +71,8 @@ def wanted(kind: str, bits: int, codes: torch.Tensor, zeros: torch.Tensor, scale
     """As the references compute: the difference is exact, the product is rounded to the scale's dtype."""
     if kind == "fp8":
         return codes.to(torch.uint8).view(torch.float8_e4m3fn).to(scales.dtype) * scales
+    if kind == "fp4":
+        return torch.tensor(E2M1_VALUES, dtype=scales.dtype)[codes] * scales
     return (codes - zeros).to(scales.dtype) * scales
 
 
@@ -88,9 +91,9 @@ def word_of_codes(codes: torch.Tensor, kind: str, bits: int, plane: int) -> torc
 
 
 def cases():
-    for kind, bits in (("int", 4), ("int", 8), ("fp8", 8)):
+    for kind, bits in (("int", 4), ("int", 8), ("fp8", 8), ("fp4", 4)):
         for scale_dtype, dtype in ((BF16, BF16), (HALF, HALF), (HALF, BF16)):
-            for has_zeros in (False, True) if bits == 4 else (False,):
+            for has_zeros in (False, True) if bits == 4 and kind == "int" else (False,):
                 yield Packing(kind=kind, bits=bits, scale_dtype=scale_dtype, columns=None, has_zeros=has_zeros), dtype
 
 

@@ -351,6 +351,8 @@ def _launch(
 
 
 def _blocks_of_step(form, columns: int) -> int:
-    """Return how many blocks make up about so many columns."""
+    """Return how many blocks make up about so many columns: if possible, so many that the weight is whole steps."""
     least = first_blocks(form)
-    return max(least, columns // form.block // least * least)
+    most = max(least, columns // form.block // least * least)
+    whole = (count for count in range(most, most // 2, -least) if form.size % (count * form.block) == 0)
+    return next(whole, most)

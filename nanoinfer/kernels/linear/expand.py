@@ -19,7 +19,7 @@ from nanoinfer.kernels.linear.instructions import EXPANSIONS, PRODUCT_OF_HALVES,
 from nanoinfer.kernels.linear.packing import PackedWeight
 
 INT, FP8, FP4 = (tl.constexpr(number) for number in range(3))
-"""Kinds of codes, and of scales that are no numbers of a wider type: exponents of two, or e4m3."""
+"""Kinds of codes."""
 ROW, PAIRS, WORDS, TABLE, COLUMN = (tl.constexpr(number) for number in range(5))
 """Where a weight's scale is: one for a row; of two groups in a word; of one, with its zero, in a word; in a table; in a
 table, and another one for each column of a plane."""
@@ -39,7 +39,7 @@ class Form(NamedTuple):
         plane, block, group, rows: columns of each, and rows that share a scale; see `packing`.
         mode: where scales are.
         has_words, has_zeros: whether scales lie in words; whether each has a zero.
-        scale: INT or FP8 for scales that are no numbers of a wider type, or -1.
+        has_float8_scales: whether scales are e4m3 numbers.
         factor: whether a global scale multiplies (1) or divides (2) the scales.
         expansion: which instructions; -1: those that triton chooses; -2: the interpreter.
         fold, fold_zero: see `Packing.folded`.
@@ -57,7 +57,7 @@ class Form(NamedTuple):
     mode: int
     has_words: bool
     has_zeros: bool
-    scale: int
+    has_float8_scales: bool
     factor: int
     expansion: int
     fold: int
@@ -109,10 +109,7 @@ def code_value(words, zero, p: tl.constexpr, FORM: tl.constexpr):
 @triton.jit
 def scale_value(scale, factor, FORM: tl.constexpr):
     """A table's scales as float32."""
-    if FORM.scale == INT:
-        exponent = wide(scale, FORM)
-        value = tl.where(exponent == 0, 1 << 22, exponent << 23).to(tl.float32, bitcast=True)
-    elif FORM.scale == FP8:
+    if FORM.has_float8_scales:
         value = float8_value(wide(scale, FORM))
     else:
         value = scale.to(tl.float32)
@@ -306,7 +303,7 @@ def form_of(weight: PackedWeight, device: torch.device, dtype: torch.dtype) -> F
         mode=mode.value,
         has_words=table == "words",
         has_zeros=packing.has_zeros,
-        scale={torch.uint8: INT.value, torch.float8_e4m3fn: FP8.value}.get(scale_dtype, -1),
+        has_float8_scales=scale_dtype == torch.float8_e4m3fn,
         factor=0 if not packing.has_global_scale else 2 if packing.divides_global_scale else 1,
         expansion=number,
         fold=packing.folded[0] if folds else 0,

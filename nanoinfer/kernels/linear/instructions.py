@@ -4,7 +4,7 @@ A 4-bit code becomes a number with one logical operation: the code is put into t
 (bfloat16) or 1024 (float16), whose last bit counts 1, and 128 or 1024 plus the zero is subtracted, exactly. The trick
 is from Kim et al., arXiv:2211.10017. An 8-bit code has one bit too many for bfloat16; that bit chooses what is
 subtracted. The bits of e4m3 lie where bfloat16 has them, in one plane as they are and in the other 4 places away on
-either side (see `packing`); a power of two corrects the exponent.
+either side (see `packing`), those of e2m1 at the end of the exponent; a power of two corrects the exponent.
 
 Most weights need less: see `Packing.folded`. The bits of an integer in the lowest bits of a bfloat16, and zeros above,
 are this integer times 2**-133, also where they reach into the exponent's lowest bit. With the scale times 2**133 and
@@ -33,6 +33,16 @@ def _float8_bits(plane: int) -> list[str]:
     return [*lines, f"and.b32 m, m, {_twice(0x0700)};", "lop3.b32 t, t, g, m, 0xEA;"]
 
 
+def _float4_bits(plane: int, is_bf16: bool) -> list[str]:
+    """Return instructions that put the e2m1 codes of a plane into t, where a 16-bit number has their bits."""
+    lowest = 6 if is_bf16 else 9  # of the three bits below the sign
+    lines = []
+    for target, shift in (("t", lowest - 4 * plane), ("m", 12 - 4 * plane)):
+        lines.append(f"{'shl.b32' if shift > 0 else 'shr.u32'} {target}, $1, {abs(shift)};")
+    lines += [f"and.b32 t, t, {_twice(7 << lowest)};", f"mov.b32 g, {_twice(0x8000)};"]
+    return [*lines, "lop3.b32 t, t, m, g, 0xF8;"]
+
+
 def _expansion(kind: str, bits: int, plane: int, is_bf16: bool, has_zeros: bool, is_widened: bool) -> str:
     """Return instructions that make $0 two weights of two words in $1 and two scales in $2; $3: two negative zeros.
 
@@ -47,6 +57,9 @@ def _expansion(kind: str, bits: int, plane: int, is_bf16: bool, has_zeros: bool,
             lines += [f"and.b32 m, t, {_twice(0x07F0)};", "shl.b32 m, m, 3;", f"mov.b32 g, {_twice(0x8000)};"]
             lines += ["lop3.b32 t, t, g, m, 0xEA;"]
         lines += [f"mov.b32 o, {_twice(0x7B80 if is_bf16 else 0x5C00)};", f"fma.rn.{dtype} t, t, o, z;"]
+    elif kind == "fp4":
+        lines += _float4_bits(plane, is_bf16)
+        lines += [f"mov.b32 o, {_twice(0x7E80 if is_bf16 else 0x7400)};", f"fma.rn.{dtype} t, t, o, z;"]
     else:
         lines += [f"shr.u32 t, $1, {bits * plane};" if plane else "mov.b32 t, $1;"]
         if bits == 8 and is_bf16:
@@ -73,6 +86,8 @@ def _folded(kind: str, bits: int, plane: int, has_zeros: bool) -> str:
     lines = ["{", ".reg .b32 t, m, g, z;"]
     if kind == "fp8":
         lines += [*_float8_bits(plane), f"mov.b32 z, {_twice(0x8000)};", "fma.rn.bf16x2 $0, t, $2, z;"]
+    elif kind == "fp4":
+        lines += [*_float4_bits(plane, True), f"mov.b32 z, {_twice(0x8000)};", "fma.rn.bf16x2 $0, t, $2, z;"]
     elif bits == 8:  # a byte of each word, and zero above it
         lines += [f"prmt.b32 t, $1, 0, {'0x4341' if plane else '0x4240'};", "fma.rn.bf16x2 $0, t, $2, $3;"]
     elif has_zeros:  # two planes share a shift
@@ -90,11 +105,11 @@ def _folded(kind: str, bits: int, plane: int, has_zeros: bool) -> str:
 
 _CASES = [
     (kind, bits, is_bf16, has_zeros, is_widened)
-    for kind, bits in (("int", 4), ("int", 8), ("fp8", 8))
+    for kind, bits in (("int", 4), ("int", 8), ("fp8", 8), ("fp4", 4))
     for is_bf16, is_widened in ((False, False), (True, False), (False, True))
     for has_zeros in (False, True)
 ]
-_FOLDED_CASES = [("int", 4, False), ("int", 8, False), ("fp8", 8, False), ("int", 4, True)]
+_FOLDED_CASES = [("int", 4, False), ("int", 8, False), ("fp8", 8, False), ("fp4", 4, False), ("int", 4, True)]
 EXPANSIONS = [[_expansion(k, b, p, *how) for p in range(16 // b)] for k, b, *how in _CASES]
 """By number and plane."""
 EXPANSIONS += [[_folded(k, b, p, zeros) for p in range(16 // b)] for k, b, zeros in _FOLDED_CASES]

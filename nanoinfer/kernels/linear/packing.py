@@ -32,7 +32,7 @@ _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 # In bfloat16 minus the zero times 2**-129, in float16 minus (1024 + zero). See `instructions`.
 _MINUS_ZERO = {torch.bfloat16: (0x8000, 4), torch.float16: (0xE400, 0)}
 # By kind and bits: the power of two that makes a code of its bits in a bfloat16, and the one that is the zero.
-_FOLDED = {("int", 4): (129, 3), ("int", 8): (133, 7), ("fp8", 8): (120, 0)}
+_FOLDED = {("int", 4): (129, 3), ("int", 8): (133, 7), ("fp8", 8): (120, 0), ("fp4", 4): (126, 0)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Packing:
         kind: "int" (codes without a sign, whose zero is `2**(bits - 1)` unless there are zeros), "fp8" (e4m3) or "fp4"
             (e2m1).
         bits: of a code, 4 or 8.
-        scale_dtype: float8_e4m3fn for scales that count in a global scale, uint8 for exponents of two (e8m0).
+        scale_dtype: float8_e4m3fn for scales that count in a global scale.
         columns: neighbouring columns that share a scale; None: all columns.
         rows: neighbouring rows that share a scale.
         has_zeros: whether each scale has a zero.
@@ -91,7 +91,7 @@ class Packing:
         is_plain = self.rows == 1 and not self.has_global_scale and not self.has_group_index
         is_plain &= self.columns is None or self.columns % _PLANES[-1] == 0
         is_16_bit = self.scale_dtype in _SIXTEEN_BITS and self.product_dtype is None and self.result_dtype is None
-        return is_plain and is_16_bit and self.kind != "fp4" and not (self.has_zeros and self.bits == 8)
+        return is_plain and is_16_bit and not (self.has_zeros and (self.bits == 8 or self.kind == "fp4"))
 
     @property
     def folded(self) -> tuple[int, int]:
