@@ -211,7 +211,7 @@ def test_a_block_below_shared_ones_is_not_reused_while_it_is_stored(path, fuzz):
     alone = make_engine(path, **ARGUMENTS)
     wanted = {name: run(alone, [prompt], [greedy(24)])[0][0][0] for name, prompt in prompts.items()}
     for seed in range(12 if fuzz else 5):
-        arguments = ARGUMENTS | dict(max_num_batched_tokens=128, enable_cpu_offload="auto")
+        arguments = ARGUMENTS | dict(max_num_batched_tokens=128, enable_cpu_offload="auto", resident_kv_limit=0)
         engine = make_engine(path, SimulatedRuntime(seed), **arguments)
         requests = {name: engine.add_request(name, prompts[name], greedy(24)) for name in "AD"}
         while requests["D"].first_token is None:

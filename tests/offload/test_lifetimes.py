@@ -117,3 +117,14 @@ def test_what_nobody_holds_is_named_once():
     assert copies.lifetimes.take_gone() == ()
     copies.lifetimes.release_host(blocks[:1])
     assert copies.lifetimes.take_gone() == (blocks[0],)
+
+
+def test_a_block_whose_write_has_run_is_free_when_it_is_released():
+    copies = Copies(random.Random(0), 3, 1)
+    blocks = copies.gpu_blocks.allocate(2)
+    copies.run([(blocks[0], 0)], set())
+    copies.run([(blocks[1], 0)], set())
+    copies.wait(WRITES, 1, "")
+    copies.has_run = lambda kind, operation, rule: copies.done[kind] >= operation
+    copies.lifetimes.release_gpu(blocks)
+    assert copies.gpu_blocks.num_free == 2 and copies.lifetimes.num_deferred_gpu == 1
