@@ -6,7 +6,7 @@ from expert_cases import CLAMPED, SILU, ascending, chosen, first_half, gated, ma
 
 from nanoinfer.kernels import reference as operations
 from nanoinfer.kernels.experts import reference
-from nanoinfer.kernels.experts.routing import GatedActivation
+from nanoinfer.kernels.experts.routing import SIGMOID, GatedActivation, Routing
 
 BFLOAT, HALF, FULL = torch.bfloat16, torch.float16, torch.float32
 CASES = [("dense", FULL), ("dense", BFLOAT), ("int4 with zeros", BFLOAT), ("fp8 by row", HALF), ("mxfp4", BFLOAT),
@@ -108,6 +108,24 @@ def test_gates_of_every_activation(dtype):
     assert reference.gated(gate, up, CLAMPED)[0, :5].isnan().tolist() == [True, False, False, True, True]
     other = reference.gated(gate, up, GatedActivation(name="gelu"))
     torch.testing.assert_close(other, torch.nn.functional.gelu(gate) * up, equal_nan=True)
+
+
+@pytest.mark.parametrize("activation", [SILU, CLAMPED])
+def test_no_value_of_a_gate_has_other_bits_in_a_whole_vector(activation):
+    """Of one in 25 torch has: in a row of 33 values another one lies behind the last whole vector than among others."""
+    gate, up = 3 * torch.randn(2, 60, 33)
+    wanted = reference.gated(gate, up, activation)
+    assert torch.equal(
+        torch.cat([reference.gated(gate[i : i + 1], up[i : i + 1], activation) for i in range(60)]), wanted
+    )
+
+
+def test_a_sigmoid_of_a_router_has_the_same_bits_alone():
+    logits, num_live = 3 * torch.randn(60, 7), torch.tensor([60], dtype=torch.int32)
+    arguments = Routing(num_experts=7, num_chosen=7, scores=SIGMOID), None, num_live, FULL
+    alone = [reference.choose_experts(row, *arguments) for row in logits.split(1)]
+    for found, wanted in zip(zip(*alone, strict=True), reference.choose_experts(logits, *arguments), strict=True):
+        assert torch.equal(torch.cat(found), wanted)
 
 
 def test_a_plain_sum_shows_its_order():
