@@ -35,10 +35,6 @@ SHARED_PART = 128
 _TABLE_STEP = 4
 """Tables begin at a multiple of so many places, 16 bytes: another alignment would be another binary of a kernel."""
 
-FUSED, IN_TURN = "fused", "in turn"
-"""How one tensor of a checkpoint holds all experts of a layer, gate and up as one: their rows as they multiply, or
-transposed, and those of gate and up in turn."""
-
 
 class ExpertProjection:
     """A projection of every expert of a layer, or gate and up as one: where its tensors lie in a run, in what format.
@@ -138,14 +134,16 @@ class Experts(nn.Module):
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
         bias: bool = False,
         formats: Formats = DENSE,
-        fused: str | None = None,
+        is_fused: bool = False,
+        in_turn: bool = False,
         is_shared: bool = False,
         dtype: torch.dtype,
         device,
     ) -> None:
         """names: of gate, up and down in the checkpoint; formats: by these names below the number of an expert.
 
-        fused: `FUSED` or `IN_TURN`: how the checkpoint's tensors hold all experts; None: each has its own.
+        is_fused: whether a tensor of the checkpoint holds all experts, gate and up as one; otherwise each has its own.
+        in_turn: as in `Sparse`.
         is_shared: there is one expert, whose names have no number.
         """
         super().__init__()
@@ -156,7 +154,7 @@ class Experts(nn.Module):
             )
         self.num_experts, self.activation, self._is_shared = num_experts, activation, is_shared
         self.hidden_size, self.intermediate_size, self.dtype = hidden_size, intermediate_size, dtype
-        self.names, self.fused = names, fused
+        self.names, self.is_fused, self.in_turn = names, is_fused, in_turn
         gate, up, down = (self._format_of(formats, name) for name in names)
         both, options = {names[0]: intermediate_size, names[1]: intermediate_size}, dict(bias=bias, dtype=dtype)
         as_one = merged([gate, up], [intermediate_size] * 2)
@@ -275,7 +273,7 @@ class Sparse:
         routing: how experts are chosen.
         intermediate_size, shared_size: of an expert, and of the expert that all rows take; 0: there is none.
         names: of gate, up and down of an expert in the checkpoint.
-        fused: `IN_TURN`: so the family's checkpoints hold experts, if not each by itself; None: `FUSED` then.
+        in_turn: whether a tensor of all experts is transposed, and has the rows of gate and up in turn.
         has_wide_logits: whether the router's logits stay in float32; otherwise they are rounded to the model's dtype.
         router_bias, expert_bias: whether there are biases.
         choice_bias: whether a float32 bias is added for the choice alone.
@@ -286,7 +284,7 @@ class Sparse:
     intermediate_size: int
     shared_size: int = 0
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    fused: str | None = None
+    in_turn: bool = False
     has_wide_logits: bool = False
     router_bias: bool = False
     expert_bias: bool = False
@@ -326,7 +324,8 @@ class SparseMLP(nn.Module):
             names=sparse.names,
             bias=sparse.expert_bias,
             formats=formats.below("experts"),
-            fused=_held_as(sparse, formats),
+            is_fused=_is_fused(sparse, formats),
+            in_turn=sparse.in_turn,
             **options,
         )
         self.shared_experts = None
@@ -348,11 +347,9 @@ class SparseMLP(nn.Module):
         return norm.after_sum(x, self.experts(normed, ids, weights, self._routing.first_half, shared))
 
 
-def _held_as(sparse: Sparse, formats: Formats) -> str | None:
-    """Return how the checkpoint holds a layer's experts, as far as that is known, as `Experts` takes it."""
-    if formats.holds(f"experts.0.{sparse.names[0]}"):
-        return None
-    return sparse.fused or (FUSED if formats.holds("experts") else None)
+def _is_fused(sparse: Sparse, formats: Formats) -> bool:
+    """Whether the checkpoint holds a layer's experts as one; as the family has them, if that is not known yet."""
+    return not formats.holds(f"experts.0.{sparse.names[0]}") and (sparse.in_turn or formats.holds("experts"))
 
 
 def share_pools(model: nn.Module, *, device) -> nn.ParameterList:

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from nanoinfer.layers.experts import IN_TURN, Experts
+from nanoinfer.layers.experts import Experts
 from nanoinfer.layers.formats.base import FLOATS, Filling
 
 # Of a packed weight: what views of one expert call codes and scales, and the ends of the names of all experts' tensors.
@@ -46,13 +46,13 @@ def fused_tensors(experts: Experts) -> dict[str, FusedTensor]:
 
     gate_up_proj is [experts, 2 * size, hidden_size], gate first, and down_proj [experts, hidden_size, size].
 
-    `IN_TURN`, of gpt-oss, both are transposed. Packed ones (`formats.mxfp4`) are not: codes [experts, rows, groups, 16]
+    Of gpt-oss, `in_turn`, both are transposed. Packed ones (`formats.mxfp4`) are not: codes [experts, rows, groups, 16]
     and scales [experts, rows, groups], uint8. The rows of gate and up lie in turn, also in gate_up_proj_bias,
     [experts, 2 * size].
     """
     found: dict[str, FusedTensor] = {}
     views, hidden, size = experts.stacked_views(0, experts.num_experts), experts.hidden_size, experts.intermediate_size
-    in_turn, (gate, up, down) = experts.fused == IN_TURN, experts.names
+    in_turn, (gate, up, down) = experts.in_turn, experts.names
     for name, parts, rows, columns in (
         ("gate_up_proj", (gate, up), 2 * size, hidden),
         ("down_proj", (down,), hidden, size),
@@ -97,7 +97,7 @@ def _fill(experts: Experts, tensor: FusedTensor, pieces: Iterable[Tensor]) -> No
         for name, part in tensor.parts(piece):
             view = views[name]
             if isinstance(view, Filling):
-                view.fill([part.contiguous()] if view.by_rows else part.contiguous())
+                view.take([part.contiguous()])
                 continue
             view.copy_(part)
             if not bool(torch.isfinite(torch.stack(view.aminmax())).all()):

@@ -363,7 +363,7 @@ class Decoder(nn.Module):
                 found = module.checkpoint_views()
                 prefix = prefix if module.merged is None else prefix.rsplit(".", 1)[0]
             elif isinstance(module, Experts):
-                found = fused_views(module) if module.fused else module.checkpoint_views()
+                found = fused_views(module) if module.is_fused else module.checkpoint_views()
             elif module is self.expert_pools:
                 continue
             else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PretrainedConfig
 
 from nanoinfer.kernels.experts.routing import SOFTMAX_OF_CHOSEN, GatedActivation
-from nanoinfer.layers.experts import IN_TURN, Sparse
+from nanoinfer.layers.experts import Sparse
 from nanoinfer.layers.norm import WideRMSNorm
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.layer import Traits
@@ -32,7 +32,7 @@ class GptOss(Decoder):
             intermediate_size=hf_config.intermediate_size,
             router_bias=True,
             expert_bias=True,
-            fused=IN_TURN,
+            in_turn=True,
             activation=GatedActivation(name=hf_config.hidden_act, limit=limit, alpha=alpha),
         )
         bias = hf_config.attention_bias

@@ -76,7 +76,7 @@ def fill_from_files(
             staged = [group.stage(device) for group in batch]
             read_tensors([pair for group, values in zip(batch, staged) for pair in group.pairs(values)], **options)
             for group in batch:
-                group.fill(staged.pop(0))
+                group.fill([staged.pop(0)])
         for group in groups:
             if group.filling.by_rows and len(group.entries) == 1:
                 rows = read_rows(group.entries[0], device, **options)
@@ -112,16 +112,15 @@ class _Group:
         """Return where each tensor is read to."""
         return list(zip(self.entries, [values] if self.stack is None else values, strict=True))
 
-    def fill(self, values: Tensor | Iterable[Tensor]) -> None:
-        """Write the weight; ValueError if the values are not possible: it names a tensor of which that is so."""
-        of_all = values if isinstance(values, Tensor) else list(values) if len(self.entries) > 1 else values
+    def fill(self, pieces: Iterable[Tensor]) -> None:
+        """Write the weight, as `Filling.take`; ValueError if the values are not possible, which names the tensor."""
+        pieces = list(pieces) if len(self.entries) > 1 else pieces
         try:
             with refusals_of(self.entries[0]):
-                self.filling.fill(of_all)
+                self.filling.take(pieces)
         except ValueError:
             for index, one in enumerate(self._apart()):
-                part = slice(index, index + 1)
-                one.fill(of_all[part] if isinstance(of_all, Tensor) else [rows[part] for rows in of_all])
+                one.fill([rows[index : index + 1] for rows in pieces])
             raise
 
     def check(self) -> None:

@@ -87,7 +87,7 @@ def _fused(model: Decoder) -> dict[str, FusedTensor]:
     """Return the tensors of all experts of a layer, by their names in the checkpoint."""
     found = {}
     for path, module in model.named_modules():
-        if isinstance(module, Experts) and module.fused:
+        if isinstance(module, Experts) and module.is_fused:
             prefix = model.name_in_checkpoint(f"model.{path}")
             found |= {f"{prefix}.{ending}": tensor for ending, tensor in fused_tensors(module).items()}
     return found
@@ -183,7 +183,7 @@ def _matrix(weights: WeightFormat, codes: Tensor, scales: Tensor) -> Tensor:
     out = torch.empty(module.num_rows, module.in_features, dtype=torch.bfloat16, device=codes.device)
     weights.allocate(module, *out.shape, dtype=out.dtype, device=out.device)
     views = weights.views(module, 0, len(codes))
-    views[CODES[0]].fill(codes)
-    views[SCALES[0]].fill(scales)
+    views[CODES[0]].take([codes])
+    views[SCALES[0]].take([scales])
     weights.expand_into(module, out)
     return out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,14 @@ class Filling:
     by_rows: bool = False
     check: Callable[[], None] | None = None
     stack: Stack | None = None
+
+    def take(self, pieces: Iterable[Tensor]) -> None:
+        """Fill the weight. pieces: of some rows each, in their order; one, if not `by_rows`."""
+        if self.by_rows:
+            self.fill(pieces)
+        else:
+            (values,) = pieces
+            self.fill(values)
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,7 +32,7 @@ class QuantisedWhileRead(PackedScaled):
             for ending, values in quantise(pieces, (*several, *shape), self, module.packed.codes.device).items():
                 own = tuple(values.shape[len(several) :])
                 assert own in stored[ending].shapes and values.dtype in stored[ending].dtypes, ending
-                stored[ending].fill(values)
+                stored[ending].take([values])
 
         return {"weight": Filling((shape,), FLOATS, fill, by_rows=True, check=stored[self.scales_name].check)}
 
