@@ -14,7 +14,7 @@ from nanoinfer.options.engine import add_engine_options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="checkpoint directory or hub id, not quantised")
+    parser.add_argument("model", help="checkpoint directory or hub id, not quantised; or gpt-oss in MXFP4")
     parser.add_argument(
         "--to", required=True, choices=QUANTISED,
         help="int4: groups of 128, 64 or 32 columns, each with a scale and a zero point; int4-symmetric: without zero "

@@ -139,6 +139,16 @@ def test_throughput_says_what_prefix_cache_and_prefill_graphs_did(tmp_path, caps
     assert "\n  prefix cache " in printed and "100.0% of the prefill steps" in printed
 
 
+def test_throughput_says_how_many_experts_were_read(tmp_path, capsys):
+    out, path = tmp_path / "throughput.json", str(make_checkpoint("qwen3_moe", tmp_path / "model", num_layers=1))
+    lengths = ["--input-len", "20", "--output-len", "4", "--num-prompts", "1", "--device", "cpu", "--no-progress"]
+    assert cli.main(["bench", "throughput", "--model", path, *lengths, "--output-json", str(out)]) == 0
+    figures = json.loads(out.read_text())
+    assert figures["experts_read_per_layer"] == 3, "those that one row takes"
+    assert figures["expert_bytes_per_step"] == 3 * (3 * 48 * 24 * 4)
+    assert "\n  experts " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("command", [["bench", "latency"], ["bench", "offload"], ["serve", "x"]])
 def test_the_engines_settings_are_options(command, capsys):
     given = ["--capture-num-tokens", "none", "--cuda-graph-batch-sizes", "staged", "--gpu-memory-utilization", "0.5"]

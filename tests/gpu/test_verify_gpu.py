@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from gpu_models import COMMON, GEMMA3, QWEN3
+from routers import make_sparse
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.verify import verify
@@ -33,6 +34,16 @@ def test_every_run_gives_the_same_logits(tmp_path, config):
     assert verdict.is_identical and verdict.is_exact, verdict.report()
     assert all(run.left_out is None for run in verdict.runs), verdict.report()
     assert [run.name for run in verdict.runs if run.is_reference] == ["resident"]
+
+
+def test_every_run_of_a_sparse_model_gives_the_same_logits(tmp_path):
+    """Of its three layers the routers of one tie, and one sends all rows to one expert."""
+    sizes = dict(head_dim=64, hidden_size=256, intermediate_size=320, moe_intermediate_size=192)
+    path = make_sparse("qwen3_moe", tmp_path, ("drawn", "tied", "one expert"), torch.bfloat16, **sizes)
+    options = dict(dtype="bfloat16", gpu_memory_limit="1GiB", host_memory_limit="512MiB")
+    verdict = verify(path, context=1024, output_len=24, **options)
+    assert verdict.is_identical and verdict.is_exact, verdict.report()
+    assert all(run.left_out is None for run in verdict.runs), verdict.report()
 
 
 def test_a_trace_covers_the_steps_and_its_spans_follow_each_other(tmp_path):
