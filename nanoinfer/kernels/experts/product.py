@@ -354,5 +354,5 @@ def _blocks_of_step(form, columns: int) -> int:
     """Return how many blocks make up about so many columns: if possible, so many that the weight is whole steps."""
     least = first_blocks(form)
     most = max(least, columns // form.block // least * least)
-    whole = (count for count in range(most, most // 2, -least) if form.size % (count * form.block) == 0)
+    whole = (count for count in range(most, 0, -least) if form.size % (count * form.block) == 0)
     return next(whole, most)
