@@ -329,8 +329,9 @@ def _launch(
     step, bits = (tiles.columns, 16) if form is None else (unroll * form.block, form.bits)
     step_bytes = step * (tiles.block_m * x.element_size() + tiles.block_n * bits // 8)
     stages = max(1, min(stages, (gpu.shared_memory - RESERVED_BYTES) // step_bytes))
-    is_whole = form is not None and part == size and size % (unroll * form.block) == 0
-    is_whole = is_whole and tiles.block_m >= 16 and tiles.block_n >= 64 and form.mode != COLUMN.value
+    is_whole = form is not None and part == size and size % (unroll * form.block) == 0 and form.mode != COLUMN.value
+    # Other matrix units, and Hopper's for smaller tiles, take the columns of a longer operand in another order.
+    is_whole = is_whole and gpu.major == HOPPER and tiles.block_m >= 16 and tiles.block_n >= 64
     x_rows = None
     if gpu.major == HOPPER and not gathers and tiles.block_m >= 64 and part == size and size % step == 0:
         if form is None or is_whole:  # the copy unit loads rows that lie together
