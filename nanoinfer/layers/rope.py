@@ -111,9 +111,13 @@ def rope_table(
 
     Row p holds cos(p * inv_freq) in its first half and sin(p * inv_freq) in its second, times the factor on both. They
     are computed in float32 and rounded to `dtype` once, as transformers rounds them to the dtype of the activations.
+    On the meta device, where torch takes its time for each operation, the table has its shape and nothing is computed.
     """
-    inv_freq, factor = rope_inv_freq(parameters, head_dim, device, context)
+    is_meta = torch.device(device).type == "meta"
+    inv_freq, factor = rope_inv_freq(parameters, head_dim, "cpu" if is_meta else device, context)
     table = torch.empty(max_position, 2 * len(inv_freq), dtype=dtype, device=device)
+    if is_meta:
+        return table
     for begin in range(0, max_position, _TABLE_ROWS):
         rows = table[begin : begin + _TABLE_ROWS]
         positions = torch.arange(begin, begin + len(rows), dtype=torch.float32, device=device)
