@@ -17,6 +17,11 @@ def make_interpreter_quick(patch: pytest.MonkeyPatch) -> None:
     if hasattr(interpreter, "_get_np_dtype"):
         _remember_numpy_types(interpreter, patch)
     from triton.language import core
+    from triton.language.semantic import TritonSemantic
+
+    if hasattr(TritonSemantic, "binary_op_sanitize_overflow_impl"):
+        _look_for_no_overflow(TritonSemantic, patch)
+    _pass_over_what_stays(core, TritonSemantic, patch)
 
     sample = core.block_type(core.float32, [1])
     if vars(sample).keys() == {"element_ty", "shape", "numel", "name"} and isinstance(sample.shape, core.tuple):
@@ -56,6 +61,30 @@ def _remember_numpy_types(interpreter, patch: pytest.MonkeyPatch) -> None:
         return known[scalar.name]
 
     patch.setattr(interpreter, "_get_np_dtype", get_np_dtype)
+
+
+def _look_for_no_overflow(semantic, patch: pytest.MonkeyPatch) -> None:
+    """Each sum of integers is computed in int64 as well, for an assertion that only exists while debugging."""
+    look = semantic.binary_op_sanitize_overflow_impl
+
+    def look_while_debugging(self, *args):
+        if getattr(self.builder.options, "debug", True):
+            look(self, *args)
+
+    patch.setattr(semantic, "binary_op_sanitize_overflow_impl", look_while_debugging)
+
+
+def _pass_over_what_stays(core, semantic, patch: pytest.MonkeyPatch) -> None:
+    """A value that is no constexpr is not searched for one, and one that has the type already is not cast."""
+    if hasattr(core, "_unwrap_if_constexpr"):
+        unwrap, plain = core._unwrap_if_constexpr, {core.tensor, int, float, bool, str, type(None)}
+        patch.setattr(core, "_unwrap_if_constexpr", lambda value: value if type(value) in plain else unwrap(value))
+    cast = semantic.cast
+
+    def cast_others(self, value, dtype, *args, **kwargs):
+        return value if value.dtype is dtype else cast(self, value, dtype, *args, **kwargs)
+
+    patch.setattr(semantic, "cast", cast_others)
 
 
 def _remember_shapes(core, patch: pytest.MonkeyPatch) -> None:
