@@ -10,7 +10,9 @@ from quick_interpreter import make_interpreter_quick
 @pytest.fixture(autouse=True)
 def seeded():
     """Tests that draw numbers draw the same ones alone and in any order."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed looks at every kind of device
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(0)
 
 
 def pytest_addoption(parser):
@@ -65,10 +67,12 @@ def quick_collections(frozen_until_the_end):
     gc.freeze()
 
 
-@pytest.fixture
-def quick_floors(monkeypatch):
+@pytest.fixture(autouse=True, scope="session")
+def quick_floors():
     """The bandwidth of the CPU's memory is measured with little: the figures mean nothing here."""
-    monkeypatch.setattr("nanoinfer.memory.floors.CPU_COPY_BYTES", 2**20)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nanoinfer.memory.floors.CPU_COPY_BYTES", 2**20)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

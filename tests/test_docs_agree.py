@@ -1,6 +1,7 @@
 """Names and versions that stand in two places: the same in the documents as in the code."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -12,6 +13,7 @@ RULE = r"[a-z_]+\.[a-z_]*after_[a-z_]+"
 WAITS = ("wait", "query", "synchronize", "_reclaim")
 
 
+@functools.cache
 def rules_of_waits():
     """Every text that a wait is given as its rule, also as a constant such as GPU_RULE."""
     nodes = [node for path in SOURCES for node in ast.walk(ast.parse(path.read_text()))]

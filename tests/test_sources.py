@@ -1,6 +1,7 @@
 """What holds for the sources: one writer for each field of a sequence, few looks at the mode, private names private."""
 
 import ast
+import functools
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import fields
@@ -89,9 +90,11 @@ def writers_of_sequences(sources: dict[str, str]) -> dict[str, set[str]]:
         methods = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and path == SEQUENCE]
         initial = {id(node) for method in methods if method.name == "__post_init__" for node in ast.walk(method)}
         for node, attribute in written(tree):
+            if attribute.attr not in FIELDS or id(node) in initial:
+                continue
             owner = ast.unparse(attribute.value)
             is_other = owner == "self" and path != SEQUENCE or (path, owner) in OTHERS
-            if attribute.attr in FIELDS and id(node) not in initial and not is_other:
+            if not is_other:
                 found[attribute.attr].add(path)
     return found
 
@@ -162,6 +165,7 @@ TESTS_THAT_LOOK_INSIDE = {
 }
 
 
+@functools.cache
 def private_names(source: str) -> tuple[set[str], set[str]]:
     """The private names that a file makes, and those of others that it uses: what is imported, or no `self`'s."""
     tree, made, used = ast.parse(source), set(), set()
@@ -170,7 +174,7 @@ def private_names(source: str) -> tuple[set[str], set[str]]:
             made.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             made.add(node.id)
-        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls"):
+        elif isinstance(node, ast.Attribute) and getattr(node.value, "id", None) in ("self", "cls"):
             made.add(node.attr)
         elif isinstance(node, ast.Attribute):
             used.add(node.attr)

@@ -25,7 +25,6 @@ from nanoinfer.options.parser import Parser
 TINY = ["--shape", "tiny", "--context", "64,300", "--batch", "1,2", "--output-len", "6", "--no-progress"]
 TINY += ["--block-size", "32", "--device", "cpu"]
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.usefixtures("quick_floors")
 
 
 def rows_of(*arguments):

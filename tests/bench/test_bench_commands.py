@@ -22,7 +22,6 @@ from nanoinfer.weights.load import read_checkpoint, read_spec
 ENGINE = ["--shape", "tiny", "--device", "cpu", "--block-size", "32", "--no-progress"]
 LATENCY = ["bench", "latency", *ENGINE, "--input-len", "40", "--output-len", "8"]
 THROUGHPUT = ["bench", "throughput", *ENGINE, "--num-prompts", "6", "--input-len", "20-90", "--output-len", "4-9"]
-pytestmark = pytest.mark.usefixtures("quick_floors")
 
 
 def spec_of(shape, directory):

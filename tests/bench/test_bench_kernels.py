@@ -15,7 +15,6 @@ from nanoinfer.weights.load import check_safetensors, load_model, read_checkpoin
 from offload.runtime.cpu import CpuRuntime
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
-pytestmark = pytest.mark.usefixtures("quick_floors")
 
 
 def load(name):
