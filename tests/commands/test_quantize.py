@@ -9,6 +9,7 @@ import pytest
 from online import QUIET, equal, load, make, matrices
 
 from nanoinfer.commands.main import main
+from nanoinfer.verify import check
 from nanoinfer.weights import write as writing
 from nanoinfer.weights.write import quantise_checkpoint
 
@@ -175,7 +176,9 @@ def test_paths_that_lead_nowhere_are_refused(tmp_path, monkeypatch):
 OPTIONS = ["--quantization", "int4", "--head-quantization", "int8"]
 
 
-def test_verify_and_benchmarks_quantise_a_shape_too(capsys):
+def test_verify_and_benchmarks_quantise_a_shape_too(capsys, monkeypatch):
+    make_runs = check.make_runs
+    monkeypatch.setattr(check, "make_runs", lambda *args: make_runs(*args)[:2])  # any two: verify's tests have all
     assert (
         main(["verify", "--shape", "tiny", "--context", "512", "--requests", "2", "--output-len", "3", *OPTIONS]) == 0
     )

@@ -68,7 +68,7 @@ def test_every_legal_order_gives_the_same_bits(path, expected, in_order, scenari
     wanted = in_order(scenario)
     if scenario == "switched":
         assert wanted == expected
-    for seed in range(NUM_SEEDS if fuzz else 2):
+    for seed in range(NUM_SEEDS if fuzz else 1):
         assert play(path, seed, scenario)[0] == wanted, f"seed {seed}"
 
 
@@ -76,11 +76,15 @@ def test_the_engine_enforces_the_rules_that_are_tested(path):
     assert sorted(play(path, 0, "offload")[1]) == RULES
 
 
+# An order in which it shows, where hardly any of the first does.
+NOTICED_BY = {"host_block.reuse_after_copies": 34}
+
+
 @pytest.mark.parametrize("rule", RULES_SEEN_BY_AN_ENGINE)
 def test_each_wait_removed_is_noticed(path, in_order, rule):
     """Blocks come back while the copies of the newest step are in flight where the host has read that step."""
     wanted = in_order("offload")
-    for seed in range(100):
+    for seed in [NOTICED_BY.get(rule, 0), *range(100)]:
         try:
             if play(path, seed, "offload", dropped_rule=rule, is_ahead=seed % 2 > 0)[0] != wanted:
                 return

@@ -131,8 +131,8 @@ def test_every_legal_order_gives_the_same_batches_and_the_same_bits(path_of, in_
 @pytest.mark.sampled(
     "gpu_block.reuse_after_write_through-requests come and are aborted",
     "host.read_after_step-two kinds of layers",
-    "host_block.reuse_after_copies-prompts and running sequences in one step",
-    "ring.attention_after_fill-requests come and are aborted",
+    "host_block.reuse_after_copies-requests come and are aborted",
+    "ring.attention_after_fill-prompts and running sequences in one step",
     "ring.fill_after_attention-two kinds of layers",
     "ring.fill_after_write_through-prompts and running sequences in one step",
     "write_through.after_kv_is_written-requests come and are aborted",
@@ -149,7 +149,7 @@ def test_each_wait_removed_is_noticed(path_of, in_order, case, rule):
     pytest.fail(f"60 seeds ran without {rule!r} and nothing went wrong")
 
 
-def test_chunks_do_not_depend_on_how_fast_the_copies_are(path_of):
+def test_chunks_do_not_depend_on_how_fast_the_copies_are(path_of, fuzz):
     """A pool below one chunk and its write-through: what a chunk can have depends on blocks that are still copied."""
     script = Script({0: list(zip(random_prompts(3, 100, 110), some_params(3, max_tokens=6)))}, num_gpu_blocks=4)
     arguments = dict(enable_cpu_offload=True, enable_prefix_caching=False, max_num_batched_tokens=64)
@@ -160,5 +160,5 @@ def test_chunks_do_not_depend_on_how_fast_the_copies_are(path_of):
 
     wanted = batches(None)
     assert [(0, 64)] in wanted, "no chunk takes the whole pool"
-    for seed in range(10):
+    for seed in range(10 if fuzz else 4):
         assert batches(seed) == wanted, f"seed {seed}"

@@ -378,7 +378,7 @@ def test_every_order_of_the_streams_gives_the_same_bits_with_a_host_that_runs_ah
 
 
 # An order in which it shows, where that is not the first one.
-NOTICED_BY = {"host_block.reuse_after_copies": 8, "ring.fill_after_write_through": 18}
+NOTICED_BY = {"host_block.reuse_after_copies": 14, "ring.fill_after_write_through": 18}
 
 
 @pytest.mark.parametrize("rule", RULES_SEEN_BY_AN_ENGINE)
@@ -462,6 +462,7 @@ def test_running_ahead_gives_the_tokens_of_an_engine_that_reads_every_step_at_on
 
 
 @BOTH_MODES
+@pytest.mark.sampled("resident", "32768")
 def test_a_stop_token_ends_a_request_with_itself_although_one_more_step_was_launched(path_of, budget):
     """At every place in the output, block edges included; the row and the blocks serve the next request at once."""
     prompt = random_prompts(1, 20, 20, seed=5)[0]

@@ -1,5 +1,6 @@
 """A step that repeats the one before uses what was made for it; one in which anything else changes never does."""
 
+import functools
 import random
 from collections import Counter
 
@@ -250,11 +251,15 @@ EVENTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def undisturbed_in(paths):
+    return functools.cache(lambda mode: play(make_engine(paths["qwen3"], **MODES[mode])))
+
+
 @pytest.mark.parametrize("mode", MODES)
-def test_a_step_is_repeated_in_the_middle_of_a_block(paths, mode):
+def test_a_step_is_repeated_in_the_middle_of_a_block(undisturbed_in, mode):
     """Not where a block fills up or begins, nor behind that, where the device is told of the new block."""
-    engine = make_engine(paths["qwen3"], **MODES[mode])
-    _, made = play(engine)
+    _, made = undisturbed_in(mode)
     lengths = range(38, 38 + len(made))  # that each step attends to; blocks have 16 tokens
     planned = [length % 16 for length, (is_plan, _) in zip(lengths, made, strict=True) if is_plan]
     assert set(planned) == set(range(3, 16)) and len(planned) > 20
@@ -267,8 +272,8 @@ def test_a_step_is_repeated_in_the_middle_of_a_block(paths, mode):
     *("partly kept-is_switched", "streamed-is_aborted", "streamed-fails_between_two_steps", "streamed-captures"),
     *("streamed-comes_in_a_mixed_step", "streamed-is_switched_twice"),
 )
-def test_the_step_behind_an_event_is_taken_for_no_repeat(paths, mode, event):
-    wanted, undisturbed = play(make_engine(paths["qwen3"], **MODES[mode]))
+def test_the_step_behind_an_event_is_taken_for_no_repeat(paths, undisturbed_in, mode, event):
+    wanted, undisturbed = undisturbed_in(mode)
     engine = make_engine(paths["qwen3"], **MODES[mode])
     got, made = play(engine, event)
     assert undisturbed[AT] == made[AT - 1] == (1, 1)
@@ -280,8 +285,8 @@ def test_the_step_behind_an_event_is_taken_for_no_repeat(paths, mode, event):
 
 
 @pytest.mark.parametrize("seed", [None, 0, 1])
-def test_a_prefetch_that_was_dropped_is_brought_again_by_a_repeat(paths, seed):
-    wanted, _ = play(make_engine(paths["qwen3"], **STREAMED))
+def test_a_prefetch_that_was_dropped_is_brought_again_by_a_repeat(paths, undisturbed_in, seed):
+    wanted, _ = undisturbed_in("streamed")
     engine = make_engine(paths["qwen3"], SimulatedRuntime(seed), **STREAMED)
     got, made = play(engine, lambda engine: engine.runner.offload.drain())
     assert got == wanted and made[AT] == (1, 1)

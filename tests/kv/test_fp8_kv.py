@@ -36,7 +36,7 @@ def test_a_block_takes_a_byte_per_value(path):
     assert kv_bytes(spec, [100]) * 4 == kv_bytes(wide.runner.spec, [100])
 
 
-def test_every_mode_gives_the_same_bits(path):
+def test_every_mode_gives_the_same_bits(path, fuzz):
     wanted = run(make_fp8_engine(path), PROMPTS, PARAMS)
     assert wanted != run(make_engine(path), PROMPTS, PARAMS), "the cache was not rounded"
     offload = make_fp8_engine(path, enable_cpu_offload=True)
@@ -44,7 +44,7 @@ def test_every_mode_gives_the_same_bits(path):
     assert_pools_as_before(offload)
     assert run(make_fp8_engine(path, enforce_eager=True), PROMPTS, PARAMS) == wanted
     assert run(make_fp8_engine(path), PROMPTS, PARAMS, switching({5: "offload", 12: "resident"})) == wanted
-    for seed in range(5):
+    for seed in range(5 if fuzz else 2):
         shuffled = make_fp8_engine(path, SimulatedRuntime(seed), enable_cpu_offload=True)
         assert run(shuffled, PROMPTS, PARAMS) == wanted
 

@@ -251,7 +251,7 @@ CASES = {f"{family}-{seed}": (family, seed) for family in DRAWN for seed in rang
 @pytest.mark.parametrize("family, seed", CASES.values(), ids=CASES)
 @pytest.mark.sampled(
     *(f"{family}-{number % 10}" for number, family in enumerate(DRAWN)),
-    *("qwen3_moe-22", "mixtral-3", "olmoe-23", "glm4_moe-4"),  # which draw more than others
+    *("qwen3_moe-22", "glm4_moe-4"),  # which draw more than others
 )
 def test_greedy_tokens_are_those_of_transformers_in_every_mode_and_batch(family, seed, tmp_path):
     draw = random.Random(f"{family} {seed}")

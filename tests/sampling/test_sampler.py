@@ -343,8 +343,8 @@ def test_kernels_keep_what_the_reference_keeps_at_every_setting(kernels, fuzz, m
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
 def test_kernels_draw_no_token_from_logits_that_are_nan_or_infinite(kernels, monkeypatch):
-    monkeypatch.setattr(sampler, "TILE_TOKENS", 16)
-    monkeypatch.setattr(kernels, "CUT_PROGRAMS", 2)
+    monkeypatch.setattr(sampler, "TILE_TOKENS", 32)  # three tiles a row
+    monkeypatch.setattr(kernels, "CUT_PROGRAMS", 2)  # one has two of them
     check_unsound_rows()
 
 

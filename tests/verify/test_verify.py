@@ -318,7 +318,7 @@ def test_freed_blocks_hold_nan_without_a_seed(paths, enable_cpu_offload):
 
 
 def test_a_resident_pool_that_is_too_small_is_left_out_and_said(paths, only):
-    only("resident", "streamed", "switch", "auto", "alone", "prefix")
+    only("resident", "streamed", "switch", "auto", "prefix")
     # A budget that a resident pool of 4 x 384 tokens does not fit into.
     arguments = SMALL | dict(context=368, gpu_memory_limit=1_150_000, host_memory_limit=128 * BLOCK_BYTES)
     verdict = verify(paths["qwen3"], **arguments)
