@@ -19,6 +19,9 @@ QUANTISED = ("int4", "int4-symmetric", "int8", "fp8")
 class EngineConfig:
     """Settings of one engine. Names and meanings follow vLLM where vLLM has the same setting.
 
+    Each field is an option of the commands: its line below is the help, and its annotation says how words are read
+    (`options/engine.py`).
+
     Raises:
         UnknownNameError: an argument does not exist; the message names the nearest one.
         ValueError: a value is not allowed, or an argument of vLLM asks for a feature that this engine does not have.

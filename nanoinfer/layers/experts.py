@@ -49,6 +49,9 @@ class ExpertProjection:
         self.names, self.weights, self.num_rows, self.in_features = names, weights, sum(names.values()), in_features
         self._template = SimpleNamespace(num_rows=self.num_rows, in_features=in_features)
         weights.allocate(self._template, self.num_rows, in_features, dtype=dtype, device="meta")
+        if self.packed is None and not hasattr(self._template, "weight"):
+            known = "kernels of experts read weights that are wide, or `layers.formats.packed.Packed`"
+            raise ValueError(f"experts' {' and '.join(names)} are {type(weights).__name__}: {known}")
         if bias:
             self._template.bias = torch.empty(self.num_rows, dtype=dtype, device="meta")
         self._tensors = {name: one for name, one in vars(self._template).items() if isinstance(one, Tensor)}

@@ -47,7 +47,9 @@ class Piece:
 
 
 class RingTransfer(Transfer, Protocol):
-    """A transfer of a model's cut that passes through the ring.
+    """A transfer of a model's cut that passes through the ring: at most a ring slot's bytes.
+
+    Those follow from `ring_slot_bytes`, and with a short `max_model_len` there are fewer (`memory/plan.py`).
 
     Attributes:
         kind: transfers of one kind are used alike: captured once for each ring slot, whichever comes first.

@@ -11,6 +11,8 @@ from simulated import SimulatedRuntime
 from tiny_models import make_checkpoint
 
 from nanoinfer.common import exact
+from nanoinfer.kernels.experts.routing import GatedActivation
+from nanoinfer.layers.experts import Experts
 from nanoinfer.layers.formats import registry
 from nanoinfer.layers.formats.base import DENSE, CheckpointTensors, WeightFormat
 from nanoinfer.layers.formats.parted import Parted, merged
@@ -138,3 +140,10 @@ def test_any_formats_may_be_those_of_a_merged_projection():
     views, x = held.checkpoint_views(), torch.randn(3, 16)
     lower = views["b.weight"] * views["b.weight_scale"]
     assert torch.equal(held(x), exact.linear(x, torch.cat((views["a.weight"], lower))))
+
+
+def test_experts_refuse_a_format_that_their_kernels_cannot_read():
+    with pytest.raises(ValueError, match="experts' gate_proj and up_proj are Int8Rows: kernels of experts read"):
+        Experts(
+            2, 16, 16, GatedActivation(name="silu"), formats=Int8Rows({"bits": 8}), dtype=torch.float32, device="cpu"
+        )

@@ -35,15 +35,20 @@ class Resident(Decoder):
 
     model_type, brings, num_rows = "qwen3", False, (3, 70)
 
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.values = []
+        for layer in range(1, len(self.layers) + 1):
+            torch.manual_seed(layer)
+            both = (torch.randn(n, self.spec.hidden_size).to(self.spec.dtype) for n in self.num_rows)
+            self.values.append([one.pin_memory() if torch.cuda.is_available() else one for one in both])
+
     def pieces(self):
         """Each piece of the plain model, but the first, is cut between the two layers that it belongs to."""
         first, *others = super().pieces()
         found = [first]
         for layer, piece in enumerate(others, start=1):
-            torch.manual_seed(layer)
-            small, large = (torch.randn(n, self.spec.hidden_size).to(self.spec.dtype) for n in self.num_rows)
-            if self.norm.weight.is_cuda:
-                small, large = small.pin_memory(), large.pin_memory()
+            small, large = self.values[layer - 1]
             landing = Landing(layer % 2, until=len(found) + 1)  # two places in turn, larger than a ring slot
             transfers = Vectors(small), Vectors(large, landing)
             cut = Cut(None, transfers) if self.brings else Cut()

@@ -165,7 +165,8 @@ class WeightFormat(Formats):
     One object may serve all projections. What belongs to one projection lies in its module, as parameters that
     `allocate` registers and that only the format touches. The bits of each row that a projection returns depend on its
     row of x, the weight and the bias alone: products are those of a matrix in the model's dtype, so equal matrices give
-    equal bits, however they are held. A module is a `layers.linear.Linear`.
+    equal bits, however they are held. A module is a `layers.linear.Linear`; experts take `Dense` and `Packed` formats
+    alone, whose bytes their kernels read.
     """
 
     def of(self, name: str) -> WeightFormat:

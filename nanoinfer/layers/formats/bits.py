@@ -17,6 +17,7 @@ def row_bytes(count: int, bits: int) -> int:
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
     """Return the first `count` fields of each row: [..., bytes] uint8 -> [..., count] uint8."""
+    assert bits in (4, 8), f"no fields of {bits} bits"
     if bits == 8:
         return packed[..., :count]
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)[..., :count]
@@ -24,6 +25,7 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
 
 def pack(values: Tensor, bits: int) -> Tensor:
     """Return the fields of each row in bytes: [..., count] uint8, below 2**bits -> [..., count * bits // 8] uint8."""
+    assert bits in (4, 8), f"no fields of {bits} bits"
     return values if bits == 8 else values[..., ::2] | values[..., 1::2] << 4
 
 
