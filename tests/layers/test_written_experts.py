@@ -12,6 +12,7 @@ from tiny_models import make_checkpoint, random_tokens
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from nanoinfer.config import QUANTISED
+from nanoinfer.measure.reference import load_in_transformers
 from nanoinfer.weights.write import quantise_checkpoint
 
 SIZES = dict(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, hidden_size=64, dtype=torch.bfloat16)
@@ -78,6 +79,12 @@ def test_gpt_oss_is_written_and_read(name, tmp_path, monkeypatch):
     wanted = load(rewrite(wide, expanded(found, load_file(wide / "model.safetensors"))), dtype="float32")
     tokens = random_tokens(20)
     assert torch.equal(dense_logits(found, tokens), dense_logits(wanted, tokens))
+
+
+def test_transformers_which_cannot_read_gpt_oss_so_is_not_asked(tmp_path):
+    out = quantise_checkpoint(mxfp4_checkpoint(tmp_path)[0], tmp_path / "out", "fp8", **QUIET)
+    with pytest.raises(ValueError, match="transformers does not read .*experts.0.down_proj.bias and 79 more tensors"):
+        load_in_transformers(out, torch.float32)
 
 
 def expanded(model, tensors) -> dict[str, torch.Tensor]:
