@@ -12,6 +12,7 @@ import argparse
 import json
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -22,10 +23,11 @@ import torch  # noqa: E402
 from gpu_common import Bench, peak, reset_peak  # noqa: E402
 
 from nanoinfer import LLM  # noqa: E402
+from nanoinfer.bench.hf import load_reference, measure_reference  # noqa: E402
 from nanoinfer.measure.report import table, versions  # noqa: E402
-from nanoinfer.measure.run import measure, release  # noqa: E402
+from nanoinfer.measure.run import free_memory, measure, release  # noqa: E402
 from nanoinfer.models.base import ModelSpec  # noqa: E402
-from nanoinfer.models.shapes import UNLIMITED  # noqa: E402
+from nanoinfer.models.shapes import UNLIMITED, write_shape  # noqa: E402
 
 INT4 = dict(quantization="int4", head_quantization="int8")
 # Beside Qwen3-30B-A3B: a dense model that reads as many bytes for a token.
@@ -94,6 +96,34 @@ def sparse_streamed(bench: Bench) -> dict:
     return {"qwen3-30b-a3b, int4, 24 GiB, 1 x 128k, streamed": found}
 
 
+def sparse_hf(bench: Bench) -> dict:
+    """transformers on the same random weights in bf16, its KV on the GPU, beside this engine; of 12 layers."""
+    shape, layers = ("qwen3-30b-a3b", 12) if bench.scale == 1 else ("tiny-sparse", 4)
+    overrides, short, long = dict(num_hidden_layers=layers), bench.tokens(CONTEXT), bench.tokens(PREFILL)
+    with tempfile.TemporaryDirectory() as directory:
+        options = dict(dtype="auto", device=bench.device, load_format="dummy", seed=0, hf_overrides=overrides)
+        reference = load_reference(str(write_shape(shape, directory)), **options)
+    found = {}
+    for name, context, output in (("warm-up", long, 2), ("decode", short, 24), ("prefill", long, 2)):
+        found[name] = measure_reference("hf", *reference, [context], output, cache="dynamic")
+    del reference
+    free_memory()
+    llm = engine(bench, shape, "tiny-sparse", 24, [1], hf_overrides=UNLIMITED | overrides)
+    ours = {"prefill": prefill(bench, llm)["prefill_tokens_per_second"]}
+    ours["decode"] = steps(bench, llm, [1])[0]["seconds_per_token"]
+    theirs = dict(
+        seconds_per_token=found["decode"].seconds_per_token,
+        prefill_tokens_per_second=found["prefill"].prefill_tokens_per_second,
+    )
+    faster = dict(
+        seconds_per_token=ours["decode"],
+        prefill_tokens_per_second=ours["prefill"],
+        decode_faster=theirs["seconds_per_token"] / ours["decode"],
+        prefill_faster=ours["prefill"] / theirs["prefill_tokens_per_second"],
+    )
+    return {f"qwen3-30b-a3b, bf16, {layers} layers": faster, "transformers, the same": theirs}
+
+
 def sparse_planner(bench: Bench) -> dict:
     """What is planned beside the peak, of shapes whose depth is cut so that each loads within seconds."""
     result = {}
@@ -124,7 +154,7 @@ def sparse_planner(bench: Bench) -> dict:
     return result
 
 
-SPARSE = {case.__name__: case for case in (sparse_steps, sparse_gpt_oss, sparse_streamed, sparse_planner)}
+SPARSE = {case.__name__: case for case in (sparse_steps, sparse_gpt_oss, sparse_streamed, sparse_hf, sparse_planner)}
 
 
 def engine(bench: Bench, shape: str, tiny: str, gib: float, batches: list[int], **options) -> LLM:

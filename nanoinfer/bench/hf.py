@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
-from transformers.initialization import no_init_weights
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from nanoinfer.measure.answers import Answer
 from nanoinfer.measure.reference import load_in_transformers
@@ -63,22 +62,21 @@ def load_reference(
     ours = load_model(checkpoint, spec.dtype, device, **options)
     weights = {name: view.to("cpu", copy=True) for name, view in ours.checkpoint_views().items()}
     del ours
-    with torch.device(device), no_init_weights():  # on the device at once: buffers that are no weights are right then
-        model = AutoModelForCausalLM.from_config(checkpoint.hf_config, dtype=spec.dtype)
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    assert not unexpected, f"transformers has no place for {unexpected}"
-    assert set(missing) <= {"lm_head.weight"}, f"transformers also wants {missing}"
-    assert not missing or spec.tied_embeddings, "an untied head must come with the weights"
-    model.tie_weights()
-    return model.eval(), spec
+    # As from a file: of experts that lie apart transformers makes one tensor while it reads.
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(checkpoint.hf_config)]
+    given = dict(config=checkpoint.hf_config, state_dict=weights, dtype=spec.dtype)
+    model, found = kind.from_pretrained(None, output_loading_info=True, **given)
+    names = sorted([*found["missing_keys"], *found["unexpected_keys"]])
+    assert not names, f"transformers reads other tensors: {names[0]} and {len(names) - 1} more"
+    return model.to(device).eval(), spec
 
 
 @torch.inference_mode()
 def measure_reference(
     mode: str, model: PreTrainedModel, spec: ModelSpec, lengths: list[int], output_len: int, *, seed: int = 0,
-    progress: bool = False,
+    progress: bool = False, cache: str | None = None,
 ) -> Row:  # fmt: skip
-    """Measure one batch of equally long prompts through `generate` with an offloaded cache.
+    """Measure one batch of equally long prompts through `generate` with an offloaded cache, or with `cache`.
 
     Transformers does not count the bytes that it streams: all KV in each step, which is what the floor counts.
     """
@@ -98,7 +96,7 @@ def measure_reference(
             max_new_tokens=output_len,
             min_new_tokens=output_len,
             do_sample=False,
-            cache_implementation=CACHES[mode][0 if is_cuda else 1],
+            cache_implementation=cache or CACHES[mode][0 if is_cuda else 1],
             stopping_criteria=StoppingCriteriaList([clock]),
             disable_compile=True,
         )

@@ -9,7 +9,7 @@ from fused import fuse
 from quantised import CASES, write
 from tiny_models import make_checkpoint
 
-from nanoinfer import LLM
+from nanoinfer import LLM, SamplingParams
 from nanoinfer.bench import latency
 from nanoinfer.bench.hf import load_reference
 from nanoinfer.bench.throughput import make_load, run_load
@@ -235,6 +235,16 @@ def test_a_bad_option_is_one_line(command, arguments, message, capsys):
     assert cli.main(["bench", command, "--no-progress", *arguments]) == 2
     printed = capsys.readouterr()
     assert message in printed.err and len(printed.err.strip().splitlines()) == 1 and not printed.out
+
+
+def test_random_experts_are_given_to_transformers(tmp_path):
+    path, options = str(write_shape("tiny-sparse", tmp_path)), dict(load_format="dummy", dtype="float32", seed=0)
+    model, _ = load_reference(path, device=torch.device("cpu"), **options)
+    prompt = list(range(5, 25))
+    (found,) = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False).tolist()
+    with LLM(path, skip_tokenizer_init=True, progress_bar=False, device="cpu", **options) as llm:
+        (wanted,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+    assert found[20:] == wanted.outputs[0].token_ids
 
 
 def test_random_weights_of_a_quantised_config_are_not_given_to_transformers(tmp_path):
