@@ -43,6 +43,8 @@ IN_AN_ORDINARY_RUN = [
 ]  # fmt: skip
 PLANES, BLOCKS = product.Tiles(8, 128, 64, 4, 1), product.Tiles(16, 128, 64, 4, 1)
 """Tiles whose operands are planes, and blocks where the weight allows."""
+HOPPER = Gpu(9, 227 * 1024)
+"""Where blocks are operands."""
 IN_BLOCKS = ["int4 in pairs of groups", "int8 with zeros", "fp8 by row", "nvfp4"]
 
 
@@ -99,6 +101,7 @@ def run(experts, x, ids, weights, shared=None, operation=product.expert_mlp, **c
 def test_experts_of_every_format_have_the_bits_of_plain_sums(name, launches, monkeypatch):
     """An expert without rows, with one, with more than a tile has; one that is not here; a row that is no token."""
     tiled(monkeypatch, BLOCKS if name in IN_BLOCKS else PLANES)
+    monkeypatch.setattr(product, "gpu_of", lambda device: HOPPER)
     experts = make_experts(name, 128, 128 if name in ("fp8 in blocks", "int4 with zeros") else 64, 5, missing=(1,))
     x, weights = torch.randn(18, 128).half(), torch.randn(18, 2)
     ids = torch.tensor([[0, 2]] * 17 + [[1, 4]], dtype=torch.int32)
@@ -241,6 +244,7 @@ def test_the_last_sum_of_a_shared_expert_has_two_parts(name, size, part, monkeyp
     assert bool(wanted[0].all()) and bool(wanted[1].any()) == (size > part)
     assert torch.equal(experts.as_shared(x), wanted) and torch.equal(experts.as_shared(x[:1]), wanted[:, :1])
     if name != "dense":
+        monkeypatch.setattr(product, "gpu_of", lambda device: HOPPER)
         tiled(monkeypatch, BLOCKS)
         assert torch.equal(experts.as_shared(x), wanted)
 
@@ -351,7 +355,7 @@ def test_products_take_the_tiles_into_which_pairs_were_sorted(launches, monkeypa
 
 def test_rows_that_the_copy_unit_loads(monkeypatch, launches):
     """A box holds rows of the next expert as well, and rows that are not there."""
-    monkeypatch.setattr(product, "gpu_of", lambda device: Gpu(9, 227 * 1024))
+    monkeypatch.setattr(product, "gpu_of", lambda device: HOPPER)
     tiled(monkeypatch, product.Tiles(64, 64, 64, 4, 1))
     for name in ("dense", "int4 in pairs of groups"):
         experts = make_experts(name, 64, 64, 3)
