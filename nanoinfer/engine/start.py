@@ -64,6 +64,7 @@ def build(config: EngineConfig, runtime: Runtime | None) -> BuiltEngine:
         checkpoint,
         spec.dtype,
         device,
+        spec=spec,
         load_format=config.load_format,
         seed=config.seed,
         max_position=plan.max_model_len,

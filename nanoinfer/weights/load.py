@@ -282,6 +282,7 @@ def load_model(
     dtype: str | torch.dtype,
     device: torch.device | str,
     *,
+    spec: ModelSpec | None = None,
     load_format: str = "auto",
     seed: int = 0,
     max_position: int | None = None,
@@ -293,6 +294,7 @@ def load_model(
     Each weight is allocated once, on the device, and cast to `dtype` while it is loaded. The host holds only pieces of
     the files, 64 MiB at a time.
 
+    spec: what `read_spec` says of the checkpoint in this dtype, where that is known already.
     load_format: "auto" reads safetensors; "dummy" makes random weights, the same for the same seed and device kind.
     max_position: number of positions in the position tables; None: the config's. context: as in `Decoder`.
     progress: show a bar if loading takes more than 2 s.
@@ -301,7 +303,7 @@ def load_model(
         ValueError: the config or the files do not make a supported model; nothing lies on the device then. Or a file
             cannot be read to its end, although its header could be read.
     """
-    model_class, spec = find_class(checkpoint.hf_config.architectures), read_spec(checkpoint, dtype)
+    model_class, spec = find_class(checkpoint.hf_config.architectures), spec or read_spec(checkpoint, dtype)
     if notice := checkpoint.formats.notice:
         warnings.warn(notice, stacklevel=2)
     max_position = spec.max_position if max_position is None else max_position
