@@ -63,7 +63,7 @@ MODES = {
     "offload": (dict(enable_cpu_offload=True), 9),
     "auto": (dict(enable_cpu_offload="auto", num_gpu_blocks_override=9), None),
 }
-NUM_SAMPLED = 6  # lines of each mode in a test run
+NUM_SAMPLED = 4  # lines of each mode in a test run
 NUM_SHARES = 8  # of all lines of a mode, so that several processes take them
 
 

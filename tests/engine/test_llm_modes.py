@@ -101,6 +101,7 @@ def test_a_request_beyond_the_mode_is_refused_and_the_longest_within_it_runs(pat
 
 
 @pytest.mark.parametrize("enable_cpu_offload", [False, True])
+@pytest.mark.sampled("True")
 def test_rows_that_share_a_long_prefix_never_attend_to_more_splits_than_there_is_room_for(path, enable_cpu_offload):
     """32 rows of 51 blocks each, nearly all shared: few blocks, but more splits than the pools have blocks."""
     engine = smallest_engine(

@@ -255,9 +255,10 @@ def test_a_shared_prefix_survives_switches_with_any_budget(path_of, family, pool
         return played
 
     wanted = play_with(resident_kv_limit=0)
+    budgets = [dict(num_gpu_blocks=pool), dict(resident_kv_limit=9 * BLOCK_BYTES)]
     for seed in (None, 1) if fuzz else (1,):
-        assert play_with(seed, pool) == wanted
-        assert play_with(seed, resident_kv_limit=9 * BLOCK_BYTES) == wanted
+        for budget in budgets if fuzz else budgets[pool == 62 :][:1]:
+            assert play_with(seed, **budget) == wanted
 
 
 @pytest.mark.parametrize("seed", [None, 0, 1])

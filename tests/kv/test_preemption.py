@@ -228,6 +228,7 @@ def test_two_that_gave_way_share_new_blocks_when_nobody_has_the_old_ones(path):
 
 @pytest.mark.parametrize("back_in", ["offload", "resident"])
 @pytest.mark.parametrize("seed", range(2))
+@pytest.mark.sampled("0-offload", "1-resident")
 def test_who_gave_way_shares_blocks_after_a_switch_of_the_mode(path, seed, back_in):
     """Whatever the modes in which they come back, nothing but their tails is copied."""
     engine = make_engine(path, SimulatedRuntime(seed), max_num_batched_tokens=256, enable_cpu_offload="auto")

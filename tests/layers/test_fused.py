@@ -97,6 +97,7 @@ def test_one_layer_may_hold_parts_and_another_the_whole(tmp_path):
 
 
 @pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.sampled("int4", "fp8")
 def test_what_is_quantised_while_it_is_read_or_written_is_that_of_the_parts(tmp_path, monkeypatch, name):
     # Where int4 has groups of 32 and of 128, each is asked for by name.
     parts = make(tmp_path / "parts", "qwen2", hidden_size=128, intermediate_size=160)

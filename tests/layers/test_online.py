@@ -159,7 +159,7 @@ def test_zeros_make_the_codes_of_a_group_span_its_range(dtype):
 
 @pytest.mark.parametrize("name, head", BOTH)
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.sampled("False-int4-None", "True-int8-None", "False-int8-int8", "True-fp8-int8")
+@pytest.mark.sampled("False-int4-None", "True-int8-int8", "False-fp8-None")
 def test_loading_what_was_written_is_loading_the_source_with_the_option(tmp_path, monkeypatch, name, head, tied):
     monkeypatch.setattr("nanoinfer.weights.write._SHARD_BYTES", 60_000)
     sizes = dict(tied=tied, hidden_size=96, intermediate_size=224) if head else dict(tied=tied)

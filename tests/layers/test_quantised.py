@@ -233,6 +233,7 @@ def test_the_plan_counts_the_bytes_that_are_held_and_the_buffer(written, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sampled(*NAMES[1::3])
 def test_a_product_takes_no_more_than_the_plan_says(written, name):
     packed, _ = written(name)
     model = load(packed, "bfloat16")

@@ -32,7 +32,7 @@ def assert_frequencies(tokens, probabilities):
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("vary", ["step", "seed"])
 @pytest.mark.parametrize("tile_tokens", [1, 3, 2048])
-@pytest.mark.sampled("1-step-0.5", "1-seed-2.0", "3-seed-0.5", "3-step-1.0", "2048-step-2.0", "2048-seed-1.0")
+@pytest.mark.sampled("1-step-0.5", "3-seed-1.0", "2048-step-2.0")
 def test_draws_follow_the_softmax_over_steps_and_over_seeds(monkeypatch, temperature, vary, tile_tokens):
     monkeypatch.setattr(sampler, "TILE_TOKENS", tile_tokens)
     num_draws, logits = 20_000, random_logits(1, 8, scale=1.0)

@@ -50,6 +50,7 @@ def tokenizing(kind: str = "llama 3", max_model_len: int = 10**9):
 
 
 @pytest.mark.parametrize("kind", ["llama 3", "qwen", "mistral"])
+@pytest.mark.sampled("llama 3", "mistral")
 def test_long_texts_and_chats_have_the_tokens_of_the_whole(kind):
     text = PROSE * 2500 + "漢字。" * 9000 + "x" * 70_000 + " the end"
     messages = [{"role": "user", "content": f" {text} "}, {"role": "assistant", "content": "yes"}]
@@ -162,6 +163,7 @@ def test_long_texts_take_turns():
 
 
 @pytest.mark.parametrize("what", ["another long text", "a short text"])
+@pytest.mark.sampled("a short text")
 def test_a_huge_text_without_a_cut_is_waited_for_by_nobody_else(what):
     async def ask():
         with tokenizing() as (prompts, _):

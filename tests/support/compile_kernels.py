@@ -199,8 +199,9 @@ def compile_attention(head_dim: int, kv_dtype: torch.dtype, *, is_common: bool) 
     )  # fmt: skip
     qkv, table, slots = zeros(8, 48, head_dim), zeros(100, head_dim), torch.zeros(8, dtype=torch.int64)
     weights = zeros(head_dim), zeros(head_dim)
+    is_again = is_brief and gpu.architecture != architectures[0]
     layers.norm_rope_store(qkv, weights, HeadSteps(eps=1e-6), table, slots, kv, slots, q)
-    if is_common:
+    if is_common and not is_again:
         pairs, all_heads = HeadSteps(interleaved=True, norm_last=True), (zeros(32 * head_dim), zeros(8 * head_dim))
         part = table[:, : head_dim // 2].contiguous()
         layers.norm_rope_store(qkv, weights, pairs, part, slots, kv, slots, q, q_scales=table[:, 0].contiguous())
@@ -211,7 +212,6 @@ def compile_attention(head_dim: int, kv_dtype: torch.dtype, *, is_common: bool) 
     tiles = prefill_tiles(shape, gpu.numbers.shared_memory)
     if not is_common:
         tiles = replace(tiles, block_m=64, block_n=32, num_warps=4)
-    is_again = is_brief and gpu.architecture != architectures[0]
     windows, batch_sizes = ((None, 100), (4, 64)) if is_common else ((100,), ())
     for window in windows[:1] if is_brief else windows:  # the window is compiled with what is not common
         decode_partial.decode_partial(
