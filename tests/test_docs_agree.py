@@ -21,7 +21,8 @@ def rules_of_waits():
     constants = {
         node.value.value
         for node in nodes
-        if isinstance(node, ast.Assign) and any(ast.unparse(name).endswith("_RULE") for name in node.targets)
+        if isinstance(node, ast.Assign)
+        and any(getattr(name, "id", getattr(name, "attr", "")).endswith("_RULE") for name in node.targets)
     }
     return constants | {
         argument.value

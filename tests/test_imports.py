@@ -49,7 +49,10 @@ def names_imported(tree: ast.AST) -> set[str]:
             found |= {node.module, *(f"{node.module}.{name.name}" for name in node.names)}
         elif isinstance(node, ast.Import):
             found |= {name.name for name in node.names}
-        elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
+        elif isinstance(node, ast.Call) and "import_module" in (
+            getattr(node.func, "id", ""),
+            getattr(node.func, "attr", ""),
+        ):
             found |= {arg.value for arg in node.args if isinstance(arg, ast.Constant)}
     return found
 

@@ -53,6 +53,18 @@ OTHERS = {
 CHANGES = {"append", "clear", "extend", "insert", "pop", "remove", "reverse", "sort"}
 
 
+@functools.cache
+def parsed(source: str) -> ast.AST:
+    return ast.parse(source)
+
+
+def is_setter(function: ast.AST) -> bool:
+    if isinstance(function, ast.Name):
+        return function.id in ("setattr", "delattr")
+    is_method = isinstance(function, ast.Attribute) and function.attr == "__setattr__"
+    return is_method and ast.unparse(function) == "object.__setattr__"
+
+
 def written(tree: ast.AST) -> Iterator[tuple[ast.AST, ast.Attribute]]:
     """Each attribute that is assigned, deleted or changed in place, also under another name, with where."""
     names = {  # in the whole file: a name that ever stands for a field counts as that field
@@ -65,7 +77,7 @@ def written(tree: ast.AST) -> Iterator[tuple[ast.AST, ast.Attribute]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES:
             changed = node.func.value
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr", "object.__setattr__"):
+        elif isinstance(node, ast.Call) and is_setter(node.func):
             name = node.args[1]
             changed = ast.Attribute(node.args[0], name.value if isinstance(name, ast.Constant) else ast.unparse(name))
         elif isinstance(getattr(node, "ctx", None), ast.Store | ast.Del):
@@ -86,7 +98,7 @@ def writers_of_sequences(sources: dict[str, str]) -> dict[str, set[str]]:
     """Which files write each field of a sequence, initial values apart."""
     found = defaultdict(set)
     for path, source in sources.items():
-        tree = ast.parse(source)
+        tree = parsed(source)
         methods = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and path == SEQUENCE]
         initial = {id(node) for method in methods if method.name == "__post_init__" for node in ast.walk(method)}
         for node, attribute in written(tree):
@@ -130,7 +142,7 @@ MAY_LOOK = {"nanoinfer/kv/admission.py", "nanoinfer/kv/mover.py"}
 def reads_of_the_mode(source: str) -> list[str]:
     """The names and attributes that are read and say the mode, and comparisons with a mode's name."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
             name = node.id if isinstance(node, ast.Name) else node.attr
             found += [ast.unparse(node)] * (name in MODE_NAMES)
@@ -168,7 +180,7 @@ TESTS_THAT_LOOK_INSIDE = {
 @functools.cache
 def private_names(source: str) -> tuple[set[str], set[str]]:
     """The private names that a file makes, and those of others that it uses: what is imported, or no `self`'s."""
-    tree, made, used = ast.parse(source), set(), set()
+    tree, made, used = parsed(source), set(), set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             made.add(node.name)

@@ -141,11 +141,11 @@ def disturb(engine: LLMEngine, generator: random.Random, patch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("group", range(8))
-@pytest.mark.sampled("1")
+@pytest.mark.sampled("0")
 @pytest.mark.filterwarnings("ignore:offload mode cannot be entered")
 def test_whatever_happens_between_two_steps_a_repeat_is_one(paths, group, fuzz):
     repeats, happened, wrong = Counter(), Counter(), []
-    for seed in range(group, 400 if fuzz else 80, 8):
+    for seed in range(group, 400 if fuzz else 48, 8):
         generator = random.Random(seed)
         path, requests = paths[generator.choice(list(FAMILIES))], draw_requests(generator)
         wide = make_engine(path, max_num_seqs=4, max_model_len=256)
