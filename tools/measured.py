@@ -121,7 +121,7 @@ def sparse(record: dict) -> str:
         rows.append(
             [
                 name,
-                f"{case['seconds_per_token'] * 1e3:.3f}" if layer else "",
+                f"{case['seconds_per_token'] * 1e3:.3f}" if "seconds_per_token" in case else "",
                 f"{layer:,.1f}" if layer else "",
                 f"{more:+.1f}" if more else "",
                 "" if layer else f"{case['prefill_tokens_per_second']:,.0f}",
@@ -136,7 +136,24 @@ def sparse(record: dict) -> str:
         "prefill, tokens/s",
         "time per FLOP of 4B's",
     ]
-    return _table(head, rows) if rows else ""
+    where = f'One {record["sparse"]["versions"]["device"]}, `make gpu-bench ARGS="--part sparse"`:\n\n' if rows else ""
+    return where + _table(head, rows) if rows else ""
+
+
+def sparse_planner(record: dict) -> str:
+    """Sparse shapes of four layers: what was planned beside the peak."""
+    cases = record.get("sparse", {}).get("cases", {}).get("sparse_planner", {})
+    rows = [
+        [
+            name,
+            f"{case['planned_bytes'] / 2**30:.2f}",
+            f"{case['peak_bytes'] / 2**30:.2f}",
+            f"{case['planned_to_peak']:.3f}",
+        ]
+        for name, case in cases.items()
+        if isinstance(case, dict)
+    ]
+    return _table(["shape, layers", "planned, GiB", "peak, GiB", "ratio"], rows) if rows else ""
 
 
 def prefill_32k(record: dict) -> str:
@@ -484,6 +501,7 @@ PARTS: dict[str, Callable[[dict], str]] = {
         planner,
         resident,
         sparse,
+        sparse_planner,
         latency,
         arrivals,
         kernels,
