@@ -40,6 +40,10 @@ def module_of(path: Path) -> str:
 MODULES = {module_of(path): path for package in ("nanoinfer", "offload") for path in (ROOT / package).rglob("*.py")}
 
 
+def last_name(node: ast.AST) -> str:
+    return getattr(node, "attr", getattr(node, "id", ""))
+
+
 def names_imported(tree: ast.AST) -> set[str]:
     """Modules and names that are imported anywhere, in functions and for type checkers too."""
     found = set()
@@ -49,10 +53,7 @@ def names_imported(tree: ast.AST) -> set[str]:
             found |= {node.module, *(f"{node.module}.{name.name}" for name in node.names)}
         elif isinstance(node, ast.Import):
             found |= {name.name for name in node.names}
-        elif isinstance(node, ast.Call) and "import_module" in (
-            getattr(node.func, "id", ""),
-            getattr(node.func, "attr", ""),
-        ):
+        elif isinstance(node, ast.Call) and last_name(node.func) == "import_module":
             found |= {arg.value for arg in node.args if isinstance(arg, ast.Constant)}
     return found
 
