@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from nanoinfer.kernels.linear.instructions import EXPANSIONS, number_of
+from nanoinfer.kernels.linear.instructions import EXPANSIONS, PAIR_OF_BYTES, number_of
 from nanoinfer.kernels.linear.packing import Packing, empty_packed
 from nanoinfer.layers.formats.bits import E2M1_VALUES
 
@@ -50,7 +50,7 @@ def carry_out(text: str, inputs: list[torch.Tensor]) -> torch.Tensor:
         elif operation == "shl.b32":
             held[target] = value(sources[0]) << int(sources[1]) & 0xFFFFFFFF
         elif operation == "prmt.b32":
-            a, b, selected = value(sources[0]), value(sources[1]), int(sources[2], 0)
+            a, b, selected = map(value, sources)
             parts = [(a | b << 32) >> 8 * (selected >> 4 * i & 7) & 255 for i in range(4)]
             held[target] = parts[0] | parts[1] << 8 | parts[2] << 16 | parts[3] << 24
         elif operation == "lop3.b32":
@@ -139,3 +139,13 @@ def test_every_code_becomes_the_references_weight(packing, dtype, folds, fold_pr
         found = carry_out(text, [words, scale_words, zero_words])
         got = torch.stack((found & 0xFFFF, found >> 16), 1).to(torch.uint16).view(dtype)
         assert torch.equal(got.view(torch.int16), result.view(torch.int16)), (plane, got[got != result][:4])
+
+
+@pytest.mark.parametrize("is_second", [0, 1])
+def test_bytes_become_exponents_of_two_bfloat16(is_second):
+    exponents = torch.randint(255, (500, 4), generator=torch.Generator().manual_seed(0))
+    exponents[:5] = torch.tensor([254, 254, 254, 254])
+    words = (exponents << torch.tensor([0, 8, 16, 24])).sum(1)
+    found = carry_out(PAIR_OF_BYTES, [words, torch.full_like(words, 0x1404 + is_second * 0x2020)])
+    wanted = exponents[:, 2 * is_second : 2 * is_second + 2] << 7
+    assert torch.equal(torch.stack((found & 0xFFFF, found >> 16), 1), wanted)

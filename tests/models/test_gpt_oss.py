@@ -63,7 +63,7 @@ def test_the_published_model_has_its_numbers(tmp_path):
     assert spec.dtype == torch.bfloat16, "which the config does not say"
     assert spec.windows == (128, None) * 12 and spec.attention.scale == 64**-0.5 and spec.attention.sinks
     assert (spec.max_position, spec.sparse.num_experts, spec.sparse.num_chosen) == (131_072, 32, 4)
-    size = 2880 * (2880 // 32) * (16 + 2)  # codes and a bfloat16 scale
+    size = 2880 * (4 * 23 + 90 * 16)  # words of four exponents, and codes
     assert 0 <= spec.sparse.expert_bytes - 24 * 32 * (3 * size + 2 * 3 * 2880) < 24 * 32 * 6 * 128
     assert read_spec(read_checkpoint(write_shape("gpt-oss-20b", tmp_path)), "auto") == spec
 

@@ -157,7 +157,7 @@ def compile_packed() -> None:
     in_pairs = [dict(kind=kind, bits=8, scale_dtype=half, columns=128) for kind in ("int", "fp8")]
     cases += [dict(kind="fp8", bits=8, scale_dtype=torch.float32, columns=128, rows=128, product_dtype=torch.float32)]
     cases += [nibbles | dict(columns=64, scale_dtype=torch.float32, has_zeros=True)]
-    cases += [dict(kind="fp4", bits=4, scale_dtype=torch.bfloat16, columns=32)]
+    cases += [dict(kind="fp4", bits=4, scale_dtype=torch.uint8, columns=32, product_dtype=torch.bfloat16)]
     ways = [*((case, True, True) for case in cases), (cases[0], False, True), (cases[2], False, True)]
     ways += [(with_zeros, True, False), (with_zeros, False, True), (with_zeros, True, True)]
     if is_brief:  # one that is folded, with zeros in words, with zeros in a table; and what Hopper makes of many rows
@@ -258,7 +258,7 @@ def compile_experts() -> None:
     """Wide experts and packed ones, for one row, few and many, also with biases and a clamp, and in parts."""
     silu, clamp = GatedActivation(name="silu"), GatedActivation(name="clamped", limit=7.0, alpha=1.702)
     nibbles = Packed(Packing(kind="int", bits=4, scale_dtype=torch.bfloat16, columns=128, has_zeros=True))
-    fp4 = Packed(Packing(kind="fp4", bits=4, scale_dtype=torch.bfloat16, columns=32))
+    fp4 = Packed(Packing(kind="fp4", bits=4, scale_dtype=torch.uint8, columns=32, product_dtype=torch.bfloat16))
     is_again = is_brief and gpu.architecture != architectures[0]
     many = (1, 4, 16, 40, 200, 2000)
     cases = [(DENSE, silu, many), (DENSE, clamp, many), (nibbles, silu, many), (fp4, silu, many)]

@@ -31,7 +31,7 @@ PACKINGS = {
                   divides_global_scale=True, product_dtype=FULL),
     "nvfp4 multiplied": dict(kind="fp4", bits=4, scale_dtype=torch.float8_e4m3fn, columns=16, has_global_scale=True,
                              product_dtype=FULL),
-    "mxfp4": dict(kind="fp4", bits=4, scale_dtype=torch.bfloat16, columns=32),
+    "mxfp4": dict(kind="fp4", bits=4, scale_dtype=torch.uint8, columns=32, product_dtype=torch.bfloat16),
     "int4 in blocks with zeros": dict(kind="int", bits=4, scale_dtype=HALF, columns=32, rows=24, has_zeros=True),
 }  # fmt: skip
 
@@ -77,12 +77,10 @@ def fill(module, generator: torch.Generator, *, largest: float = 1.0, zeros_fold
     codes = codes.to(device)
     module.packed.put_codes(0, codes)
     groups, scale_rows = packing.num_groups(in_features), -(-num_rows // packing.rows)
-    if packing.kind == "fp4" and packing.scale_dtype == torch.bfloat16:
-        # Powers of two, some of which fold as small ones do, and with a `largest` below 1 all.
-        exponents = torch.randint(-27, 2, (scale_rows, groups), generator=generator)
-        scales = torch.exp2(exponents.float()).to(packing.scale_dtype)
+    if packing.has_exponents:  # those up to 128 can be folded
+        scales = torch.randint(100, 129, (scale_rows, groups), generator=generator, dtype=torch.uint8)
         if largest >= 1:
-            scales[0, 0] = 2.0**-127
+            scales[0, 0] = 0
     else:
         scales = (largest * (torch.rand(scale_rows, groups, generator=generator) + 0.01)).to(packing.scale_dtype)
     if zeros_fold:

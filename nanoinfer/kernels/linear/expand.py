@@ -15,19 +15,19 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.launch.pdl import launch_options, let_next_in, wait_for_inputs
-from nanoinfer.kernels.linear.instructions import EXPANSIONS, PRODUCT_OF_HALVES, number_of
+from nanoinfer.kernels.linear.instructions import EXPANSIONS, PAIR_OF_BYTES, PRODUCT_OF_HALVES, number_of
 from nanoinfer.kernels.linear.packing import PackedWeight
 
 INT, FP8, FP4 = (tl.constexpr(number) for number in range(3))
 """Kinds of codes."""
-ROW, PAIRS, WORDS, TABLE, COLUMN = (tl.constexpr(number) for number in range(5))
-"""Where a weight's scale is: one for a row; of two groups in a word; of one, with its zero, in a word; in a table; in a
-table, and another one for each column of a plane."""
+ROW, PAIRS, WORDS, EXPONENTS, TABLE, COLUMN = (tl.constexpr(number) for number in range(6))
+"""Where a weight's scale is: one for a row; of two groups in a word; of one, with its zero, in a word; its exponent, of
+four groups in a word; in a table; in a table, and another one for each column of a plane."""
 
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 _KINDS = {"int": INT.value, "fp8": FP8.value, "fp4": FP4.value}
 _EXPANSIONS = tl.constexpr(EXPANSIONS)
-_PRODUCT_OF_HALVES = tl.constexpr(PRODUCT_OF_HALVES)
+_PRODUCT_OF_HALVES, _PAIR_OF_BYTES = tl.constexpr(PRODUCT_OF_HALVES), tl.constexpr(PAIR_OF_BYTES)
 
 
 class Form(NamedTuple):
@@ -147,6 +147,20 @@ def halves_of_word(word, half: tl.constexpr, FORM: tl.constexpr):
 
 
 @triton.jit
+def pair_of_exponents(word, is_second, FORM: tl.constexpr):
+    """Return two powers of two as a word of PAIRS. word: four exponents; is_second: 0 for the lower two, or 1."""
+    if FORM.expansion >= 0:
+        chosen = 0x1404 + is_second * 0x2020  # bytes 0 and 1, or 2 and 3, each above a byte of zeros
+        pair = tl.inline_asm_elementwise(_PAIR_OF_BYTES, "=r,r,r", [word, chosen], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        both = word >> is_second * 16
+        pair = both << 7 & 0x7F80 | both << 15 & 0x7F800000
+    if FORM.fold == 0:  # the least power has no exponent in a bfloat16
+        pair |= tl.where(pair & 0xFFFF, 0, 0x40) | tl.where(pair & 0x7FFF0000, 0, 0x400000)
+    return pair
+
+
+@triton.jit
 def scales_of_plane(
     scales, zeros, global_scale, group_index,  # see `PackedWeight`
     of_row,  # with ROW: scale and zero of each row
@@ -188,6 +202,13 @@ def scales_of_plane(
                 scale, zero = halves_of_word((word >> 32 * half).to(tl.int32), 0, FORM)
             else:
                 scale, zero = halves_of_word(word, half, FORM)
+        elif FORM.mode == EXPONENTS:
+            block = first + offset // FORM.block  # which has one word, or half of one
+            if not EVEN:
+                block = tl.minimum(block, (FORM.size - 1) // FORM.block)
+            both = tl.load(scales + block * FORM.block // (4 * FORM.group) * num_rows + row)
+            is_second = (block * FORM.block + offset % FORM.block) // (2 * FORM.group) % 2
+            scale, zero = halves_of_word(pair_of_exponents(both, is_second, FORM), offset // FORM.group % 2, FORM)
         else:
             if ALIGNED:
                 group = first * FORM.block // FORM.group + offset // FORM.group
@@ -285,7 +306,7 @@ def form_of(weight: PackedWeight, device: torch.device, dtype: torch.dtype) -> F
     elif packing.has_group_index or packing.columns % plane:
         mode = COLUMN
     else:
-        mode = {"pairs": PAIRS, "words": WORDS, "plain": TABLE}[table]
+        mode = {"pairs": PAIRS, "words": WORDS, "exponents": EXPONENTS, "plain": TABLE}[table]
     scale_dtype = packing.scale_dtype
     product = packing.product_dtype or (scale_dtype if scale_dtype in _TYPES else torch.float32)
     fits = packing.has_words and has_instructions(device)

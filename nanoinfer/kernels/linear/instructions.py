@@ -120,6 +120,8 @@ PRODUCT_OF_HALVES = "\n".join(
     + ["mov.b32 $0, {a, a};", "}"]
 )
 """Makes both halves of $0 the product of the two bfloat16 in $1."""
+PAIR_OF_BYTES = "\n".join(["{", ".reg .b32 t;", "prmt.b32 t, $1, 0, $2;", "shr.u32 $0, t, 1;", "}"])
+"""Makes the halves of $0 two bytes of $1 where a bfloat16 has its exponent. $2: which ones, as `prmt` takes it."""
 
 
 def number_of(packing: Packing, dtype: torch.dtype, folds: bool, fold_products: bool = False) -> int:
@@ -129,6 +131,6 @@ def number_of(packing: Packing, dtype: torch.dtype, folds: bool, fold_products: 
     """
     if folds:
         return len(_CASES) + _FOLDED_CASES.index((packing.kind, packing.bits, packing.has_zeros and not fold_products))
-    is_bf16 = packing.scale_dtype == torch.bfloat16
+    is_bf16 = packing.scale_dtype != torch.float16
     is_widened = not is_bf16 and dtype == torch.bfloat16
     return _CASES.index((packing.kind, packing.bits, is_bf16, packing.has_zeros, is_widened))

@@ -12,7 +12,7 @@ three bits of its exponent in bits 12 to 14, the rest in bits 0 to 3.
 
 Scales lie by groups, then by rows, so that a program reads those of its rows from one place. Where a kernel reads them
 ahead with its words, they lie in words of 32 bits, which is the least that can be copied so: the scales of two groups,
-or a scale and its zero. Two such words, of two groups, are one of 64 bits.
+a scale and its zero, or the exponents of four groups. Two words of a scale and its zero are one of 64 bits.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Packing:
         kind: "int" (codes without a sign, whose zero is `2**(bits - 1)` unless there are zeros), "fp8" (e4m3) or "fp4"
             (e2m1).
         bits: of a code, 4 or 8.
-        scale_dtype: float8_e4m3fn for scales that count in a global scale.
+        scale_dtype: float8_e4m3fn for scales that count in a global scale, uint8 for exponents of two (e8m0).
         columns: neighbouring columns that share a scale; None: all columns.
         rows: neighbouring rows that share a scale.
         has_zeros: whether each scale has a zero.
@@ -86,10 +86,17 @@ class Packing:
         return plane * 16 // self.bits
 
     @property
+    def has_exponents(self) -> bool:
+        """Whether scales are powers of two, which bfloat16 has, and held as their exponents."""
+        return self.scale_dtype == torch.uint8
+
+    @property
     def has_words(self) -> bool:
-        """Whether a kernel takes the fast way: 16-bit scales, products rounded to their dtype."""
+        """Whether a kernel takes the fast way: 16-bit scales or exponents, products rounded to their dtype."""
         is_plain = self.rows == 1 and not self.has_global_scale and not self.has_group_index
         is_plain &= self.columns is None or self.columns % _PLANES[-1] == 0
+        if self.has_exponents:
+            return is_plain and self.kind == "fp4" and not self.has_zeros and self.product_dtype == torch.bfloat16
         is_16_bit = self.scale_dtype in _SIXTEEN_BITS and self.product_dtype is None and self.result_dtype is None
         return is_plain and is_16_bit and not (self.has_zeros and (self.bits == 8 or self.kind == "fp4"))
 
@@ -101,7 +108,7 @@ class Packing:
         the scale, and the zero is a power of two as well, one instruction with one rounding makes a weight of them.
         Other zeros are subtracted from the code, both as such small numbers.
         """
-        if not self.has_words or self.scale_dtype != torch.bfloat16:
+        if not self.has_words or self.scale_dtype == torch.float16:
             return 0, 0
         power, power_of_zero = _FOLDED[self.kind, self.bits]
         return power, 0 if self.has_zeros else power_of_zero
@@ -109,17 +116,22 @@ class Packing:
     def can_fold(self, scales: Tensor) -> bool:
         """Whether the products of scales with these powers are numbers, and the scales have all their bits."""
         power, _ = self.folded
+        if self.has_exponents:  # 127 is that of 1
+            return power > 0 and bool(((scales >= 1) & (scales < 127 + 128 - power)).all())
         return power > 0 and bool(((scales >= 2.0**-126) & (scales.float() < 2.0 ** (128 - power))).all())
 
     def table(self, in_features: int) -> str:
         """Return how scales lie.
 
-        "plain": [groups, rows of scales] in their dtype, and zeros likewise, uint8. "pairs": [groups / 2, rows] int32,
+        "plain": [groups, rows of scales] in their dtype, and zeros likewise, uint8. "exponents": [groups / 4, rows]
+        int32, those of four groups in a word. "pairs": [groups / 2, rows] int32,
         two groups in a word; int64 with zeros, each behind its scale. "words": [groups, rows] int32, scale and zero in
         a word.
         """
         if not self.has_words or (self.columns is None and not self.has_zeros):
             return "plain"
+        if self.has_exponents:
+            return "exponents"
         if self.columns is None:
             return "words"
         part = in_features // num_parts(in_features)
@@ -208,6 +220,11 @@ class PackedWeight:
         if packing.table(self.in_features) == "plain":
             self.scales[..., begin // packing.rows : -(-end // packing.rows)].copy_(scales.mT)
             return
+        if packing.has_exponents:
+            exponents = self._exponents()[..., begin:end, :, :]
+            padding = exponents.shape[-2] * 4 - scales.shape[-1]
+            exponents.copy_(torch.nn.functional.pad(scales, (0, padding)).unflatten(-1, (-1, 4)))
+            return
         words = self._words()
         words[..., begin:end, :, :, 0].copy_(scales.unflatten(-1, words.shape[-3:-1]))
         self._check_zeros(begin, end)
@@ -216,6 +233,9 @@ class PackedWeight:
         """Return scales of some rows of the weight: [n, groups]."""
         if self.packing.table(self.in_features) == "plain":
             return self._by_row(self.scales, rows)
+        if self.packing.has_exponents:
+            found = self._exponents()[..., rows, :, :].flatten(-2)
+            return found[..., : self.packing.num_groups(self.in_features)].contiguous()
         return self._words()[..., rows, :, :, 0].flatten(-2)
 
     def put_zeros(self, begin: int, end: int, zeros: Tensor) -> None:
@@ -249,6 +269,10 @@ class PackedWeight:
         values = self.scales.view(self.packing.scale_dtype)
         return values.unflatten(-1, (self.num_rows, groups, -1)).transpose(-4, -3)
 
+    def _exponents(self) -> Tensor:
+        """Return exponents that lie in words as a view: [rows, words, exponents of a word]."""
+        return self.scales.view(torch.uint8).unflatten(-1, (self.num_rows, 4)).transpose(-3, -2)
+
     def _by_row(self, table: Tensor, rows: slice | Tensor) -> Tensor:
         if self.packing.rows > 1:
             if isinstance(rows, slice):
@@ -267,6 +291,7 @@ def empty_packed(packing: Packing, num_rows: int, in_features: int, device: torc
     make = torch.empty if in_features % packing.block(plane) == 0 else torch.zeros
     scales = {
         "plain": ((groups, scale_rows), packing.scale_dtype),
+        "exponents": ((-(-groups // 4), num_rows), torch.int32),
         "pairs": ((groups // 2, num_rows), torch.int64 if packing.has_zeros else torch.int32),
         "words": ((groups, num_rows), torch.int32),
     }[table]

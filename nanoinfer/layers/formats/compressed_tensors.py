@@ -134,8 +134,8 @@ def packed_fp4(name: str, stored_as: str) -> PackedScaled:
     """Return the format of 4-bit floating-point numbers; ValueError if they are not stored in a known way."""
     kind = dict(kind="fp4", bits=4)
     if stored_as == "mxfp4-pack-quantized":
-        # bfloat16 has these powers of two, and their products with 4-bit numbers.
-        packing, global_scale_name = Packing(scale_dtype=torch.bfloat16, columns=32, **kind), None
+        kind |= dict(product_dtype=torch.bfloat16)  # which has these products
+        packing, global_scale_name = Packing(scale_dtype=torch.uint8, columns=32, **kind), None
     elif stored_as == "nvfp4-pack-quantized":
         # The reference rounds to bfloat16, whatever the model computes in.
         kind |= dict(product_dtype=torch.float32, result_dtype=torch.bfloat16)
@@ -144,14 +144,7 @@ def packed_fp4(name: str, stored_as: str) -> PackedScaled:
         global_scale_name = "weight_global_scale"
     else:
         raise ValueError(f"format is {stored_as} for 4 bits of type float in the quantization_config")
-    return PackedScaled(
-        packing,
-        name,
-        torch.uint8,
-        codes_name="weight_packed",
-        global_scale_name=global_scale_name,
-        has_exponents=global_scale_name is None,
-    )
+    return PackedScaled(packing, name, torch.uint8, codes_name="weight_packed", global_scale_name=global_scale_name)
 
 
 def _matches(target: str, name: str) -> bool:

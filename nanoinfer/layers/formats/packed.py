@@ -113,6 +113,8 @@ class Packed(ExpandedFormat):
         deviation = {"fp8": 1.0, "fp4": 2.81, "int": 2**packing.bits / 12**0.5}[packing.kind]
         scale = 1.0 if packing.has_global_scale else 0.02 / deviation
         groups = packing.num_groups(in_features)
+        if packing.has_exponents:
+            scale = 120  # 2**-7, the nearest power
         packed.put_scales(0, num_rows, torch.full((1, groups), scale, device=device).to(packing.scale_dtype))
         if packing.has_zeros:
             packed.put_zeros(0, num_rows, torch.full((1, groups), 2 ** (packing.bits - 1), device=device))
@@ -177,6 +179,8 @@ class Packed(ExpandedFormat):
 
     def _scales(self, module: nn.Module, rows: slice | Tensor) -> Tensor:
         scales = module.packed.scales_of(rows)
+        if self.packing.has_exponents:
+            return scales.view(torch.float8_e8m0fnu).float()
         if not self.packing.has_global_scale:
             return scales
         factor, scales = module.packed.global_scale[..., rows].unsqueeze(-1), scales.float()

@@ -31,7 +31,6 @@ class PackedScaled(Packed):
         has_zeros_in_words: whether the checkpoint's zeros lie in words, along the rows; else each is an int8.
         codes_name, scales_name: the ends of the names of the checkpoint's tensors.
         global_scale_name: of the scale of a whole tensor; None: there is none.
-        has_exponents: whether the checkpoint has exponents of two (e8m0) for scales.
     """
 
     words: torch.dtype = torch.int32
@@ -40,7 +39,6 @@ class PackedScaled(Packed):
     scales_name: str = "weight_scale"
     global_scale_name: str | None = None
     has_zeros_in_words: bool = False
-    has_exponents: bool = False
 
     def check_size(self, num_rows: int, in_features: int) -> None:
         if self.words == torch.uint8 and in_features % 8:
@@ -92,10 +90,8 @@ class PackedScaled(Packed):
         num_rows = -(-end // packing.rows) - begin // packing.rows
 
         def fill(values: Tensor) -> None:
-            if self.has_exponents:
-                if bool((values == _NAN_EXPONENT).any()):
-                    raise ValueError("holds NaN scales: the file is corrupt, download it again")
-                values = values.view(torch.float8_e8m0fnu).float().to(packing.scale_dtype)
+            if values.dtype == torch.uint8 and bool((values == _NAN_EXPONENT).any()):
+                raise ValueError("holds NaN scales: the file is corrupt, download it again")
             module.packed.put_scales(begin, end, checked(values).reshape(*module.packed.stacked, -1, groups))
 
         shapes: tuple[tuple[int, ...], ...] = ((num_rows, groups),)
@@ -103,8 +99,7 @@ class PackedScaled(Packed):
             shapes = ((1,), (), (1, 1))
         elif groups == 1:
             shapes += ((num_rows,),)
-        dtype = torch.uint8 if self.has_exponents else packing.scale_dtype
-        return Filling(shapes, (dtype,), fill, check=partial(self.check_finite, module, begin, end))
+        return Filling(shapes, (packing.scale_dtype,), fill, check=partial(self.check_finite, module, begin, end))
 
     def _global_scale(self, module: nn.Module, begin: int, end: int) -> Filling:
         def fill(values: Tensor) -> None:
