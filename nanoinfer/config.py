@@ -46,8 +46,8 @@ class EngineConfig:
         generation_config: where the defaults of omitted sampling parameters come from. "auto": the checkpoint's
             generation_config.json; "vllm": SamplingParams.
         device: "auto" (CUDA if there is one), "cuda", "cuda:1", "cpu".
-        max_model_len: the most tokens of a prompt with its output. None: the model's own limit, cut to what fits into
-            memory.
+        max_model_len: the most tokens of a prompt with its output. None, or -1 as in vLLM: the model's own
+            limit, cut to what fits into memory.
         max_num_seqs: the most sequences that run at once. None: 256, or 64 if the budget is below 32 GiB.
         max_num_batched_tokens: the most tokens of one prefill step; bounds the activations. None: 8192 on CUDA, cut to
             what the budget holds; 2048 on the CPU.
@@ -144,6 +144,8 @@ class EngineConfig:
         self._one_of("load_format", ("auto", "dummy"))
         self._one_of("attention_backend", ("auto", "triton", "torch", "flash_attn"))
         self._one_of("pin_host_memory", ("auto", "require"))
+        if self.max_model_len == -1:  # vLLM's word for what fits
+            object.__setattr__(self, "max_model_len", None)
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override"):
             if getattr(self, name) is not None:
                 self._count(name, minimum=1)

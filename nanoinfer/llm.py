@@ -17,8 +17,9 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from nanoinfer.common.errors import did_you_mean
 from nanoinfer.common.units import counted
-from nanoinfer.common.unsupported import CHAT, GENERATE, Table, supported
+from nanoinfer.common.unsupported import CHAT, GENERATE, MISSING_METHODS, Table, supported
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.engine import LLMEngine
 from nanoinfer.engine.stats import run_line
@@ -62,6 +63,17 @@ class LLM:
         if self._engine is None:
             raise RuntimeError("this LLM is closed: make a new one")
         return self._engine
+
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """vLLM's name of `engine`."""
+        return self.engine
+
+    def __getattr__(self, name: str) -> Any:
+        if name in MISSING_METHODS:
+            raise AttributeError(f"LLM.{name} of vLLM is not there: {MISSING_METHODS[name]}")
+        names = [one for one in dir(type(self)) if not one.startswith("_")]
+        raise AttributeError(f"LLM has no {name}{did_you_mean(name, names)}")
 
     @property
     def mode(self) -> str:
@@ -179,6 +191,8 @@ class LLM:
         sampling_params: Params = None,
         use_tqdm: Progress = True,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **unsupported: Any,
     ) -> list[RequestOutput]:
@@ -188,6 +202,8 @@ class LLM:
             messages: one conversation, which is a list of {"role": ..., "content": ...}, or a list of conversations.
                 The content is text or a list of text parts; an assistant's content may be None.
             use_tqdm, unsupported: as in `generate`.
+            continue_final_message: go on with the last message; give add_generation_prompt=False with it.
+            chat_template: in place of the tokenizer's, in Jinja.
             chat_template_kwargs: variables of the template, such as {"enable_thinking": False}.
 
         Raises:
@@ -202,6 +218,8 @@ class LLM:
                 conversation(one),
                 chat_template_kwargs,
                 add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template=chat_template,
             )
             for one in (messages if are_many else [messages])
         ]

@@ -3,9 +3,10 @@
 import math
 import numbers
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
+from nanoinfer.common.errors import UnknownNameError, unknown
 from nanoinfer.common.unsupported import SAMPLING, check_keywords
 
 # vLLM's threshold: dividing by a smaller value would only blur the logits' differences, so such rows take the argmax.
@@ -21,9 +22,11 @@ class Advised(int):
 
 
 @partial(check_keywords, table=SAMPLING, taker="SamplingParams")
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class SamplingParams:
     """How one request is sampled. One object may serve many requests: the engine never changes it.
+
+    A field may be assigned, and is checked as in the constructor. Requests that run keep what they were given.
 
     Raises:
         UnknownNameError: a keyword is not a field; the message names the nearest field.
@@ -59,6 +62,10 @@ class SamplingParams:
     """Tokens that end a completion. Kept as a tuple."""
     ignore_eos: bool = False
     """Go on after the model's own end token."""
+    include_stop_str_in_output: bool = False
+    """Let the text end with what ended it: the stop string, or the text of the end token or stop token."""
+    detokenize: bool = True
+    """Make text of the tokens. False: the text is empty, and there are no stop strings."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     seed: int | None = None
@@ -80,9 +87,27 @@ class SamplingParams:
             )
         self._set("stop", _stop_strings(self.stop))
         self._set("stop_token_ids", _stop_token_ids(self.stop_token_ids))
-        for name in ("ignore_eos", "skip_special_tokens"):
+        if self.stop and self.detokenize is False:
+            raise ValueError(
+                f"stop is {list(self.stop)} and detokenize is False: stop strings are found in the text, so leave "
+                "detokenize out, or give stop_token_ids."
+            )
+        for name in ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(_message(name, getattr(self, name), "True or False", "pass one of them"))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        names = [field.name for field in fields(self)]
+        if not vars(self).keys() >= set(names):  # the constructor, which checks all of them at its end
+            self._set(name, value)
+        elif name not in names:
+            raise UnknownNameError(unknown("SamplingParams has no field", name, names))
+        else:
+            vars(self).update(vars(replace(self, **{name: value})))
+
+    def clone(self) -> "SamplingParams":
+        """Return a copy."""
+        return replace(self)
 
     @property
     def is_greedy(self) -> bool:
@@ -90,7 +115,7 @@ class SamplingParams:
         return self.temperature < GREEDY_TEMPERATURE
 
     def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)  # only from __post_init__: checked values in their plain Python type
+        object.__setattr__(self, name, value)  # from __post_init__ checked values in their plain Python type
 
 
 def _integer(low: int, high: int | None, fix: str) -> tuple:

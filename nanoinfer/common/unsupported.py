@@ -76,8 +76,6 @@ SAMPLING: Table = by_advice({
     "logprobs are those of generated tokens": dict(prompt_logprobs=()),
     _NO_STRUCTURE: dict(guided_decoding=(), structured_outputs=()),
     "shorten the prompt": dict(truncate_prompt_tokens=()),
-    "give skip_tokenizer_init=True to the LLM": dict(detokenize=(True,)),
-    "add the stop_reason of the answer yourself": dict(include_stop_str_in_output=(False,)),
     "generate() gives whole completions, generate_stream() what they gained": dict(output_kind=()),
     LEAVE_OUT: dict(
         length_penalty=(1,), early_stopping=(False,), logit_bias=({},), logits_processors=([],), allowed_token_ids=(),
@@ -96,11 +94,26 @@ GENERATE: Table = by_advice({
 
 CHAT: Table = GENERATE | by_advice({
     "render the conversation with get_tokenizer().apply_chat_template() and complete it with generate()": dict(
-        chat_template=(), continue_final_message=(False,), tools=([],)
+        tools=([],)
     ),
     "contents are text": dict(chat_template_content_format=("auto", "string")),
     _TEXT_ONLY: dict(mm_processor_kwargs=({},)),
 })  # fmt: skip
+
+
+_TEXT_MODELS = "models here generate text"
+MISSING_METHODS = {
+    **dict.fromkeys(("encode", "embed", "classify", "score", "reward"), f"{_TEXT_MODELS}: give no pooling model"),
+    "beam_search": "use generate() with SamplingParams(n=...), which samples",
+    **dict.fromkeys(("sleep", "wake_up"), "close() gives all memory back; switch_mode() moves the KV cache"),
+    "start_profile": "nanoinfer bench --profile FILE writes a trace",
+    "stop_profile": "nanoinfer bench --profile FILE writes a trace",
+    "reset_prefix_cache": "a new LLM has an empty cache; enable_prefix_caching=False has none",
+    "get_metrics": "stats() has the counters, and nanoinfer serve has /metrics",
+    "collective_rpc": "there is one GPU: llm.engine is the engine itself",
+    "apply_model": "there is one GPU: llm.engine.runner.model is the model itself",
+}
+"""Methods of vLLM's LLM that this one does not have: what to do instead."""
 
 
 def check_keywords(cls: type, table: Table, taker: str) -> type:

@@ -71,6 +71,7 @@ class Intake:
             )
         prompt = unpack(prompt)
         text = prompt if isinstance(prompt, str) else None
+        params = params.clone()  # the caller may assign to it
         request = Request(request_id, text, token_ids, params, self._tokenizer, self._end_token_ids)
         for index in range(params.n):
             seed = self._random.getrandbits(64) if params.seed is None else (params.seed + index) % 2**64

@@ -29,10 +29,10 @@ class Detokenizer:
 
     A stop string is found even if it spans several tokens. If several stop strings match, the one that is complete
     first counts; if two end at the same place, the longer one counts. So the result does not depend on how many tokens
-    come at once. The text ends before the stop string. Text that may be the beginning of a stop string is held back
-    until it is one or cannot become one.
+    come at once. The text ends before the stop string, or with it. Text that may be the beginning of a stop string is
+    held back until it is one or cannot become one.
 
-    Do not append the token that ends a completion (end token or stop_token_ids): its text is not part of the output.
+    Append the token that ends a completion (end token or stop_token_ids) only if its text is part of the output.
     """
 
     def __init__(
@@ -43,17 +43,19 @@ class Detokenizer:
         *,
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
+        include_stop: bool = False,
     ):
         """
         tokenizer: None: the text is empty, and no stop string is ever found.
         stop: strings that end the completion.
         prompt_token_ids: the prompt; its last tokens are the context of the first generated one.
         min_tokens: a stop string that is complete within the first `min_tokens` tokens is ordinary text.
+        include_stop: the text ends with the stop string, not before it.
         """
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._min_tokens = min_tokens
-        self._skip_special_tokens = skip_special_tokens
+        self._skip_special_tokens, self._include_stop = skip_special_tokens, include_stop
         # The text of tokens [0, _num_read) of the window was released (or is prompt); the other tokens still wait.
         self._window = list(prompt_token_ids[-NUM_PROMPT_CONTEXT_TOKENS:]) if tokenizer else []
         self._num_read = len(self._window)
@@ -134,7 +136,7 @@ class Detokenizer:
         found = self._find_stop(text) if search else None
         if found is not None:
             start, self.stop_hit = found
-            self._released.append(text[:start])
+            self._released.append(text[: start + len(self.stop_hit) * self._include_stop])
             self._held = ""
             return
         num_held = self._num_chars_to_hold(text)

@@ -87,6 +87,8 @@ def encode_chat(
     variables: Mapping[str, Any] | None = None,
     *,
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    chat_template: str | None = None,
     tokenize: bool = True,
 ) -> list[int] | str:
     """Return the token ids of a conversation, through the tokenizer's chat template.
@@ -94,6 +96,9 @@ def encode_chat(
     Args:
         messages: as `conversation` returns them.
         variables: variables of the template, such as `enable_thinking`; the user chooses the names.
+        continue_final_message: leave the last message open, for the answer to go on with; then there is no generation
+            prompt.
+        chat_template: in place of the tokenizer's, in Jinja.
         tokenize: False returns the text, whose tokens, without special tokens around it, are these ids.
 
     Raises:
@@ -111,7 +116,13 @@ def encode_chat(
                 "of the chat template's own",
                 field="chat_template_kwargs",
             )
-    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+    if continue_final_message and add_generation_prompt:
+        raise RequestError(
+            "continue_final_message=True goes on with the last message, add_generation_prompt=True begins another: "
+            "set add_generation_prompt=False",
+            field="continue_final_message",
+        )
+    if tokenizer is None or not (chat_template or getattr(tokenizer, "chat_template", None)):
         missing = "there is no tokenizer" if tokenizer is None else "the tokenizer has no chat template"
         raise RequestError(
             f"chat needs a chat template, but {missing}: complete a finished prompt instead "
@@ -119,6 +130,7 @@ def encode_chat(
             field="messages",
         )
     wanted = dict(add_generation_prompt=add_generation_prompt, tokenize=tokenize, return_dict=False)
+    wanted |= dict(continue_final_message=continue_final_message, chat_template=chat_template)
     try:
         found = tokenizer.apply_chat_template(messages, **wanted, **(variables or {}))
     except Exception as error:  # a template is a program from the checkpoint and may raise anything

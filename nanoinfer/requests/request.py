@@ -38,11 +38,12 @@ class Request:
     def add_sequence(self, sequence: Sequence) -> None:
         """Add the next completion, and give it what makes text of its tokens."""
         sequence.detokenizer = Detokenizer(
-            self.tokenizer,
+            self.tokenizer if self.params.detokenize else None,
             self.params.stop or (),
             self.prompt_token_ids,
             min_tokens=self.params.min_tokens,
             skip_special_tokens=self.params.skip_special_tokens,
+            include_stop=self.params.include_stop_str_in_output,
         )
         self.sequences.append(sequence)
 
@@ -79,10 +80,12 @@ class Request:
                 sequence.finish_reason, sequence.stop_reason = "stop", token_id
             elif token_id in self.end_token_ids and not params.ignore_eos:
                 sequence.finish_reason = "stop"
-        if sequence.finish_reason is None:
+        if sequence.finish_reason is None or params.include_stop_str_in_output:
             delta, stop = sequence.detokenizer.append([token_id])
             sequence.text_delta += delta
-            if stop is not None:
+            if sequence.finish_reason is not None:
+                pass  # the token alone has ended it
+            elif stop is not None:
                 sequence.finish_reason, sequence.stop_reason = "stop", stop
             elif sequence.num_generated >= sequence.max_tokens:
                 sequence.finish_reason = "length"

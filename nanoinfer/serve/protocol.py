@@ -88,6 +88,7 @@ class GenerationRequest(Body):
     stop: Any = None
     stop_token_ids: Annotated[list[Count], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -138,7 +139,8 @@ class GenerationRequest(Body):
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
         """Return the client's sampling parameters, with `defaults` for fields that the client left out."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(SamplingParams)}
+        names = [field.name for field in dataclasses.fields(SamplingParams)]
+        fields = {name: getattr(self, name) for name in names if name != "detokenize"}  # answers are text
         fields |= {"max_tokens": self.token_limit, "logprobs": self.num_logprobs}
         try:
             return SamplingParams(**defaults | {name: value for name, value in fields.items() if value is not None})

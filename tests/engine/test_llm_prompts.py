@@ -128,3 +128,57 @@ def test_special_tokens_are_left_out_of_the_text_unless_asked_for(tmp_path):
         skipped, shown = (output.outputs[0] for output in llm.generate([[20, 21]] * 2, params, use_tqdm=False))
     assert skipped.token_ids == shown.token_ids and skipped.text == ""
     assert shown.text.split() == [f"w{token_id}" for token_id in shown.token_ids]
+
+
+def test_the_text_may_end_with_what_ended_it(llm):
+    drawn = SamplingParams(seed=5, max_tokens=8, ignore_eos=True)
+    (whole,) = llm.generate("w20 w21", drawn, use_tqdm=False)
+    text, ids = whole.outputs[0].text, whole.outputs[0].token_ids
+    word = text.split()[3]
+    assert ids[3] not in ids[:3] and word not in text.split()[:3]
+    end = text.index(word)
+    for stop, reason in ((dict(stop=word), word), (dict(stop_token_ids=[ids[3]]), ids[3])):
+        cut = replace(drawn, **stop)
+        kept = replace(cut, include_stop_str_in_output=True)
+        without, ended = (llm.generate("w20 w21", one, use_tqdm=False)[0].outputs[0] for one in (cut, kept))
+        assert without.text.strip() == text[:end].strip() and ended.text == text[: end + len(word)]
+        assert ended.stop_reason == reason == without.stop_reason
+        assert "".join(one.text_delta for one in llm.generate_stream("w20 w21", kept)) == ended.text
+
+
+def test_tokens_may_stay_tokens(llm):
+    params = replace(GREEDY, detokenize=False)
+    outputs = llm.generate(["w20 w21"] * 2, [params, GREEDY], use_tqdm=False)
+    assert outputs[0].outputs[0].token_ids == outputs[1].outputs[0].token_ids
+    assert not outputs[0].outputs[0].text and outputs[1].outputs[0].text
+
+
+def test_requests_keep_the_parameters_that_they_were_given(llm):
+    params = replace(GREEDY, max_tokens=6)
+    stream = llm.generate_stream("w20 w21", params)
+    first = next(stream)
+    params.max_tokens, params.stop = 2, ["w"]
+    assert len(first.token_ids_delta) + sum(len(one.token_ids_delta) for one in stream) == 6
+
+
+def test_a_conversation_may_go_on_with_its_last_message_and_have_another_template(llm):
+    messages = [{"role": "user", "content": "w31"}, {"role": "assistant", "content": "w32"}]
+    goes_on = dict(add_generation_prompt=False, continue_final_message=True, use_tqdm=False)
+    (output,) = llm.chat(messages, GREEDY, **goes_on)
+    assert output.prompt_token_ids[-1] == 32
+    template = "{% for m in messages %}{{ m['content'] }} w40 {% endfor %}"
+    (other,) = llm.chat(messages, GREEDY, use_tqdm=False, chat_template=template)
+    assert other.prompt_token_ids == [31, 40, 32, 40]
+    with pytest.raises(ValueError, match="set add_generation_prompt=False"):
+        llm.chat(messages, GREEDY, use_tqdm=False, continue_final_message=True)
+
+
+def test_vllms_names_are_there_or_say_what_to_do(llm):
+    assert llm.llm_engine is llm.engine
+    with pytest.raises(
+        AttributeError, match=re.escape("LLM.sleep of vLLM is not there: close() gives all memory back")
+    ):
+        llm.sleep()
+    with pytest.raises(AttributeError, match=re.escape("LLM has no generat (did you mean 'generate'?)")):
+        llm.generat  # noqa: B018
+    assert not hasattr(llm, "beam_search")

@@ -28,6 +28,8 @@ def test_defaults_are_those_of_vllm():
         "stop": (),
         "stop_token_ids": (),
         "ignore_eos": False,
+        "include_stop_str_in_output": False,
+        "detokenize": True,
         "skip_special_tokens": True,
         "seed": None,
         "logprobs": None,
@@ -149,11 +151,21 @@ def test_numpy_numbers_become_plain_ones():
     assert [type(token_id) for token_id in params.stop_token_ids] == [int]
 
 
-def test_params_cannot_be_changed_and_can_be_compared_and_copied():
+def test_params_can_be_assigned_to_compared_and_copied():
     params = SamplingParams(top_k=4, stop=["a"])
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        params.top_k = 5
-    assert params == SamplingParams(top_k=4, stop="a") and hash(params) == hash(SamplingParams(top_k=4, stop="a"))
+    copy = params.clone()
+    copy.top_k, copy.stop = np.int64(5), "b"
+    assert (copy.top_k, copy.stop, params.top_k) == (5, ("b",), 4) and type(copy.top_k) is int
+    assert params == SamplingParams(top_k=4, stop="a") != copy
+    for name, value, message in (
+        ("top_k", -3, "top_k is -3"),
+        ("min_tokens", 17, "min_tokens may be at most max_tokens"),
+        ("detokenize", False, "detokenize is False: stop strings are found in the text"),
+        ("top_kk", 3, "SamplingParams has no field 'top_kk': did you mean 'top_k'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            setattr(copy, name, value)
+    assert vars(copy) == vars(SamplingParams(top_k=5, stop="b"))
     assert dataclasses.replace(params, top_k=5).top_k == 5
     with pytest.raises(ValueError, match="top_k is -3"):
         dataclasses.replace(params, top_k=-3)
