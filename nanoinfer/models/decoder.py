@@ -240,10 +240,7 @@ class Decoder(nn.Module):
     # The pieces
 
     def pieces(self) -> list[Piece]:
-        """Return what the engine runs: the layers, cut at each attention.
-
-        Called several times, on the meta device, too: memory that transfers read is made in the constructor.
-        """
+        """Return what the engine runs: the layers, cut at each attention. It is called several times, on meta, too."""
         attentions = self.spec.kv_layers
         begins, ends = [0, *(layer + 1 for layer in attentions)], [*attentions, len(self.layers)]
         cuts = [*(Cut(kv_layer=number) for number in range(len(attentions))), Cut()]

@@ -18,8 +18,7 @@ from nanoinfer.kernels.launch.pdl import launch_options, let_next_in, wait_for_i
 from nanoinfer.kernels.linear.instructions import EXPANSIONS, PAIR_OF_BYTES, PRODUCT_OF_HALVES, number_of
 from nanoinfer.kernels.linear.packing import PackedWeight
 
-INT, FP8, FP4 = (tl.constexpr(number) for number in range(3))
-"""Kinds of codes."""
+INT, FP8, FP4 = (tl.constexpr(number) for number in range(3))  # kinds of codes
 ROW, PAIRS, WORDS, EXPONENTS, TABLE, COLUMN = (tl.constexpr(number) for number in range(6))
 """Where a weight's scale is: one for a row; of two groups in a word; of one, with its zero, in a word; its exponent, of
 four groups in a word; in a table; in a table, and another one for each column of a plane."""
