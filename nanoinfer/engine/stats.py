@@ -124,14 +124,19 @@ def notes(engine: Engine) -> list[str]:
 
 
 def run_line(engine: Engine, before: DecodeTimes | None = None) -> str:
-    """Return one line about the decode steps: what bound them, and what would help.
+    """Return one line about the decode steps: what bound them, what would help, and settings that had no effect.
 
     Args:
         before: what `StepMeter.snapshot` returned when the run began; None: all steps count.
     """
+    return "; ".join([bound_line(engine, before), *notes(engine)])
+
+
+def bound_line(engine: Engine, before: DecodeTimes | None = None) -> str:
+    """Return what bound the decode steps and what would help, in one line; `before` as for `run_line`."""
     times = engine.meter.times if before is None else engine.meter.times.since(before)
     link = ""
     if times.copy_seconds:
         waited = times.wait_fraction * times.seconds
         link = f" (link busy {times.link_busy_fraction:.0%} of the time, {waited:.2f} s waited for copies)"
-    return "; ".join([f"bound by {times.bound}{link}: {advice(engine, times)}", *notes(engine)])
+    return f"bound by {times.bound}{link}: {advice(engine, times)}"

@@ -46,6 +46,10 @@ class Parser(argparse.ArgumentParser):
                 if is_option and not any(known.startswith(option) for known in self._option_string_actions):
                     self._refuse(option)
         namespace, unknown = super().parse_known_args(args, namespace)
+        for action in self._get_positional_actions():
+            # Before Python 3.12.8 argparse takes an optional word for left out where options stand before it.
+            if action.nargs == argparse.OPTIONAL and unknown and getattr(namespace, action.dest, None) is None:
+                setattr(namespace, action.dest, unknown.pop(0))
         if unknown:
             self.error(f"unknown arguments: {' '.join(unknown)}")
         return namespace, unknown

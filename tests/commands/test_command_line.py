@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -70,6 +71,8 @@ def test_a_first_interrupt_of_generate_announces_that_a_second_ends_at_once(monk
     found = []
 
     class FakeLLM:
+        engine = MagicMock(sampling_defaults={})
+
         def __init__(self, *_, **__):
             pass
 

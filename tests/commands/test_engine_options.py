@@ -110,4 +110,4 @@ def test_no_command_declares_an_engine_option_itself():
         for name in names
         if f"add_argument({name}" in "".join(path.read_text().split())
     }
-    assert found == {"main.py": '"--seed"'}, "generate's --seed is that of the sampling"
+    assert found == {"sampling.py": '"--seed"'}, "generate's --seed is that of the sampling"

@@ -1,0 +1,113 @@
+"""`nanoinfer generate` on the command line."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import nanoinfer
+from nanoinfer.common.units import counted
+from nanoinfer.options.engine import add_engine_options, engine_arguments
+from nanoinfer.options.parser import in_options
+from nanoinfer.options.sampling import add_sampling_options, sampling_params
+
+_STDIN = "-"
+_MAX_TOKENS = 128
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="checkpoint directory or hub id")
+    parser.add_argument("text", nargs="?", help="the prompt; - or nothing: what is piped into the command")
+    parser.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt as an option")
+    parser.add_argument("--chat", action="store_true", help="the prompt is a message, in the model's chat template")
+    parser.add_argument("--system", metavar="TEXT", help="the system's message before it; implies --chat")
+    add_sampling_options(parser, f"{_MAX_TOKENS}; of a chat, as many as there is room for")
+    add_engine_options(parser, without=("seed", "skip_tokenizer_init"), defaults={"enable_cpu_offload": "auto"})
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the completion as it is generated, and then on stderr how fast it was."""
+    prompt = _prompt(options)
+    is_chat = options.chat or options.system is not None
+    arguments = engine_arguments(options) | ({"max_num_seqs": 1} if options.max_num_seqs is None else {})
+    sampling_params(options, {"temperature": 1.0}, 1)  # refuse what is not allowed before anything is loaded
+    with (
+        _second_interrupt_ends(options.parser.prog),
+        nanoinfer.LLM(options.model, **arguments, progress_bar=sys.stderr.isatty()) as llm,
+    ):
+        params = sampling_params(options, llm.engine.sampling_defaults, None if is_chat else _MAX_TOKENS)
+        if is_chat:
+            prompt = _in_template(llm, prompt, options.system)
+        before = llm.engine.meter.snapshot()
+        try:
+            for output in llm.generate_stream(prompt, params):
+                if output.error is not None:
+                    raise ValueError(output.error)
+                print(output.text_delta, end="", flush=True)
+        except KeyboardInterrupt:
+            print()  # so that what the shell prints begins on a new line
+            raise
+        print(flush=True)
+        said = in_options(_speed(llm, output.metrics, before), options.parser)
+        print(f"{options.parser.prog}: {said}", file=sys.stderr)
+    return 0
+
+
+def _prompt(options: argparse.Namespace) -> str:
+    """Return the one prompt that is given: as a word, as an option or on stdin.
+
+    A last line end of what is piped does not count, since `echo` writes one.
+    """
+    if options.text is not None and options.prompt is not None:
+        raise ValueError("the prompt is given twice: leave the text or --prompt out")
+    text = options.prompt if options.text is None else options.text
+    if text is None and sys.stdin.isatty():
+        raise ValueError('no prompt is given: nanoinfer generate MODEL "text", or pipe it into the command')
+    if text is None or text == _STDIN:
+        text = sys.stdin.read().removesuffix("\n")
+        if not text:
+            raise ValueError("nothing came from stdin: give a prompt, or pipe one into the command")
+    return text
+
+
+def _in_template(llm: Any, text: str, system: str | None) -> list[int]:
+    """Return the tokens of a conversation with this message, in the model's chat template."""
+    from nanoinfer.requests.prompts import encode_chat
+
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    return encode_chat(llm.engine.tokenizer, [*messages, {"role": "user", "content": text}])
+
+
+def _speed(llm: Any, metrics: Any, before: Any) -> str:
+    from nanoinfer.engine.stats import bound_line
+
+    rate = f" at {1 / metrics.time_per_output_token:.1f} tokens/s" if metrics.time_per_output_token else ""
+    return (
+        f"{counted(metrics.num_prompt_tokens, 'prompt token')}, first token after "
+        f"{metrics.time_to_first_token:.2f} s, {counted(metrics.num_generated_tokens, 'token')}{rate}; "
+        f"{bound_line(llm.engine, before)}"
+    )
+
+
+@contextmanager
+def _second_interrupt_ends(name: str) -> Iterator[None]:
+    """On Ctrl-C say that memory is given back, and that a second one ends the process before that."""
+
+    def interrupt(*_: object) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # also in the midst of a call that Python waits for
+        # Not by `print`, in whose midst this may be.
+        os.write(sys.stderr.fileno(), f"\n{name}: giving memory back; Ctrl-C again ends at once\n".encode())
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        if before is not signal.SIG_IGN:  # as a shell sets it for what runs in the background
+            signal.signal(signal.SIGINT, interrupt)
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

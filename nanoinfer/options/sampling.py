@@ -1,0 +1,51 @@
+"""Options of how tokens are sampled, for the commands that generate text. Names and meanings are `SamplingParams`'."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from nanoinfer.options.parser import length
+from nanoinfer.sampling_params import SamplingParams
+
+# Fields that choose among tokens, which greedy sampling does not.
+_CHOOSING = ("top_p", "top_k", "min_p")
+
+
+def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: str) -> None:
+    """Add the options; what is left out is None. max_tokens: the default of `--max-tokens`, in words."""
+    parser.add_argument(
+        "-n", "--max-tokens", type=length, metavar="TOKENS", help=f"the most tokens to generate (default: {max_tokens})"
+    )
+    for option, kind, metavar, text in (
+        ("--temperature", float, "T", "0: always the most likely token (default: the checkpoint's, else 0)"),
+        ("--top-p", float, "P", "sample from the most likely tokens that together have this probability"),
+        ("--top-k", int, "K", "sample from the K most likely tokens; 0: from all"),
+        ("--min-p", float, "P", "leave out tokens less likely than P times the most likely one"),
+    ):
+        parser.add_argument(option, type=kind, metavar=metavar, help=text)
+    text = "the same seed and prompt give the same tokens (default: the engine draws one)"
+    parser.add_argument("--seed", type=int, metavar="N", help=text)
+
+
+def sampling_params(options: argparse.Namespace, recommended: Mapping[str, Any], max_tokens: int | None) -> Any:
+    """Return the `SamplingParams` that the options ask for.
+
+    Args:
+        recommended: what counts where an option is left out: the checkpoint's.
+        max_tokens: what counts where nothing is recommended either.
+
+    Raises:
+        ValueError: a value is not allowed, or it has no effect because sampling is greedy.
+    """
+    names = ("max_tokens", "temperature", "seed", *_CHOOSING)
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    params = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens} | dict(recommended) | given)
+    without_effect = [f"--{name.replace('_', '-')}" for name in _CHOOSING if name in given]
+    if params.is_greedy and "temperature" not in given and without_effect:
+        raise ValueError(
+            f"{' and '.join(without_effect)} would have no effect: without --temperature the most likely token is "
+            "always taken, because the checkpoint recommends none; give --temperature, such as 0.7, too"
+        )
+    return params

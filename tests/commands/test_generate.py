@@ -1,0 +1,144 @@
+"""`nanoinfer generate`: where the prompt comes from, what is sampled, and what is said at the end."""
+
+import io
+import re
+from types import SimpleNamespace
+
+import pytest
+
+import nanoinfer
+from nanoinfer.commands.main import main
+from nanoinfer.outputs import RequestMetrics, StreamOutput
+from nanoinfer.sampling_params import SamplingParams
+
+SPOKEN = "Records. The pass key of Mira Holt is 48192."
+
+
+class FakeLLM:
+    """Says two words to every prompt, and keeps what it was asked."""
+
+    asked = None
+
+    def __init__(self, model, **arguments):
+        self.arguments = arguments
+        self.engine = SimpleNamespace(sampling_defaults=self.recommended, meter=SimpleNamespace(snapshot=lambda: None))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def generate_stream(self, prompt, params):
+        type(self).asked = prompt, params
+        metrics = RequestMetrics(
+            arrival_time=0.0, time_to_first_token=0.5, time_per_output_token=0.1, num_prompt_tokens=3,
+            num_generated_tokens=2,
+        )  # fmt: skip
+        for text, last in (("two", None), (" words", metrics)):
+            yield StreamOutput(
+                request_id="0", index=0, text_delta=text, token_ids_delta=[1], finished=last is not None, metrics=last
+            )
+
+
+class Stdin(io.StringIO):
+    def __init__(self, text, is_terminal):
+        super().__init__(text)
+        self.isatty = lambda: is_terminal
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Returns what the engine is asked for by a command line, with this on stdin; None on stdin: a terminal."""
+
+    def ask(*words, piped=None, recommended=None):
+        fake = type("Fake", (FakeLLM,), {"recommended": recommended or {}})
+        monkeypatch.setattr(nanoinfer, "LLM", fake, raising=False)
+        monkeypatch.setattr("nanoinfer.engine.stats.bound_line", lambda *_: "bound by gpu_memory_limit")
+        monkeypatch.setattr("sys.stdin", Stdin(piped or "", piped is None))
+        status = main(["generate", "m", *words])
+        return fake.asked if status == 0 else status
+
+    return ask
+
+
+@pytest.mark.parametrize(
+    "words, piped, prompt",
+    [
+        (["some text"], None, "some text"),
+        (["-p", "some text"], None, "some text"),
+        (["--prompt=some text"], None, "some text"),
+        (["-n", "5", "some text"], None, "some text"),  # options may stand before it
+        (["-"], "some text\n", "some text"),
+        (["-p", "-"], "some text\n\n", "some text\n"),
+        ([], "some text", "some text"),
+        (["some text"], "what is piped", "some text"),
+    ],
+)
+def test_the_prompt_is_a_word_an_option_or_what_is_piped(asked, words, piped, prompt):
+    assert asked(*words, piped=piped)[0] == prompt
+
+
+@pytest.mark.parametrize(
+    "words, piped, message",
+    [
+        ([], None, 'no prompt is given: nanoinfer generate MODEL "text", or pipe it'),
+        ([], "", "nothing came from stdin: give a prompt"),
+        (["a", "-p", "b"], None, "the prompt is given twice"),
+        (["a", "--top-p", "2"], None, "--top-p is 2.0, it must be a number in"),
+        (["a", "--top-k", "4", "--min-p", "0.1"], None, "--top-k and --min-p would have no effect: without --temp"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused(asked, capsys, words, piped, message):
+    assert asked(*words, piped=piped) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_two_prompts_are_no_prompt(asked, capsys):
+    with pytest.raises(SystemExit):
+        asked("a", "b")
+    assert "unknown arguments: b" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words, recommended, params",
+    [
+        ([], {}, dict(temperature=0, max_tokens=128)),
+        (["-n", "2k"], {}, dict(temperature=0, max_tokens=2048)),
+        (["--temperature", "0.7", "--top-p", "0.9", "--top-k", "20", "--min-p", "0.1", "--seed", "5"], {},
+         dict(temperature=0.7, top_p=0.9, top_k=20, min_p=0.1, seed=5, max_tokens=128)),
+        ([], dict(temperature=0.6, top_p=0.95), dict(temperature=0.6, top_p=0.95, max_tokens=128)),
+        (["--top-p", "0.5"], dict(temperature=0.6, top_p=0.95), dict(temperature=0.6, top_p=0.5, max_tokens=128)),
+        (["--temperature", "0", "--top-p", "0.5"], dict(temperature=0.6),
+         dict(temperature=0, top_p=0.5, max_tokens=128)),
+    ],
+)  # fmt: skip
+def test_what_is_left_out_is_as_the_checkpoint_recommends(asked, words, recommended, params):
+    assert asked("text", *words, recommended=recommended)[1] == SamplingParams(**params)
+
+
+def test_text_is_on_stdout_and_the_speed_on_stderr(asked, capsys):
+    asked("text")
+    assert capsys.readouterr() == (
+        "two words\n",
+        "nanoinfer generate: 3 prompt tokens, first token after 0.50 s, 2 tokens at 10.0 tokens/s; "
+        "bound by --gpu-memory\n",
+    )
+
+
+def test_a_chat_answers_a_message_in_the_template_of_the_model(capsys):
+    question = "What is the pass key of Mira Holt?"
+    words = ["generate", "recall", question, "--device", "cpu"]
+    assert main([*words, "--system", SPOKEN, "-n", "14"]) == 0
+    answer, said = capsys.readouterr()
+    assert answer.startswith(" The pass key of Mira Holt is 48192.")
+    assert re.search(r"32 prompt tokens, first token after .* s, 14 tokens at .* tokens/s; bound by CPU: ", said)
+    assert main([*words, "--chat", "-n", "1"]) == 0
+    assert "16 prompt tokens, first token after" in capsys.readouterr().err
+    assert main([*words, "-n", "1"]) == 0
+    assert "11 prompt tokens, first token after" in capsys.readouterr().err
+
+
+def test_a_chat_without_a_limit_goes_on_until_the_model_ends(asked, monkeypatch):
+    monkeypatch.setattr("nanoinfer.commands.generate._in_template", lambda llm, text, system: [len(text)])
+    assert asked("text", "--chat") == ([4], SamplingParams(temperature=0, max_tokens=None))
