@@ -15,7 +15,8 @@ if TYPE_CHECKING:  # what type checkers and editors see of the names below
     from nanoinfer.config import EngineConfig
     from nanoinfer.engine.engine import LLMEngine
     from nanoinfer.llm import LLM
-    from nanoinfer.memory.forecast import Forecast, plan
+    from nanoinfer.memory.forecast import Forecast
+    from nanoinfer.memory.forecaster import plan
     from nanoinfer.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamOutput
     from nanoinfer.sampling_params import SamplingParams
 
@@ -38,7 +39,8 @@ __getattr__, __dir__ = lazy_names(
         "config": ["EngineConfig"],
         "engine.engine": ["LLMEngine"],
         "llm": ["LLM"],
-        "memory.forecast": ["Forecast", "plan"],
+        "memory.forecast": ["Forecast"],
+        "memory.forecaster": ["plan"],
         "outputs": ["CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput", "StreamOutput"],
         "sampling_params": ["SamplingParams"],
     },

@@ -46,8 +46,8 @@ class EngineConfig:
         generation_config: where the defaults of omitted sampling parameters come from. "auto": the checkpoint's
             generation_config.json; "vllm": SamplingParams.
         device: "auto" (CUDA if there is one), "cuda", "cuda:1", "cpu".
-        max_model_len: the most tokens of a prompt with its output. None, or -1 as in vLLM: the model's own
-            limit, cut to what fits into memory.
+        max_model_len: the most tokens of a prompt with its output. None: the model's own limit, cut to what fits into
+            memory; -1 is the same, as in vLLM.
         max_num_seqs: the most sequences that run at once. None: 256, or 64 if the budget is below 32 GiB.
         max_num_batched_tokens: the most tokens of one prefill step; bounds the activations. None: 8192 on CUDA, cut to
             what the budget holds; 2048 on the CPU.

@@ -12,10 +12,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import nanoinfer  # noqa: E402
+from nanoinfer.memory.cards import LEFT_GIB  # noqa: E402
 
 SHAPES = ("olmoe-7b", "gpt-oss-20b", "qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-120b", "glm-4.5-air")
-# What a program gets of cards that are called 8, 12, 16, 24, 48 and 80 GB.
-CARDS = {"8 GB": "7GiB", "12 GB": "10.5GiB", "16 GB": "14.5GiB", "24 GB": "22GiB", "48 GB": "45GiB", "80 GB": "77GiB"}
+CARDS = {f"{size} GB": f"{LEFT_GIB[size]:g}GiB" for size in (8, 12, 16, 24, 48, 80)}
 CONTEXT = {"olmoe-7b": 4096}
 DEFAULT_CONTEXT = 16384
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+from dataclasses import asdict
 
 import nanoinfer
 from nanoinfer.models.shapes import SHAPES
@@ -20,8 +22,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help=f"checkpoint directory, hub id, or a shape: {', '.join(SHAPES)}")
     parser.add_argument("--context", type=length, help="tokens of each sequence, output included, such as 32k")
     parser.add_argument("--batch", type=int, default=1, help="sequences at once")
-    parser.add_argument("--link-gbps", type=float, default="25", help="host to GPU, GB/s (default %(default)s)")
-    parser.add_argument("--device-gbps", type=float, help="the GPU's memory, GB/s")
+    parser.add_argument("--gpu", metavar="CARD", help='memory and bandwidths of a card, such as "RTX 4070"')
+    parser.add_argument("--compare-gpus", action="store_true", help="a table of all cards that are known")
+    parser.add_argument("--link-gbps", type=float, help="host to GPU, GB/s; default: the card's, or 25")
+    parser.add_argument("--device-gbps", type=float, help="the GPU's memory, GB/s; default: the card's")
     texts = {
         "gpu_memory_limit": 'such as "12GiB"; default: this machine\'s',
         "host_memory_limit": 'such as "64GiB"; default: what is available here',
@@ -33,8 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the forecast; return 1 if something does not fit."""
     arguments = engine_arguments(options)
+    if options.compare_gpus:
+        return _compare(options, arguments)
     forecast = nanoinfer.plan(
         options.model,
+        gpu=options.gpu,
         gpu_memory=arguments.pop("gpu_memory_limit"),
         host_memory=arguments.pop("host_memory_limit"),
         context=options.context,
@@ -45,3 +52,22 @@ def run(options: argparse.Namespace) -> int:
     )
     print(forecast.to_json() if options.json else in_options(forecast.report(), options.parser))
     return 0 if forecast.fits else 1
+
+
+def _compare(options: argparse.Namespace, arguments: dict) -> int:
+    """Print what each card can do; return 1 if none can."""
+    from nanoinfer.memory.compare import compare_gpus, report  # with torch
+
+    given = dict(gpu=options.gpu, gpu_memory=arguments.pop("gpu_memory_limit"))
+    given |= dict(link_gbps=options.link_gbps, device_gbps=options.device_gbps)
+    if names := [name for name, value in given.items() if value is not None]:
+        raise ValueError(f"--compare-gpus takes each card's memory and bandwidths: leave out {names[0]}")
+    host_memory = arguments.pop("host_memory_limit")
+    found = compare_gpus(
+        options.model, host_memory=host_memory, context=options.context, batch=options.batch, **arguments
+    )
+    if options.json:
+        print(json.dumps({name: asdict(step) for name, step in found.items()}, indent=1))
+    else:
+        print(report(found))
+    return 0 if any(step.fits for step in found.values()) else 1

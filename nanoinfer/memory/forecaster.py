@@ -1,0 +1,291 @@
+"""What fits and how fast it can be, from a model's config alone: no weights, no GPU.
+
+The bytes come from `make_plan`, the same function that the engine spends its budget with. The time of a decode step is
+its floor: streamed bytes over the link's bandwidth or, if a device bandwidth is stated, bytes read on the device over
+that, whichever takes longer.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanoinfer.common.units import GIB, format_gib
+from nanoinfer.config import EngineConfig
+from nanoinfer.kv.residency import promotion_margin
+from nanoinfer.memory.cards import card_named
+from nanoinfer.memory.floors import bytes_read_per_step
+from nanoinfer.memory.forecast import Forecast
+from nanoinfer.memory.machine import device_memory
+from nanoinfer.memory.plan import gpu_budget, make_plan
+from nanoinfer.memory.proposals import Proposal, Proposer
+from nanoinfer.memory.setup import Specs
+from nanoinfer.models.base import ModelSpec
+from nanoinfer.models.shapes import SHAPES, write_shape
+from nanoinfer.weights.load import read_checkpoint
+from offload.memory.host_memory import memory_available_bytes
+
+DEFAULT_LINK_GBPS = 25.0  # PCIe 4 x16
+DEFAULT_CONTEXT = 32_768
+MAX_BATCH = 4096
+MOST_GIB = 2048  # the most memory that is looked for
+
+
+def plan(
+    model: str | Path,
+    *,
+    gpu: str | None = None,
+    gpu_memory: int | float | str | None = None,
+    host_memory: int | str | None = None,
+    context: int | None = None,
+    batch: int = 1,
+    link_gbps: float | None = None,
+    device_gbps: float | None = None,
+    **arguments: Any,
+) -> Forecast:
+    """Work out what an engine with these limits would do.
+
+    Args:
+        model: directory of a checkpoint or hub id, of which only the config is read, or a shape such as "qwen3-4b".
+        gpu: a card, such as "RTX 4070": its memory and bandwidths, where they are not given (`memory/cards.py`).
+        gpu_memory, host_memory: limits, such as "12GiB"; None takes this machine's.
+        context: tokens of each sequence, output included; None: 32,768 or the model's limit.
+        batch: sequences at once.
+        link_gbps: bandwidth from host to GPU, in GB/s (10^9): about 12 for PCIe 3 x16, 25 for PCIe 4, 52 for PCIe 5;
+            None: the card's, or 25.
+        device_gbps: bandwidth of the GPU's memory in GB/s; None leaves the device out of the forecast.
+        arguments: further fields of `EngineConfig`.
+
+    Raises:
+        ValueError: an argument is not allowed, or a limit is missing on a machine without a GPU. What merely does not
+            fit is no error: see `Forecast.problem`.
+    """
+    given = dict(gpu=gpu, gpu_memory=gpu_memory, host_memory=host_memory, context=context, batch=batch)
+    return forecaster(model, link_gbps=link_gbps, device_gbps=device_gbps, **given, **arguments).forecast()
+
+
+def forecaster(
+    model: str | Path, *, gpu: str | None, gpu_memory: int | float | str | None, host_memory: int | str | None,
+    context: int | None, batch: int, link_gbps: float | None, device_gbps: float | None, **arguments: Any,
+) -> Forecaster:  # fmt: skip
+    """Return what forecasts for any context and batch; for the arguments see `plan`."""
+    if gpu is not None:
+        card = card_named(gpu)
+        gpu_memory = card.memory if gpu_memory is None else gpu_memory
+        link_gbps, device_gbps = link_gbps or card.link_gbps, device_gbps or card.device_gbps
+    link_gbps = DEFAULT_LINK_GBPS if link_gbps is None else link_gbps
+    for name, value in (("link_gbps", link_gbps), ("device_gbps", device_gbps)):
+        if value is not None and not 0 < value < float("inf"):
+            raise ValueError(f"{name}={value!r} must be a positive number of GB/s")
+    for name, value in (("batch", batch), ("context", context)):
+        if value is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+    limits = {"gpu_memory_limit": gpu_memory, "host_memory_limit": host_memory}
+    config = EngineConfig(**{"model": model, "enable_cpu_offload": True, **limits, **arguments})
+    with tempfile.TemporaryDirectory() as directory:
+        path = write_shape(str(model), directory) if model in SHAPES else model
+        specs = Specs(read_checkpoint(path, config.hf_overrides, names=SHAPES))
+    spec = specs.of(config)
+    host_bytes = memory_available_bytes() if host_memory is None else int(config.host_memory_limit)
+    asked = Forecast(
+        model=str(model),
+        context=context or min(DEFAULT_CONTEXT, spec.max_position),
+        batch=batch,
+        link_gbps=link_gbps,
+        device_gbps=device_gbps,
+        budget_bytes=_budget(config, host_bytes),
+        host_budget_bytes=host_bytes,
+    )
+    return Forecaster(specs, config, asked)
+
+
+def _budget(config: EngineConfig, host_available: int) -> int:
+    if isinstance(config.gpu_memory_limit, int):  # no share
+        return int(config.gpu_memory_limit)
+    if not torch.cuda.is_available():
+        raise ValueError('this machine has no GPU whose memory could be taken: state it, such as gpu_memory="12GiB"')
+    device = torch.device("cuda", torch.cuda.current_device())
+    return gpu_budget(config, device_memory(device), host_available)
+
+
+@dataclass(frozen=True)
+class Forecaster:
+    """One model on one machine, for any context and batch; `asked` has what is given, and no answers."""
+
+    specs: Specs
+    config: EngineConfig
+    asked: Forecast
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        return self.specs.of(self.config)
+
+    def forecast(self) -> Forecast:
+        context, batch = self.asked.context, self.asked.batch
+        step, longest = self.step(context, batch), self._longest(batch, lambda other: other.fits)
+        if not step.fits:
+            proposals = self._proposer().to_fit()
+            advice = self._advice_to_fit(context, batch, proposals)
+            return replace(step, longest_context=longest or None, proposals=proposals, advice=advice)
+        return replace(
+            step,
+            longest_context=longest,
+            longest_resident_context=self._longest(
+                batch, lambda other: other.fits and not other.streamed_bytes_per_step
+            ),
+            largest_batch=_largest(lambda n: self.step(context, n).fits, MAX_BATCH),
+            proposals=self._proposer().to_be_faster(step.ms_per_token) if step.bound == "link" else (),
+            advice=self._advice(step),
+        )
+
+    def _proposer(self) -> Proposer:
+        config = replace(self.config, max_model_len=self.asked.context, max_num_seqs=self.asked.batch)
+
+        def other(config: EngineConfig) -> Forecaster:
+            return replace(self, config=config)
+
+        return Proposer(
+            config,
+            step=lambda config: other(config).step(config.max_model_len, config.max_num_seqs),
+            longest=lambda config: other(config)._longest(config.max_num_seqs, lambda step: step.fits),
+        )
+
+    def _longest(self, batch: int, accepts: Callable[[Forecast], bool]) -> int:
+        """Return the longest context, in whole blocks or up to the model's limit, whose step is accepted."""
+        size, limit = self.spec.layout.block_size, self.spec.max_position
+        blocks = _largest(lambda n: accepts(self.step(min(n * size, limit), batch)), -(-limit // size))
+        return min(limit, size * blocks)
+
+    def step(self, context: int, batch: int) -> Forecast:
+        """Forecast a decode step at full context, or why it cannot run; no limits yet, and no advice."""
+        asked, layout = replace(self.asked, context=context, batch=batch), self.spec.layout
+        config = replace(self.config, max_model_len=context, max_num_seqs=batch)
+        try:
+            memory = make_plan(
+                config,
+                self.spec,
+                budget_bytes=asked.budget_bytes,
+                host_available_bytes=asked.host_budget_bytes,
+                is_cuda=True,
+            )
+        except ValueError as error:
+            return replace(asked, problem=str(error))
+        num_full, num_blocks = context // layout.block_size, -(-context // layout.block_size)
+        room = memory.num_gpu_blocks - 1  # without scratch
+        num_streamed, is_offload = 0, config.enable_cpu_offload is True or batch * num_blocks > room
+        if batch * num_blocks > room:
+            if not config.may_offload:
+                needed = f"{batch} x {context} tokens need {batch * num_blocks} KV blocks"
+                return replace(asked, problem=f"{needed}, {room} fit on the GPU")
+            if batch * num_full > memory.num_host_blocks:
+                gib, limit = format_gib(batch * num_full * layout.block_bytes), format_gib(memory.host_bytes)
+                needed = f"{batch} x {context} tokens need {gib} GiB of host memory for KV blocks"
+                return replace(asked, problem=f"{needed}, the limit is {limit} GiB")
+            resident = max(0, room - batch - promotion_margin(batch))
+            if memory.max_resident_blocks is not None:
+                resident = min(resident, memory.max_resident_blocks)
+            num_streamed = max(0, batch * num_full - resident)
+        elif config.enable_cpu_offload is True and memory.max_resident_blocks is not None:
+            num_streamed = max(0, batch * num_full - memory.max_resident_blocks)
+        full_layers = sum(window is None for window in self.spec.windows)
+        streamed = num_streamed * full_layers * layout.layer_block_bytes
+        read = bytes_read_per_step(self.spec, [context] * batch)
+        times = {"link": streamed / (asked.link_gbps * 1e9)}
+        if asked.device_gbps is not None:
+            times["device memory"] = read / (asked.device_gbps * 1e9)
+        bound = max(times, key=times.get)
+        kv_bytes = batch * num_blocks * layout.block_bytes
+        return replace(
+            asked,
+            memory=memory,
+            kv_bytes=kv_bytes,
+            resident_kv_bytes=kv_bytes - num_streamed * layout.block_bytes,
+            host_kv_bytes=batch * num_full * layout.block_bytes if is_offload else 0,
+            streamed_bytes_per_step=streamed,
+            read_bytes_per_step=read,
+            ms_per_token=times[bound] * 1e3 if times[bound] else None,
+            bound=bound if times[bound] else None,
+        )
+
+    # What would help: each answer is the forecast of a changed setting
+
+    def _advice(self, step: Forecast) -> tuple[str, ...]:
+        if step.bound != "link":
+            return ()
+        context, batch, now = step.context, step.batch, step.ms_per_token
+        found: list[tuple[float, str]] = []
+
+        def consider(changed: Forecast, what: str) -> None:
+            then = changed.ms_per_token or 0.0
+            if changed.fits and then < 0.995 * now:
+                reached = f"{then:.1f} ms" if changed.streamed_bytes_per_step else "nothing streams"
+                found.append((now - then, f"{what}: {reached} instead of {now:.1f} ms"))
+
+        missing = -(-(step.kv_bytes - step.resident_kv_bytes) // GIB)
+        for gib in sorted({1, missing}):
+            consider(self._with_gpu(gib * GIB).step(context, batch), f"{gib} GiB more GPU memory")
+        if batch > 1:
+            half = self.step(context, batch // 2)
+            if (half.tokens_per_second or 0.0) > 1.005 * step.tokens_per_second:
+                found.append((0.0, f"max_num_seqs={batch // 2}: {half.tokens_per_second:.1f} instead of "
+                                   f"{step.tokens_per_second:.1f} tokens/s in all"))  # fmt: skip
+        return tuple(text for _, text in sorted(found, reverse=True))
+
+    def _advice_to_fit(self, context: int, batch: int, proposals: Sequence[Proposal]) -> tuple[str, ...]:
+        """Say how much more memory it takes as it is and, where no proposal has all that is wanted, at the least."""
+        longest = self.spec.max_position
+        if context > longest and proposals:  # no memory helps
+            return ()
+        found = [text] if (text := self._missing(min(context, longest), batch)) else []
+        if not any({"max_model_len", "max_num_seqs"}.isdisjoint(one.changes) for one in proposals):
+            proposer = self._proposer()
+            config = proposer.leanest()
+            text = replace(self, config=config)._missing(min(context, longest), batch)
+            if text and (words := proposer.words(config)):
+                found.append(f"at the least {text}, with {words}")
+        return tuple(found) if context <= longest else tuple(f"{text}, for {longest:,} tokens" for text in found)
+
+    def _missing(self, context: int, batch: int) -> str | None:
+        """Return how much memory this needs beyond what there is, in tenths of a GiB."""
+
+        def fits(gpu: int, host: int) -> bool:
+            return self._with_gpu(_tenths(gpu))._with_host(_tenths(host)).step(context, batch).fits
+
+        most = range(10 * MOST_GIB)
+        if not fits(most[-1], most[-1]):
+            return None
+        gpu = bisect_left(most, True, key=lambda tenths: fits(tenths, most[-1]))
+        host = bisect_left(most, True, key=lambda tenths: fits(gpu, tenths))
+        has = {"GPU": (gpu, self.asked.budget_bytes), "host": (host, self.asked.host_budget_bytes)}
+        return " and ".join(
+            f"{tenths / 10:g} GiB more {place} memory (in all {format_gib(now + _tenths(tenths))} GiB)"
+            for place, (tenths, now) in has.items()
+            if tenths
+        )
+
+    def _with_gpu(self, num_bytes: int) -> Forecaster:
+        return replace(self, asked=replace(self.asked, budget_bytes=self.asked.budget_bytes + num_bytes))
+
+    def _with_host(self, num_bytes: int) -> Forecaster:
+        config = self.config
+        if config.host_memory_limit is not None:
+            config = replace(config, host_memory_limit=config.host_memory_limit + num_bytes)
+        asked = replace(self.asked, host_budget_bytes=self.asked.host_budget_bytes + num_bytes)
+        return replace(self, asked=asked, config=config)
+
+
+def _largest(fits: Callable[[int], bool], limit: int) -> int:
+    """Return the largest n of 1 to `limit` that fits, or 0 if none does. If n fits, all smaller ones must."""
+    return bisect_left(range(1, limit + 1), True, key=lambda n: not fits(n))
+
+
+def _tenths(count: int) -> int:
+    """Return the bytes of so many tenths of a GiB, rounded up."""
+    return -(-count * GIB // 10)

@@ -1,0 +1,53 @@
+"""The table of cards, one of them as a plan's limits, and all of them compared."""
+
+import json
+
+import pytest
+
+import nanoinfer
+from nanoinfer.commands import main as cli
+from nanoinfer.memory.cards import CARDS, card_named
+from nanoinfer.memory.compare import compare_gpus
+
+PLAN = ["plan", "qwen3-4b", "--host-memory", "64GiB"]
+
+
+def test_cards_are_found_by_what_people_write():
+    for name, card in (
+        ("RTX 4070", "RTX 4070"), ("rtx4070", "RTX 4070"), ("NVIDIA GeForce RTX 4070 Ti Super", "RTX 4070 Ti SUPER"),
+        ("rtx-3080-12gb", "RTX 3080 12GB"), ("h100", "H100 80GB"), ("RTX A2000", "RTX A2000 12GB"),
+    ):  # fmt: skip
+        assert card_named(name).name == card
+    for name, message in (
+        ("RTX 3080", "sold with more than one memory: give one of RTX 3080 10GB, RTX 3080 12GB"),
+        ("RTX 5070 Tie", r"not in the table \(did you mean 'RTX 5070 Ti'\?\). State its memory and bandwidths"),
+        ("Radeon", r"not in the table. State .* or give one of: RTX 3050"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            card_named(name)
+    assert len({card.name for card in CARDS}) == len(CARDS)
+    assert all(card.memory_bytes < card.called_gb * 2**30 and card.link_gbps < card.device_gbps for card in CARDS)
+
+
+def test_a_card_stands_for_its_memory_and_bandwidths_where_they_are_not_given():
+    card, given = card_named("RTX 4060"), dict(host_memory="64GiB", context=4096, quantization="int4")
+    found = nanoinfer.plan("qwen3-4b", gpu="RTX 4060", **given)
+    same = nanoinfer.plan("qwen3-4b", gpu_memory="7GiB", link_gbps=12.5, device_gbps=272, **given)
+    assert found == same and found.budget_bytes == card.memory_bytes and found.ms_per_token > 0
+    other = nanoinfer.plan("qwen3-4b", gpu="RTX 4060", gpu_memory="6GiB", link_gbps=5, device_gbps=100, **given)
+    assert (other.budget_bytes, other.link_gbps, other.device_gbps) == (6 * 2**30, 5, 100)
+
+
+def test_all_cards_are_compared_by_the_plan_of_each(capsys):
+    found = compare_gpus("qwen3-8b", host_memory="64GiB", context=8192)
+    for name in ("RTX 3060", "RTX 4090"):
+        alone = nanoinfer.plan("qwen3-8b", gpu=name, host_memory="64GiB", context=8192)
+        assert found[name].fits == alone.fits and found[name].ms_per_token == alone.ms_per_token
+    assert not found["RTX 3060"].fits and found["RTX 4090"].fits and len(found) == len(CARDS)
+    assert cli.main([*PLAN, "--context", "8k", "--compare-gpus"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 + len(CARDS) and lines[2].split()[:2] == ["card", "GiB"]
+    assert cli.main([*PLAN, "--compare-gpus", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out).keys() == found.keys()
+    assert cli.main([*PLAN, "--compare-gpus", "--gpu", "L4"]) == 2
+    assert "leave out " in capsys.readouterr().err
