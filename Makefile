@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) install -q -c constraints.txt -e '.[test]'
 	@touch $@
 
-SOURCES := nanoinfer offload tests tools bench_offload.py
+SOURCES := nanoinfer offload tests tools examples bench_offload.py
 
 lint: $(STAMP)
 	$(VENV)/bin/python -m ruff check $(SOURCES)

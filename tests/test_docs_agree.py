@@ -3,7 +3,12 @@
 import ast
 import functools
 import re
+import shlex
 from pathlib import Path
+
+import pytest
+
+from nanoinfer.commands.main import make_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = [path for folder in ("offload", "nanoinfer") for path in sorted((ROOT / folder).rglob("*.py"))]
@@ -59,3 +64,27 @@ def test_the_same_versions_of_python_are_named_everywhere():
     assert f"needs Python {oldest} to {newest}" in makefile
     assert f"with Python {oldest} to {newest} (" in readme
     assert f'requires-python = ">={oldest}"' in (ROOT / "pyproject.toml").read_text()
+
+
+DOCUMENTS = [*(path for path in TEXTS if path.suffix == ".md"), *sorted((ROOT / "examples").iterdir())]
+
+
+def commands(text: str) -> list[list[str]]:
+    """The words of each line that begins with the command, as a reader pastes it."""
+    lines = re.findall(r"^(?: {4,}|\$ )?(nanoinfer (?!runs)[a-z].*)$", text.replace("\\\n", " "), re.MULTILINE)
+    # Brackets say that an option may be left out; what stands behind < or > is the shell's.
+    lines = [re.split(r" [<>|] ", re.sub(r" \[(--[^\]]*)\]", r" \1", line))[0] for line in lines]
+    return [shlex.split(line, comments=True)[1:] for line in lines]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_command_in_a_document_has_the_options_that_it_is_given(path, capsys):
+    for command in commands(path.read_text()):
+        try:
+            make_parser().parse_args(command)
+        except SystemExit as ending:
+            assert not ending.code, f"{shlex.join(command)}: {capsys.readouterr().err}"
+
+
+def test_commands_are_found():
+    assert sum(len(commands(path.read_text())) for path in DOCUMENTS) > 20
