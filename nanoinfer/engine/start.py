@@ -16,6 +16,8 @@ from nanoinfer.kv.gpu_copies import GPUCopies
 from nanoinfer.kv.mover import Mover
 from nanoinfer.kv.tables import BlockTables
 from nanoinfer.memory.machine import resolve_device
+from nanoinfer.memory.plan import TooSmall
+from nanoinfer.memory.remedies import with_remedies
 from nanoinfer.memory.setup import Setup
 from nanoinfer.weights.fill import check_kv_scales
 from nanoinfer.weights.generation_config import end_token_ids, sampling_defaults
@@ -53,7 +55,10 @@ def build(config: EngineConfig, runtime: Runtime | None) -> BuiltEngine:
         if setup.checkpoint.tensors is None:
             setup = Setup(config, device)  # the files were downloaded just now
     checkpoint, model_dir = setup.checkpoint, setup.checkpoint.directory
-    spec, plan = setup.spec, setup.plan()
+    try:
+        spec, plan = setup.spec, setup.plan()
+    except TooSmall as error:
+        raise with_remedies(error, setup) from None
     tokenizer = load_tokenizer(config, model_dir)
     end_ids = end_token_ids(model_dir, checkpoint.hf_config)
     defaults = sampling_defaults(model_dir) if config.generation_config == "auto" else {}

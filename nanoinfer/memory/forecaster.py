@@ -122,6 +122,7 @@ class Forecaster:
     specs: Specs
     config: EngineConfig
     asked: Forecast
+    is_cuda: bool = True
 
     @cached_property
     def spec(self) -> ModelSpec:
@@ -131,7 +132,7 @@ class Forecaster:
         context, batch = self.asked.context, self.asked.batch
         step, longest = self.step(context, batch), self._longest(batch, lambda other: other.fits)
         if not step.fits:
-            proposals = self._proposer().to_fit()
+            proposals = self.proposer().to_fit()
             advice = self._advice_to_fit(context, batch, proposals)
             return replace(step, longest_context=longest or None, proposals=proposals, advice=advice)
         return replace(
@@ -141,11 +142,11 @@ class Forecaster:
                 batch, lambda other: other.fits and not other.streamed_bytes_per_step
             ),
             largest_batch=_largest(lambda n: self.step(context, n).fits, MAX_BATCH),
-            proposals=self._proposer().to_be_faster(step.ms_per_token) if step.bound == "link" else (),
+            proposals=self.proposer().to_be_faster(step.ms_per_token) if step.bound == "link" else (),
             advice=self._advice(step),
         )
 
-    def _proposer(self) -> Proposer:
+    def proposer(self) -> Proposer:
         config = replace(self.config, max_model_len=self.asked.context, max_num_seqs=self.asked.batch)
 
         def other(config: EngineConfig) -> Forecaster:
@@ -173,7 +174,7 @@ class Forecaster:
                 self.spec,
                 budget_bytes=asked.budget_bytes,
                 host_available_bytes=asked.host_budget_bytes,
-                is_cuda=True,
+                is_cuda=self.is_cuda,
             )
         except ValueError as error:
             return replace(asked, problem=str(error))
@@ -245,7 +246,7 @@ class Forecaster:
             return ()
         found = [text] if (text := self._missing(min(context, longest), batch)) else []
         if not any({"max_model_len", "max_num_seqs"}.isdisjoint(one.changes) for one in proposals):
-            proposer = self._proposer()
+            proposer = self.proposer()
             config = proposer.leanest()
             text = replace(self, config=config)._missing(min(context, longest), batch)
             if text and (words := proposer.words(config)):

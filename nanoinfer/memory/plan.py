@@ -31,6 +31,10 @@ ACTIVATION_MARGIN_BYTES = 16 * 2**20
 SHARED_SPLITS_SHARE = 0.01
 
 
+class TooSmall(ValueError):
+    """What is wanted does not fit into the memory; with other settings it may."""
+
+
 def make_plan(
     config: EngineConfig,
     spec: ModelSpec,
@@ -39,7 +43,7 @@ def make_plan(
     host_available_bytes: int,
     is_cuda: bool,
 ) -> MemoryPlan:
-    """Divide the budget among the parts of the engine. Where a limit is too small, a ValueError says what works."""
+    """Divide the budget among the parts of the engine. Where a limit is too small, `TooSmall` says what works."""
     layout = spec.layout
     slot_bytes = max(DEFAULT_RING_SLOT_BYTES, layout.layer_block_bytes)
     if config.ring_slot_bytes is not None:
@@ -209,7 +213,7 @@ def _refuse_gpu(config: EngineConfig, plan: MemoryPlan) -> None:
         lower = []
     help_lower = ", or set " + " or ".join(f"{name} below {getattr(plan, name)}" for name in lower) if lower else ""
     help_offload = "" if config.may_offload else ", lower max_model_len or set enable_cpu_offload=True"
-    raise ValueError(
+    raise TooSmall(
         f"{given} ({plan.budget_bytes / GIB:.3f} GiB) is too small: weights {plan.weight_bytes / GIB:.3f} GiB, "
         f"activations and buffers {(plan.fixed_bytes - plan.weight_bytes) / GIB:.3f} GiB and {blocks} KV blocks of "
         f"{plan.block_bytes / 2**20:.2f} MiB need {needed} bytes ({needed / GIB:.3f} GiB): give at least "
@@ -230,7 +234,7 @@ def _with_host(config: EngineConfig, plan: MemoryPlan, available_bytes: int) -> 
         wanted = config.max_model_len or config.block_size
         smallest = -(-wanted // config.block_size)
         if num_blocks < smallest and config.enable_cpu_offload is True:
-            raise ValueError(
+            raise TooSmall(
                 f"host_memory_limit={config.host_memory_limit!r} holds {num_blocks} KV blocks of "
                 f"{plan.block_bytes / 2**20:.2f} MiB, {wanted} tokens need {smallest}: give at least "
                 f'"{-(-smallest * plan.block_bytes // 2**20)}MiB"'
@@ -261,7 +265,7 @@ def _with_model_len(config: EngineConfig, plan: MemoryPlan) -> MemoryPlan:
         blocks = plan.num_host_blocks if config.enable_cpu_offload is True else max(blocks, plan.num_host_blocks)
     capacity = blocks * config.block_size
     if config.max_model_len is not None and config.max_model_len > capacity:
-        raise ValueError(
+        raise TooSmall(
             f"max_model_len={config.max_model_len} needs {-(-config.max_model_len // config.block_size)} KV blocks, "
             f"{blocks} fit: lower max_model_len to at most {capacity} or raise "
             f"{'host_memory_limit' if config.may_offload else 'gpu_memory_limit'}"

@@ -30,8 +30,8 @@ class Setup:
 
     def __init__(self, config: EngineConfig, device: torch.device, offload: bool | None = None) -> None:
         self.config, self.device = config, device
-        specs = Specs(read_checkpoint(config.model, config.hf_overrides))
-        self.spec, self.checkpoint = specs.of(config), specs.checkpoint(config)
+        self.specs = Specs(read_checkpoint(config.model, config.hf_overrides))
+        self.spec, self.checkpoint = self.specs.of(config), self.specs.checkpoint(config)
         offload = config.may_offload if offload is None else offload
         self.backend = make_backend(config.attention_backend, self.spec.attention, device, offload)
 
