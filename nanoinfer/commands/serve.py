@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import logging
 import os
 import signal
 import socket
@@ -17,6 +18,9 @@ from nanoinfer.common.units import counted, parse_bytes
 from nanoinfer.config import EngineConfig
 from nanoinfer.options.engine import add_engine_options, engine_arguments
 from nanoinfer.options.parser import INTERRUPTED
+from nanoinfer.serve.log import FORMATS, LEVELS, logging_to
+
+logger = logging.getLogger("nanoinfer")
 
 _CLOSING_SECONDS = 5.0  # for clients to read the ends of their answers
 _FORCED_SECONDS = 0.5  # the same after a second SIGINT
@@ -50,11 +54,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--shutdown-timeout", 30.0, "for running requests to end after SIGTERM or SIGINT"),
     ):
         parser.add_argument(name, type=float, default=seconds, metavar="SECONDS", help=f"{text} (%(default)s)")
+    parser.add_argument(
+        "--log-level", choices=LEVELS, default="info",
+        help="info: a line for each request, and one every ten seconds under load; debug: also uvicorn's for each HTTP "
+        "answer (%(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--log-format", choices=FORMATS, default="text", help="json: one JSON object a line (%(default)s)"
+    )
     add_engine_options(parser, defaults={"enable_cpu_offload": "auto"})
 
 
 def run(options: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM; return 0, or 1 if the engine failed."""
+    with logging_to(options.log_level, options.log_format):
+        return _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
     try:
         import uvicorn
 
@@ -73,7 +90,8 @@ def run(options: argparse.Namespace) -> int:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(options, name)}, it must be more than 0 seconds")
     origins = allowed_origins(options.allowed_origins)
     max_queue_bytes = parse_bytes(options.max_queue_bytes, "--max-queue-bytes")
-    config = EngineConfig(model=options.model, progress_bar=sys.stderr.isatty(), **engine_arguments(options))
+    shows_bar = sys.stderr.isatty() and options.log_format == "text"
+    config = EngineConfig(model=options.model, progress_bar=shows_bar, **engine_arguments(options))
     # Bind the port before the model is loaded, because loading takes long. The socket does not listen yet.
     with _bind(options.host, options.port) as listener:
         engine = AsyncEngine(
@@ -91,8 +109,8 @@ def run(options: argparse.Namespace) -> int:
                 allowed_origins=origins,
                 body_timeout=options.body_timeout,
             )
-            _report(f"{engine.mode} mode; {engine.plan.one_line()}")
-            settings = server_config(app, options.body_timeout)
+            logger.info("%s mode; %s", engine.mode, engine.plan.one_line())
+            settings = server_config(app, options.body_timeout, logs_access=options.log_level == "debug")
             _serve(server_class(uvicorn.Server)(settings, engine, options.shutdown_timeout), listener)
         finally:
             engine.close()
@@ -108,7 +126,7 @@ def _start(engine: Any) -> None:
         gc.collect()
         gc.freeze()
     except KeyboardInterrupt:
-        _report("interrupted while the model was loaded")
+        logger.warning("interrupted while the model was loaded")
         # The loading thread cannot be stopped, and a normal exit of the interpreter aborts while that thread runs.
         os._exit(INTERRUPTED)
 
@@ -137,12 +155,14 @@ def server_class(base: type, closing_seconds: float = _CLOSING_SECONDS) -> type:
             await super().startup(sockets)
             host, port = sockets[0].getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
-            _report(f"serving on http://{shown}:{port}")
+            logger.info("serving on http://%s:%d", shown, port)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             self._engine.begin_shutdown()
             running = counted(self._engine.num_streams, "request")
-            _report(f"shutting down; {running} may run for {self._shutdown_timeout:g} s, Ctrl-C again ends them now")
+            logger.info(
+                "shutting down; %s may run for %g s, Ctrl-C again ends them now", running, self._shutdown_timeout
+            )
             draining = asyncio.create_task(self._engine.drain(self._shutdown_timeout))
             while not draining.done() and not self.force_exit:  # a second SIGINT forces the exit
                 await asyncio.wait({draining}, timeout=0.1)
@@ -166,7 +186,7 @@ def server_class(base: type, closing_seconds: float = _CLOSING_SECONDS) -> type:
             while connections and time.monotonic() < deadline and not self.force_exit:
                 await asyncio.sleep(0.05)
             if connections:
-                _report(f"{counted(len(connections), 'client')} did not read to the end")
+                logger.info("%s did not read to the end", counted(len(connections), "client"))
             for connection in list(connections):
                 connection.transport.abort()
 
@@ -183,7 +203,3 @@ def _bind(host: str, port: int) -> socket.socket:
         listener.close()
         raise ValueError(f"--host {host} --port {port} cannot be used ({error}): choose another") from error
     return listener
-
-
-def _report(text: str) -> None:
-    print(f"nanoinfer: {text}", file=sys.stderr, flush=True)

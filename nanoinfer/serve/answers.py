@@ -43,8 +43,9 @@ class Answer:
         echoed: list[str] | None = None,
     ) -> None:
         self.request, self.prompts, self.n = request, prompts, request.n or 1
+        self.name = f"{self.id_prefix}-{request.request_id or uuid.uuid4().hex}"
         self._head = {
-            "id": f"{self.id_prefix}-{request.request_id or uuid.uuid4().hex}",
+            "id": self.name,
             "object": self.object_name,
             "created": int(time.time()),
             "model": model,

@@ -20,8 +20,10 @@ from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.serve.answers import Answer, ChatAnswer, CompletionAnswer
 from nanoinfer.serve.async_engine import AsyncEngine
 from nanoinfer.serve.client import DEFAULT_BODY_SECONDS, EventStream, read_body, while_client_stays, whole_answer
+from nanoinfer.serve.ended import EndedRequest
 from nanoinfer.serve.errors import ApiError, BadRequestError
 from nanoinfer.serve.gate import Counting, Gate, WithoutSlash, check_framing, check_origin, check_request
+from nanoinfer.serve.log_lines import log_load, log_request
 from nanoinfer.serve.metrics import ServerMetrics
 from nanoinfer.serve.protocol import (
     Body,
@@ -61,7 +63,12 @@ def create_app(
         body_timeout: seconds in which a request's body must arrive.
     """
     metrics = ServerMetrics(engine)
-    engine.requests.on_finished = metrics.observe
+
+    def finished(ended: EndedRequest) -> None:
+        metrics.observe(ended)
+        log_request(ended)
+
+    engine.requests.on_finished, engine.requests.on_load = finished, log_load
     app = FastAPI(title="nanoinfer", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     # A request passes the middleware added last first. CORS comes before the API key, because a browser's preflight
     # request has no key, and browsers must be able to read errors, too.
@@ -148,7 +155,8 @@ def _add_generation(app: FastAPI, engine: AsyncEngine, names: list[str], read: R
             asked = answer.request
             _check_length(asked, answer.prompts, engine.plan.max_model_len)
             wants_deltas = bool(asked.stream)
-            stream = RequestStream(answer.prompts, params, wants_deltas=wants_deltas, arrival=arrival, charge=charge)
+            how = dict(name=answer.name, wants_deltas=wants_deltas, arrival=arrival, charge=charge)
+            stream = RequestStream(answer.prompts, params, **how)
             await engine.submit(stream)
             if wants_deltas:
                 return EventStream(stream, answer)

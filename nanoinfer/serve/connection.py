@@ -131,17 +131,19 @@ def is_event_stream(scope: Scope) -> bool:
     return scope.get("state", {}).get("is_event_stream", False)
 
 
-def server_config(app: ASGIApp, timeout: float) -> uvicorn.Config:
+def server_config(app: ASGIApp, timeout: float, *, logs_access: bool = False) -> uvicorn.Config:
     """Return uvicorn's settings for the application.
 
     Args:
         timeout: as for `Connection`.
+        logs_access: have uvicorn log every HTTP answer.
     """
     return uvicorn.Config(
         app,
         http=partial(Connection, timeout=timeout),
-        log_level="warning",
-        access_log=False,
+        log_config=None,  # its loggers write where all others do
+        log_level="info" if logs_access else "warning",
+        access_log=logs_access,
         ws="none",
         lifespan="off",
         timeout_keep_alive=_IDLE_SECONDS,

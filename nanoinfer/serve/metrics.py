@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from nanoinfer.serve.async_engine import AsyncEngine
+from nanoinfer.serve.ended import EndedRequest
 
 PREFIX = "nanoinfer:"
 _FIRST_TOKEN_BUCKETS = (
@@ -92,23 +93,16 @@ class ServerMetrics:
     def count_response(self, path: str, status: int) -> None:
         self._responses.labels(path, str(status)).inc()
 
-    def observe(self, reasons: list[str], first_token: float | None, total: float, per_token: float | None) -> None:
-        """Count one prompt that has ended.
-
-        Args:
-            reasons: finish reason of each completion; "error" if the engine failed, "abort" if the client left.
-            first_token: seconds from the arrival of the HTTP request to the first token; None if there was no token.
-            total: seconds from the arrival of the HTTP request to the end.
-            per_token: mean seconds between tokens; None with fewer than two.
-        """
-        for reason in reasons:
+    def observe(self, ended: EndedRequest) -> None:
+        """Count one prompt that has ended."""
+        for reason in ended.reasons:
             self._completions.labels(reason).inc()
-        if first_token is not None:
-            self._first_token.observe(first_token)
-        if per_token is not None:
-            self._per_token.observe(per_token)
-        if not {"abort", "error"}.intersection(reasons):
-            self._total.observe(total)
+        if ended.first_token is not None:
+            self._first_token.observe(ended.first_token)
+        if ended.per_token is not None:
+            self._per_token.observe(ended.per_token)
+        if not {"abort", "error"}.intersection(ended.reasons):
+            self._total.observe(ended.total)
 
     def render(self, stats: dict[str, Any]) -> bytes:
         """Return the metrics as text; `stats` is the result of `LLMEngine.stats`."""

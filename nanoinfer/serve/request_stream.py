@@ -22,6 +22,7 @@ class RequestStream:
     Attributes:
         prompts: (text or None, token ids) of each prompt.
         wants_deltas: True: outputs come token by token. False: one output for each completion, at its prompt's end.
+        name: the id of the HTTP answer.
         arrival: `time.perf_counter` at the arrival of the HTTP request.
         charge: the bytes of the HTTP request among those that wait; closed at its first token.
         has_started: whether the first token was read; used on the engine's thread.
@@ -33,9 +34,16 @@ class RequestStream:
     on_close: Callable[[RequestStream], None]
 
     def __init__(
-        self, prompts: list[Prompt], params: SamplingParams, *, wants_deltas: bool, arrival: float, charge: ExitStack
+        self,
+        prompts: list[Prompt],
+        params: SamplingParams,
+        *,
+        name: str,
+        wants_deltas: bool,
+        arrival: float,
+        charge: ExitStack,
     ) -> None:
-        self.prompts, self.params, self.wants_deltas = prompts, params, wants_deltas
+        self.prompts, self.params, self.name, self.wants_deltas = prompts, params, name, wants_deltas
         self.arrival, self.charge, self.has_started = arrival, charge, False
         self._num_running = len(prompts)
         self._outputs: list[Output] = []

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 import uuid
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from nanoinfer.common.errors import RequestError
 from nanoinfer.engine.engine import LLMEngine
+from nanoinfer.engine.meter import DecodeTimes
 from nanoinfer.outputs import StreamOutput
 from nanoinfer.requests.request import Request
+from nanoinfer.serve.ended import EndedRequest, ended_request
 from nanoinfer.serve.errors import ApiError, OverloadedError
+from nanoinfer.serve.load import Load, LoadMeter
 from nanoinfer.serve.request_stream import RequestStream
 
 logger = logging.getLogger("nanoinfer.serve")
 
 
-class _Tracked(NamedTuple):
+@dataclass(slots=True)
+class _Tracked:
     request: Request
     stream: RequestStream
     place: int
+    before: DecodeTimes | None = None  # sums over the decode steps until its first token
 
 
 class ServedRequests:
@@ -31,7 +37,9 @@ class ServedRequests:
         num_queued: sequences that lack a place even after the next step, as of the last `count_queued`; a negative
             number counts free places.
         calls: functions with their arguments, for the event loop to call after this step.
-        on_finished: called on the event loop for each prompt that has ended, as `ServerMetrics.observe`.
+        on_finished: called on the event loop for each prompt that has ended.
+        load: says what the server did in the last seconds.
+        on_load: called on the event loop with what `load` says.
         num_prompt_tokens: prompt tokens of all accepted requests.
         step_began: `time.monotonic` at the start of the running step.
     """
@@ -40,7 +48,9 @@ class ServedRequests:
         self._engine, self._max_queue, self._num_places = engine, max_queue, engine.plan.max_num_seqs
         self.count_queued()
         self.calls: list[tuple] = []
-        self.on_finished: Callable[..., None] = lambda *ended: None
+        self.on_finished: Callable[[EndedRequest], None] = lambda ended: None
+        self.load = LoadMeter(engine)
+        self.on_load: Callable[[Load], None] = lambda load: None
         self.num_prompt_tokens = self.num_generated_tokens = 0
         self.step_began: float | None = None
         self.tracked: dict[str, _Tracked] = {}
@@ -107,6 +117,7 @@ class ServedRequests:
     def step(self) -> None:
         """Run a step. If it fails, end the requests that failed with it."""
         self.step_began = time.monotonic()
+        self.load.before_step(self.step_began, self.num_generated_tokens)
         try:
             outputs = self._engine.step()
         except Exception as error:
@@ -121,6 +132,8 @@ class ServedRequests:
             self._must_flush = False
             for request_id in [name for name, tracked in self.tracked.items() if tracked.request.is_finished]:
                 self._finish(request_id, "outputs were lost in a failed step")
+        if (load := self.load.after_step(time.monotonic(), self.num_generated_tokens)) is not None:
+            self.calls.append((self.on_load, load))
 
     def _hand_out(self, outputs: list[StreamOutput]) -> None:
         ended = {}
@@ -133,6 +146,8 @@ class ServedRequests:
                 ended.pop(output.request_id, None)
                 self._finish(output.request_id, output.error or "it says no more")
                 continue
+            if tracked.before is None:
+                tracked.before = copy.copy(self._engine.meter.times)
             if not tracked.stream.has_started:
                 tracked.stream.has_started = True
                 self.calls.append((tracked.stream.charge.close,))
@@ -170,10 +185,10 @@ class ServedRequests:
         """Forget a request that has ended, by itself or because of an error of the engine, and tell its reader."""
         tracked = self.tracked.pop(request_id)
         request, stream = tracked.request, tracked.stream
-        reasons = ["error" if error is not None else sequence.finish_reason for sequence in request.sequences]
-        first = None if request.first_token is None else request.first_token - stream.arrival
-        total = time.perf_counter() - stream.arrival
-        self.calls.append((self.on_finished, reasons, first, total, request.metrics().time_per_output_token))
+        name = stream.name if len(stream.prompts) == 1 else f"{stream.name}-{tracked.place}"
+        times = None if tracked.before is None else self._engine.meter.times.since(tracked.before)
+        ended = ended_request(name, request, stream.arrival, times, has_failed=error is not None)
+        self.calls.append((self.on_finished, ended))
         if error is None:
             self.calls.append((stream.end_one,))
         else:

@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -208,25 +209,28 @@ def test_a_client_that_does_not_read_is_not_waited_for(impatient):
         impatient.wait_until(lambda: not impatient.server.server_state.connections)
 
 
-def test_a_client_that_does_not_read_does_not_hold_up_the_end(path, capsys):
+def test_a_client_that_does_not_read_does_not_hold_up_the_end(path, caplog):
+    caplog.set_level("INFO", "nanoinfer")
     with listening(path, timeout=3600) as one, one.connect(receive_bytes=1024) as connection:
         ask_and_do_not_read(one, connection)
         one.end()
-    assert capsys.readouterr().err.splitlines()[1:] == [
-        "nanoinfer: shutting down; 0 requests may run for 30 s, Ctrl-C again ends them now",
-        "nanoinfer: 1 client did not read to the end",
+    assert [record.getMessage() for record in caplog.records if record.name == "nanoinfer"][1:] == [
+        "shutting down; 0 requests may run for 30 s, Ctrl-C again ends them now",
+        "1 client did not read to the end",
     ]
 
 
-def test_a_second_interrupt_ends_what_runs(path, capsys):
-    with listening(path, timeout=3600) as one, one.connect() as connection:
+def test_a_second_interrupt_ends_what_runs(path, caplog):
+    caplog.set_level("INFO", "nanoinfer")
+    with listening(path, timeout=3600) as one, one.connect() as connection, ThreadPoolExecutor(1) as reader:
         connection.sendall(request(LONG | dict(n=100, stream=True)))
+        answer = reader.submit(read_all, connection)
         one.wait_until(lambda: one.served.engine.work.requests)
         one.server.handle_exit(signal.SIGINT, None)
-        one.wait_until(lambda: "1 request may run for 30 s, Ctrl-C again ends" in capsys.readouterr().err)
+        one.wait_until(lambda: "1 request may run for 30 s, Ctrl-C again ends" in caplog.text)
         one.server.handle_exit(signal.SIGINT, None)
         one.end()
-        assert b'"code": "shutting_down"' in read_all(connection)
+        assert b'"code": "shutting_down"' in answer.result()
 
 
 @pytest.mark.parametrize("path_with_slash", ["/v1/completions/", "/tokenize/", "/health/", "/v1/models/"])

@@ -88,7 +88,7 @@ def test_a_reader_that_is_cancelled_ends_its_request(path):
             await served.wait_until_idle()
             prompts = [await served.async_engine.prompts.tokenize([1, 2])]
             params = SamplingParams(max_tokens=300, ignore_eos=True)
-            stream = RequestStream(prompts, params, wants_deltas=True, arrival=0.0, charge=ExitStack())
+            stream = RequestStream(prompts, params, name="x", wants_deltas=True, arrival=0.0, charge=ExitStack())
             await served.async_engine.submit(stream)
             stream.close()
             with pytest.raises(ClientDisconnect):

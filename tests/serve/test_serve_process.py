@@ -55,7 +55,7 @@ class Process:
         self.lines: queue.Queue[str] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        self.url = re.search(r"http://\S+", self.wait_for("serving on"))[0]
+        self.url = re.search(r"http://[\w.:]+", self.wait_for("serving on"))[0]
 
     def _read(self):
         for line in self._process.stderr:
@@ -105,7 +105,7 @@ def processes(path):
 @pytest.fixture
 def server(path, processes):
     if not processes or processes[-1].has_ended:
-        processes.append(Process(path, "--api-key", "secret", "--shutdown-timeout", "60"))
+        processes.append(Process(path, "--api-key", "secret", "--shutdown-timeout", "60", "--log-format", "json"))
     return processes[-1]
 
 
@@ -213,7 +213,11 @@ def test_sigterm_lets_running_requests_end(server):
     streamed = [json.loads(part.removeprefix("data: "))["choices"][0]["token_ids"] for part in parts]
     assert last == "data: [DONE]" and sum(streamed, []) == tokens
     assert server.exit_code() == 0
-    assert "leaked" not in server.last_words(), "a library has found its objects when the interpreter ended"
+    words = server.last_words()
+    assert "leaked" not in words, "a library has found its objects when the interpreter ended"
+    lines = [json.loads(line) for line in words.splitlines()]
+    requests = [line for line in lines if line.get("event") == "request"]
+    assert [line["output_tokens"] for line in requests] == [250, 250] and len(lines) == 2
 
 
 def test_a_port_in_use_is_refused_before_the_model_is_loaded(path, capsys):

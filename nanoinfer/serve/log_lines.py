@@ -1,0 +1,86 @@
+"""The lines of the log: one for each prompt that has ended, and one every ten seconds under load."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from nanoinfer.serve.ended import EndedRequest
+from nanoinfer.serve.load import Load
+
+logger = logging.getLogger("nanoinfer.serve")
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
+
+
+def log_request(ended: EndedRequest) -> None:
+    """Write the line of one prompt that has ended."""
+    level = logging.ERROR if "error" in ended.reasons else logging.INFO
+    if logger.isEnabledFor(level):
+        _write(level, request_text(ended), request_fields(ended))
+    if ended.failure is not None:  # at debug only: what a tokenizer raises may quote the text
+        logger.debug("request %s failed", _shown(ended.name), exc_info=ended.failure)
+
+
+def log_load(load: Load) -> None:
+    """Write the line about the last seconds under load."""
+    if logger.isEnabledFor(logging.INFO):
+        _write(logging.INFO, load_text(load), {"event": "load", **load.fields()})
+
+
+def request_fields(ended: EndedRequest) -> dict[str, Any]:
+    """What the JSON line of a request has; times in seconds, null where it did not come so far."""
+    fields = {
+        "event": "request",
+        "id": ended.name,
+        "prompt_tokens": ended.num_prompt_tokens,
+        "cached_tokens": ended.num_cached_tokens,
+        "output_tokens": ended.num_generated_tokens,
+        "time_to_first_token": _rounded(ended.first_token),
+        "total_time": _rounded(ended.total),
+        "tokens_per_second": _rounded(ended.tokens_per_second, 2),
+        "finish_reason": _reasons(ended),
+        "bound": ended.bound,
+    }
+    if ended.failure is not None:
+        fields["error"] = type(ended.failure).__name__
+    return fields
+
+
+def request_text(ended: EndedRequest) -> str:
+    first = "no token" if ended.first_token is None else f"first after {ended.first_token:.3f} s"
+    rate = "" if ended.tokens_per_second is None else f", {ended.tokens_per_second:.1f} tokens/s"
+    error = "" if ended.failure is None else f" ({type(ended.failure).__name__})"
+    return (
+        f"request {_shown(ended.name)}: {ended.num_prompt_tokens} tokens in ({ended.num_cached_tokens} from cache), "
+        f"{ended.num_generated_tokens} out, {first}, {ended.total:.3f} s in all{rate}, "
+        f"finish {_reasons(ended)}{error}, bound by {ended.bound}"
+    )
+
+
+def load_text(load: Load) -> str:
+    host = "" if load.host_kv_share is None else f", {load.host_kv_share:.0%} of the host's"
+    return (
+        f"load: {load.num_running} running, {load.num_waiting} waiting, {load.prompt_tokens_per_second:.1f} tokens/s "
+        f"in, {load.cached_tokens_per_second:.1f} from cache, {load.tokens_per_second:.1f} out, KV takes "
+        f"{load.gpu_kv_share:.0%} of the GPU's blocks{host}, the prefix cache {load.gpu_cached_share:.0%}, "
+        f"{load.mode} mode, bound by {load.bound}"
+    )
+
+
+def _write(level: int, text: str, fields: Mapping[str, Any]) -> None:
+    logger.log(level, "%s", text, extra={"fields": fields})
+
+
+def _shown(name: str) -> str:
+    """A name that a client may have chosen, on one line and without spaces of its own."""
+    return name if _PLAIN_NAME.fullmatch(name) else ascii(name)
+
+
+def _reasons(ended: EndedRequest) -> str:
+    return ",".join(dict.fromkeys(ended.reasons))
+
+
+def _rounded(value: float | None, digits: int = 4) -> float | None:
+    return None if value is None else round(value, digits)
