@@ -63,6 +63,10 @@ def _is_texts(value: Any) -> bool:
 _TEXT = Rule("text", lambda value: isinstance(value, str))
 _FLAG = Rule("true or false", lambda value: type(value) is bool)
 OBJECT = Rule("an object", lambda value: isinstance(value, dict))
+_LABELS = Rule(
+    "an object whose names are whole numbers",
+    lambda value: isinstance(value, dict) and all(str(name).isdigit() for name in value),
+)
 _DTYPE = Rule(
     'a dtype of torch, such as "bfloat16"',
     lambda value: isinstance(value, str) and isinstance(getattr(torch, value, None), torch.dtype),
@@ -84,6 +88,8 @@ _FACTORS = Rule(
 )
 
 _FIELDS = {
+    "id2label": _optional(_LABELS),
+    "label2id": _optional(OBJECT),
     "dtype": _optional(_DTYPE),
     "torch_dtype": _optional(_DTYPE),
     "vocab_size": _count(1, MAX_VOCAB_SIZE),
