@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import json
 import re
 import shlex
 from pathlib import Path
@@ -13,6 +14,7 @@ from nanoinfer.commands.main import make_parser
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = [path for folder in ("offload", "nanoinfer") for path in sorted((ROOT / folder).rglob("*.py"))]
 TEXTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *SOURCES, *sorted((ROOT / "tests").rglob("*.py"))]
+SUPPORTED = (ROOT / "docs" / "supported.md").read_text()
 # Who waits, dot, what waits "after" what.
 RULE = r"[a-z_]+\.[a-z_]*after_[a-z_]+"
 WAITS = ("wait", "query", "synchronize", "_reclaim")
@@ -63,7 +65,23 @@ def test_the_same_versions_of_python_are_named_everywhere():
     oldest, newest = (version.replace(", ", ".") for version in (oldest, newest))
     assert f"needs Python {oldest} to {newest}" in makefile
     assert f"with Python {oldest} to {newest} (" in readme
-    assert f'requires-python = ">={oldest}"' in (ROOT / "pyproject.toml").read_text()
+    assert f"| Python | {oldest} to {newest} |" in SUPPORTED
+    major, minor = newest.split(".")
+    assert f'requires-python = ">={oldest},<{major}.{int(minor) + 1}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_the_versions_of_libraries_are_those_that_are_asked_for_and_tested_with():
+    pyproject, constraints = ((ROOT / name).read_text() for name in ("pyproject.toml", "constraints.txt"))
+    record = json.loads((ROOT / "docs" / "measurements" / "latest.json").read_text())["versions"]
+    for name in ("torch", "triton", "transformers"):
+        needed, tested = re.search(rf"^\| {name} \| ([\d.]+) or newer.*? \| (.*) \|$", SUPPORTED, re.MULTILINE).groups()
+        assert f'"{name}>={needed}' in pyproject
+        pinned = re.search(rf"^{name}==(.*)$", constraints, re.MULTILINE)
+        pinned = pinned or re.search(rf"{name}==([\d.]+)", (ROOT / "Makefile").read_text())
+        assert pinned[1] in tested and (name == "transformers" or record[name] in tested)
+    compiled = (ROOT / "tests" / "kernels" / "test_kernels_compile.py").read_text()
+    architectures = json.loads(re.search(r'parametrize\("architecture", (\[.*\])\)', compiled)[1])
+    assert re.findall(r"^\| (\d+\.\d) \|", SUPPORTED, re.MULTILINE) == [f"{one / 10}" for one in architectures]
 
 
 DOCUMENTS = [*(path for path in TEXTS if path.suffix == ".md"), *sorted((ROOT / "examples").iterdir())]
@@ -88,3 +106,17 @@ def test_every_command_in_a_document_has_the_options_that_it_is_given(path, caps
 
 def test_commands_are_found():
     assert sum(len(commands(path.read_text())) for path in DOCUMENTS) > 20
+
+
+def anchors(path: Path) -> set[str]:
+    """What a link may name behind #: the titles, in small letters and with dashes."""
+    titles = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if path.suffix == ".md"], ids=lambda path: str(path.name))
+def test_every_link_leads_somewhere(path):
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", path.read_text()):
+        linked = (path.parent / target).resolve() if target else path
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked), f"{target}#{anchor}"
