@@ -23,9 +23,9 @@ def main() -> None:
     settings = dict(quantization="int4", max_num_batched_tokens=2048, enable_cpu_offload="auto")
     forecast = nanoinfer.plan(
         options.model,
-        gpu_memory=options.gpu_memory_limit,
-        host_memory=options.host_memory_limit,
-        context=options.context,
+        gpu_memory_limit=options.gpu_memory_limit,
+        host_memory_limit=options.host_memory_limit,
+        max_model_len=options.context,
         batch=1,
         **settings,
     )

@@ -11,7 +11,7 @@ import pytest
 
 from nanoinfer import LLM, EngineConfig, LLMEngine, SamplingParams
 from nanoinfer.commands.main import make_parser
-from nanoinfer.common.errors import MEANT
+from nanoinfer.common.other_names import MEANT
 from nanoinfer.serve.app import create_app
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,7 +38,7 @@ def commands(parser=None) -> dict[str, set[str]]:
             for name, command in action.choices.items():
                 below = commands(command)
                 found |= {f"{name} {one}": options for one, options in below.items()}
-                found[name] = set(command._option_string_actions)
+                found[name] = set(command.known)
     return found
 
 

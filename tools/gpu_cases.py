@@ -200,9 +200,9 @@ def one_sequence_400k(bench: Bench) -> dict:
     result = bench.release(llm)[0] | used
     at_32k = nanoinfer.plan(
         bench.small,
-        gpu_memory=bench.limit(8),
-        host_memory="64GiB",
-        context=bench.tokens(32768),
+        gpu_memory_limit=bench.limit(8),
+        host_memory_limit="64GiB",
+        max_model_len=bench.tokens(32768),
         enable_cpu_offload=True,
     )
     return result | {"ring_bytes_at_32k": at_32k.memory.ring_bytes, "kv_bytes": context * token_bytes(bench.small)}

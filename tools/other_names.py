@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from nanoinfer.common.errors import MEANT  # noqa: E402
+from nanoinfer.common.other_names import INSTEAD, MEANT  # noqa: E402
 from nanoinfer.common.unsupported import CHAT, ENGINE, GENERATE, MISSING_METHODS, SAMPLING, Table  # noqa: E402
 from nanoinfer.serve.protocol import UNSUPPORTED  # noqa: E402
 
@@ -32,12 +32,18 @@ def refused(table: Table) -> str:
     return _table(("not here", "instead"), _by({name: advice for name, (_, advice) in table.items()}))
 
 
+def not_needed() -> str:
+    """Options of other programs for which there is none here, by what to do instead."""
+    return _table(("elsewhere", "instead"), _by(INSTEAD))
+
+
 def methods() -> str:
     return _table(("not here", "instead"), _by(MISSING_METHODS))
 
 
 PARTS = {
     "meant": meant,
+    "instead": not_needed,
     "engine": lambda: refused(ENGINE),
     "sampling": lambda: refused(SAMPLING),
     "methods": methods,

@@ -31,9 +31,9 @@ def main() -> None:
                 quantised = {"quantization": name} if name == "int4" else {}
                 found = nanoinfer.plan(
                     shape,
-                    gpu_memory=memory,
-                    host_memory="64GiB",
-                    context=context,
+                    gpu_memory_limit=memory,
+                    host_memory_limit="64GiB",
+                    max_model_len=context,
                     max_num_batched_tokens=1024,
                     **quantised,
                 )

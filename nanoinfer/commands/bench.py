@@ -30,9 +30,11 @@ BENCHMARKS = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add one command per benchmark, each with its options."""
-    commands = parser.add_subparsers(dest="benchmark", required=True)
+    commands = parser.add_subparsers(
+        dest="benchmark", required=True, metavar="benchmark", help="each has its own --help"
+    )
     for name, (summary, add_options) in BENCHMARKS.items():
         summary += " (also without this word)" if name == DEFAULT else ""
         add_options(commands.add_parser(name, help=summary, description=summary))

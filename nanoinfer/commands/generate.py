@@ -13,16 +13,16 @@ from typing import Any
 import nanoinfer
 from nanoinfer.common.units import counted
 from nanoinfer.options.engine import add_engine_options, engine_arguments
-from nanoinfer.options.parser import in_options
+from nanoinfer.options.parser import Parser, in_options
 from nanoinfer.options.sampling import add_sampling_options, sampling_params
 
 _STDIN = "-"
 _MAX_TOKENS = 128
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="checkpoint directory or hub id")
-    parser.add_argument("text", nargs="?", help="the prompt; - or nothing: what is piped into the command")
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="checkpoint directory or hub id")
+    parser.add_argument("text", nargs="?", metavar="TEXT", help="the prompt; - or nothing: what is piped in")
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt as an option")
     parser.add_argument("--chat", action="store_true", help="the prompt is a message, in the model's chat template")
     parser.add_argument("--system", metavar="TEXT", help="the system's message before it; implies --chat")

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def make_parser() -> Parser:
     parser = Parser(prog="nanoinfer", description="LLM inference for GPUs with too little memory")
     parser.add_argument("--version", action="version", version=f"nanoinfer {nanoinfer.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command", help="each has its own --help")
     for name, summary, add_arguments, run in (
         ("bench", "measure latency, throughput, or offload against resident decode",
          bench.add_arguments, bench.run),
@@ -44,15 +44,15 @@ def make_parser() -> Parser:
         ("serve", "an HTTP server with OpenAI's API", serve.add_arguments, serve.run),
         ("verify", "compare modes, batches and chunks, bit for bit", verify.add_arguments, verify.run),
     ):  # fmt: skip
-        command = commands.add_parser(name, help=summary)
+        command = commands.add_parser(name, help=summary, description=summary)
         add_arguments(command)
         command.set_defaults(run=run)
     return parser
 
 
-def _add_evaluations(parser: argparse.ArgumentParser) -> None:
+def _add_evaluations(parser: Parser) -> None:
     summary = "answers about facts planted in long contexts, by length and depth"
-    evaluations = parser.add_subparsers(required=True)
+    evaluations = parser.add_subparsers(required=True, metavar="evaluation", help="each has its own --help")
     recall.add_arguments(evaluations.add_parser("recall", help=summary, description=summary))
 
 

@@ -9,29 +9,31 @@ from dataclasses import asdict
 import nanoinfer
 from nanoinfer.models.shapes import SHAPES
 from nanoinfer.options.engine import add_engine_options, engine_arguments
-from nanoinfer.options.parser import in_options, length
+from nanoinfer.options.parser import Parser, in_options
 
 ENGINE_OPTIONS = (
-    "gpu_memory_limit", "host_memory_limit", "enable_cpu_offload", "resident_kv_limit", "dtype", "kv_cache_dtype",
-    "quantization", "head_quantization", "hf_overrides", "block_size", "max_num_batched_tokens", "num_ring_slots",
-    "ring_slot_bytes",
+    "max_model_len", "gpu_memory_limit", "host_memory_limit", "enable_cpu_offload", "resident_kv_limit", "dtype",
+    "kv_cache_dtype", "quantization", "head_quantization", "hf_overrides", "block_size", "max_num_batched_tokens",
+    "num_ring_slots", "ring_slot_bytes",
 )  # fmt: skip
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help=f"checkpoint directory, hub id, or a shape: {', '.join(SHAPES)}")
-    parser.add_argument("--context", type=length, help="tokens of each sequence, output included, such as 32k")
-    parser.add_argument("--batch", type=int, default=1, help="sequences at once")
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("model", metavar="MODEL", help=f"checkpoint directory, hub id, or a shape: {', '.join(SHAPES)}")
+    parser.add_argument("--batch", type=int, default=1, help="sequences at once (default: %(default)s)")
+    parser.take_also("--batch", "--max-num-seqs")
     parser.add_argument("--gpu", metavar="CARD", help='memory and bandwidths of a card, such as "RTX 4070"')
     parser.add_argument("--compare-gpus", action="store_true", help="a table of all cards that are known")
     parser.add_argument("--link-gbps", type=float, help="host to GPU, GB/s; default: the card's, or 25")
     parser.add_argument("--device-gbps", type=float, help="the GPU's memory, GB/s; default: the card's")
+    parser.add_argument("--json", action="store_true", help="print all figures as JSON")
     texts = {
+        "max_model_len": "tokens of each sequence, output included, such as 32k; default: 32k or the model's limit",
         "gpu_memory_limit": 'such as "12GiB"; default: this machine\'s',
         "host_memory_limit": 'such as "64GiB"; default: what is available here',
     }
     add_engine_options(parser, ENGINE_OPTIONS, defaults={"enable_cpu_offload": True}, texts=texts)
-    parser.add_argument("--json", action="store_true", help="print all figures as JSON")
+    parser.take_also("--max-model-len", "--context")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -42,9 +44,6 @@ def run(options: argparse.Namespace) -> int:
     forecast = nanoinfer.plan(
         options.model,
         gpu=options.gpu,
-        gpu_memory=arguments.pop("gpu_memory_limit"),
-        host_memory=arguments.pop("host_memory_limit"),
-        context=options.context,
         batch=options.batch,
         link_gbps=options.link_gbps,
         device_gbps=options.device_gbps,
@@ -58,14 +57,11 @@ def _compare(options: argparse.Namespace, arguments: dict) -> int:
     """Print what each card can do; return 1 if none can."""
     from nanoinfer.memory.compare import compare_gpus, report  # with torch
 
-    given = dict(gpu=options.gpu, gpu_memory=arguments.pop("gpu_memory_limit"))
+    given = dict(gpu=options.gpu, gpu_memory_limit=arguments.pop("gpu_memory_limit"))
     given |= dict(link_gbps=options.link_gbps, device_gbps=options.device_gbps)
     if names := [name for name, value in given.items() if value is not None]:
         raise ValueError(f"--compare-gpus takes each card's memory and bandwidths: leave out {names[0]}")
-    host_memory = arguments.pop("host_memory_limit")
-    found = compare_gpus(
-        options.model, host_memory=host_memory, context=options.context, batch=options.batch, **arguments
-    )
+    found = compare_gpus(options.model, batch=options.batch, **arguments)
     if options.json:
         print(json.dumps({name: asdict(step) for name, step in found.items()}, indent=1))
     else:

@@ -11,10 +11,13 @@ from contextlib import contextmanager
 from nanoinfer.common.units import format_size
 from nanoinfer.config import QUANTISED
 from nanoinfer.options.engine import add_engine_options
+from nanoinfer.options.parser import Parser
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="checkpoint directory or hub id, not quantised; or gpt-oss in MXFP4")
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument(
+        "model", metavar="MODEL", help="directory or hub id of a wide checkpoint, or of gpt-oss in MXFP4"
+    )
     parser.add_argument(
         "--to", required=True, choices=QUANTISED,
         help="int4: groups of 128, 64 or 32 columns, each with a scale and a zero point; int4-symmetric: without zero "

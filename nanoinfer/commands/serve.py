@@ -17,7 +17,7 @@ import nanoinfer
 from nanoinfer.common.units import counted, parse_bytes
 from nanoinfer.config import EngineConfig
 from nanoinfer.options.engine import add_engine_options, engine_arguments
-from nanoinfer.options.parser import INTERRUPTED
+from nanoinfer.options.parser import INTERRUPTED, Parser
 from nanoinfer.serve.log import FORMATS, LEVELS, logging_to
 
 logger = logging.getLogger("nanoinfer")
@@ -26,8 +26,8 @@ _CLOSING_SECONDS = 5.0  # for clients to read the ends of their answers
 _FORCED_SECONDS = 0.5  # the same after a second SIGINT
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="checkpoint directory or hub id")
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="checkpoint directory or hub id")
     parser.add_argument("--host", default="127.0.0.1", help='"0.0.0.0": all interfaces (default: %(default)s)')
     parser.add_argument("--port", type=int, default=8000, help="0: any free one (default: %(default)s)")
     parser.add_argument(
@@ -36,15 +36,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--api-key", help="bearer token that clients must send for /v1, /tokenize, /detokenize (default: none)"
     )
-    parser.add_argument(
+    add_engine_options(parser, defaults={"enable_cpu_offload": "auto"})
+    clients = parser.add_argument_group("clients and their requests")
+    clients.add_argument(
         "--allowed-origins", default="[]", metavar="JSON",
         help="web pages that may use the server from a browser, such as '[\"http://localhost:3000\"]'; "
         "'[\"*\"]': all (default: none)",
     )  # fmt: skip
-    parser.add_argument(
+    clients.add_argument(
         "--max-queue", type=int, default=1024, help="waiting sequences beyond which the answer is 429 (%(default)s)"
     )
-    parser.add_argument(
+    clients.add_argument(
         "--max-queue-bytes", default="256MiB", metavar="SIZE",
         help="bytes of waiting requests beyond which the answer is 429 (%(default)s)",
     )  # fmt: skip
@@ -53,16 +55,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--max-step-seconds", 120.0, "a step that runs for longer makes /health say 503"),
         ("--shutdown-timeout", 30.0, "for running requests to end after SIGTERM or SIGINT"),
     ):
-        parser.add_argument(name, type=float, default=seconds, metavar="SECONDS", help=f"{text} (%(default)s)")
-    parser.add_argument(
+        clients.add_argument(name, type=float, default=seconds, metavar="SECONDS", help=f"{text} (%(default)s)")
+    log = parser.add_argument_group("log")
+    log.add_argument(
         "--log-level", choices=LEVELS, default="info",
         help="info: a line for each request, and one every ten seconds under load; debug: also uvicorn's for each HTTP "
         "answer (%(default)s)",
     )  # fmt: skip
-    parser.add_argument(
-        "--log-format", choices=FORMATS, default="text", help="json: one JSON object a line (%(default)s)"
-    )
-    add_engine_options(parser, defaults={"enable_cpu_offload": "auto"})
+    log.add_argument("--log-format", choices=FORMATS, default="text", help="json: one JSON object a line (%(default)s)")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ import nanoinfer.verify
 from nanoinfer.models.shapes import SHAPES
 from nanoinfer.options.engine import add_engine_options, engine_arguments
 from nanoinfer.options.measuring import open_model
-from nanoinfer.options.parser import in_options, length
+from nanoinfer.options.parser import Parser, in_options, length
 
 # The runs choose the other arguments of their engines.
 ENGINE_OPTIONS = (
@@ -18,8 +18,8 @@ ENGINE_OPTIONS = (
 )  # fmt: skip
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", help="checkpoint directory or hub id")
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="checkpoint directory or hub id")
     parser.add_argument("--shape", help=f"random weights in a known shape instead: {', '.join(SHAPES)}")
     parser.add_argument(
         "--context",

@@ -5,6 +5,8 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
+from nanoinfer.common.other_names import MEANT
+
 
 class UnknownNameError(TypeError, ValueError):
     """An unknown name: a TypeError, as Python raises for keywords, and a ValueError, as our user errors are."""
@@ -49,32 +51,6 @@ def _repr_parts(value: Any) -> Iterator[str]:
         yield brackets[1]
     else:
         yield repr(value[: SHOWN_CHARS + 1] if isinstance(value, str) else value)
-
-
-# What names of other programs mean here, best first; a message names the first that is allowed there.
-MEANT: dict[str, tuple[str, ...]] = {
-    name: meant
-    for names, meant in {
-        "c ctx ctx_size n_ctx num_ctx context context_length context_size max_context_len max_length max_model_len "
-        "max_seq_len max_seq_length max_total_tokens": ("max_model_len", "context", "input_len"),
-        "n n_predict num_predict max_new_tokens max_output_tokens": ("max_tokens", "output_len"),
-        "np parallel max_batch_size max_concurrent_requests": ("max_num_seqs", "batch", "batch_size"),
-        "b ub ubatch_size max_batch_prefill_tokens": ("max_num_batched_tokens",),
-        "ngl n_gpu_layers gpu_layers vram gpu_mem max_gpu_memory": ("gpu_memory", "gpu_memory_limit"),
-        "ram cpu_memory": ("host_memory", "host_memory_limit"),
-        "offload": ("enable_cpu_offload",),
-        "cache_dtype cache_type_k cache_type_v ctk ctv kv_cache_type": ("kv_cache_dtype",),
-        "load_in_4bit load_in_8bit quant quantize": ("quantization",),
-        "torch_dtype": ("dtype",),
-        "gpu main_gpu": ("device",),
-        "fa flash flash_attn attn_implementation": ("attention_backend",),
-        "alias": ("served_model_name",),
-        "m hf hf_repo model model_path model_name_or_path": ("MODEL",),
-        "p input inputs text": ("prompt", "messages"),
-        "temp": ("temperature",),
-    }.items()
-    for name in names.split()
-}
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str | None:

@@ -119,7 +119,7 @@ def card_named(name: str) -> Card:
     hint = f" (did you mean {names[near].name!r}?)" if near else ""
     known = ", ".join(card.name for card in CARDS)
     raise ValueError(
-        f"gpu={name!r} is not in the table{hint}. State its memory and bandwidths (gpu_memory, device_gbps and "
+        f"gpu={name!r} is not in the table{hint}. State its memory and bandwidths (gpu_memory_limit, device_gbps and "
         f"link_gbps), or give one of: {known}"
     )
 

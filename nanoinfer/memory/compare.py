@@ -13,15 +13,16 @@ from nanoinfer.memory.forecaster import forecaster
 
 
 def compare_gpus(
-    model: str | Path, *, host_memory: int | str | None = None, context: int | None = None, batch: int = 1,
+    model: str | Path, *, host_memory_limit: int | str | None = None, max_model_len: int | None = None, batch: int = 1,
     **arguments: Any,
 ) -> dict[str, Forecast]:  # fmt: skip
     """Return a decode step at full context on each card, by the card's name; for the arguments see `plan`.
 
     The forecasts have no limits, proposals or advice.
     """
-    given = dict(host_memory=host_memory, context=context, batch=batch, gpu_memory=None, link_gbps=None)
-    any_card = forecaster(model, gpu=CARDS[0].name, device_gbps=None, **given, **arguments)
+    given = dict(host_memory_limit=host_memory_limit, max_model_len=max_model_len, batch=batch)
+    given |= dict(gpu_memory_limit=None, link_gbps=None, device_gbps=None)
+    any_card = forecaster(model, gpu=CARDS[0].name, **given, **arguments)
     found = {}
     for card in CARDS:
         rates = dict(link_gbps=card.link_gbps, device_gbps=card.device_gbps)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from nanoinfer.common.other_names import takes_also
 from nanoinfer.common.units import GIB, format_gib
 from nanoinfer.config import EngineConfig
 from nanoinfer.kv.residency import promotion_margin
@@ -38,13 +39,16 @@ MAX_BATCH = 4096
 MOST_GIB = 2048  # the most memory that is looked for
 
 
+@takes_also(
+    max_model_len="context", gpu_memory_limit="gpu_memory", host_memory_limit="host_memory", batch="max_num_seqs"
+)
 def plan(
     model: str | Path,
     *,
     gpu: str | None = None,
-    gpu_memory: int | float | str | None = None,
-    host_memory: int | str | None = None,
-    context: int | None = None,
+    gpu_memory_limit: int | float | str | None = None,
+    host_memory_limit: int | str | None = None,
+    max_model_len: int | None = None,
     batch: int = 1,
     link_gbps: float | None = None,
     device_gbps: float | None = None,
@@ -55,8 +59,8 @@ def plan(
     Args:
         model: directory of a checkpoint or hub id, of which only the config is read, or a shape such as "qwen3-4b".
         gpu: a card, such as "RTX 4070": its memory and bandwidths, where they are not given (`memory/cards.py`).
-        gpu_memory, host_memory: limits, such as "12GiB"; None takes this machine's.
-        context: tokens of each sequence, output included; None: 32,768 or the model's limit.
+        gpu_memory_limit, host_memory_limit: limits, such as "12GiB"; None takes this machine's.
+        max_model_len: tokens of each sequence, output included; None: 32,768 or the model's limit.
         batch: sequences at once.
         link_gbps: bandwidth from host to GPU, in GB/s (10^9): about 12 for PCIe 3 x16, 25 for PCIe 4, 52 for PCIe 5;
             None: the card's, or 25.
@@ -67,36 +71,39 @@ def plan(
         ValueError: an argument is not allowed, or a limit is missing on a machine without a GPU. What merely does not
             fit is no error: see `Forecast.problem`.
     """
-    given = dict(gpu=gpu, gpu_memory=gpu_memory, host_memory=host_memory, context=context, batch=batch)
-    return forecaster(model, link_gbps=link_gbps, device_gbps=device_gbps, **given, **arguments).forecast()
+    given = dict(gpu_memory_limit=gpu_memory_limit, host_memory_limit=host_memory_limit, max_model_len=max_model_len)
+    given |= dict(gpu=gpu, batch=batch, link_gbps=link_gbps, device_gbps=device_gbps)
+    return forecaster(model, **given, **arguments).forecast()
 
 
 def forecaster(
-    model: str | Path, *, gpu: str | None, gpu_memory: int | float | str | None, host_memory: int | str | None,
-    context: int | None, batch: int, link_gbps: float | None, device_gbps: float | None, **arguments: Any,
+    model: str | Path, *, gpu: str | None, gpu_memory_limit: int | float | str | None,
+    host_memory_limit: int | str | None, max_model_len: int | None, batch: int, link_gbps: float | None,
+    device_gbps: float | None, **arguments: Any,
 ) -> Forecaster:  # fmt: skip
     """Return what forecasts for any context and batch; for the arguments see `plan`."""
     if gpu is not None:
         card = card_named(gpu)
-        gpu_memory = card.memory if gpu_memory is None else gpu_memory
+        gpu_memory_limit = card.memory if gpu_memory_limit is None else gpu_memory_limit
         link_gbps, device_gbps = link_gbps or card.link_gbps, device_gbps or card.device_gbps
     link_gbps = DEFAULT_LINK_GBPS if link_gbps is None else link_gbps
     for name, value in (("link_gbps", link_gbps), ("device_gbps", device_gbps)):
         if value is not None and not 0 < value < float("inf"):
             raise ValueError(f"{name}={value!r} must be a positive number of GB/s")
-    for name, value in (("batch", batch), ("context", context)):
+    max_model_len = None if max_model_len == -1 else max_model_len  # as in EngineConfig
+    for name, value in (("batch", batch), ("max_model_len", max_model_len)):
         if value is not None and (type(value) is not int or value < 1):
             raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
-    limits = {"gpu_memory_limit": gpu_memory, "host_memory_limit": host_memory}
+    limits = dict(gpu_memory_limit=gpu_memory_limit, host_memory_limit=host_memory_limit)
     config = EngineConfig(**{"model": model, "enable_cpu_offload": True, **limits, **arguments})
     with tempfile.TemporaryDirectory() as directory:
         path = write_shape(str(model), directory) if model in SHAPES else model
         specs = Specs(read_checkpoint(path, config.hf_overrides, names=SHAPES))
     spec = specs.of(config)
-    host_bytes = memory_available_bytes() if host_memory is None else int(config.host_memory_limit)
+    host_bytes = memory_available_bytes() if host_memory_limit is None else int(config.host_memory_limit)
     asked = Forecast(
         model=str(model),
-        context=context or min(DEFAULT_CONTEXT, spec.max_position),
+        context=max_model_len or min(DEFAULT_CONTEXT, spec.max_position),
         batch=batch,
         link_gbps=link_gbps,
         device_gbps=device_gbps,
@@ -110,7 +117,7 @@ def _budget(config: EngineConfig, host_available: int) -> int:
     if isinstance(config.gpu_memory_limit, int):  # no share
         return int(config.gpu_memory_limit)
     if not torch.cuda.is_available():
-        raise ValueError('this machine has no GPU whose memory could be taken: state it, such as gpu_memory="12GiB"')
+        raise ValueError('this machine has no GPU whose memory it could take: state gpu_memory_limit, such as "12GiB"')
     device = torch.device("cuda", torch.cuda.current_device())
     return gpu_budget(config, device_memory(device), host_available)
 

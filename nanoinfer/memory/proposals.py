@@ -213,6 +213,6 @@ def command(config: EngineConfig) -> str:
         model = checkpoint_named(model) or model
     if model not in SHAPES:
         return shlex.join(["nanoinfer", "serve", model, *option_words(settings, {"enable_cpu_offload": "auto"})])
-    context, batch = settings.pop("max_model_len"), settings.pop("max_num_seqs")
+    batch = settings.pop("max_num_seqs")
     options = option_words(settings, {"enable_cpu_offload": True})
-    return shlex.join(["nanoinfer", "plan", model, "--context", str(context), "--batch", str(batch), *options])
+    return shlex.join(["nanoinfer", "plan", model, "--batch", str(batch), *options])

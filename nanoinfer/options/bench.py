@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
-
 from nanoinfer.options.measuring import add_engine_arguments, add_model_arguments
-from nanoinfer.options.parser import length
+from nanoinfer.options.parser import Parser, length
 
 
-def add_latency_arguments(parser: argparse.ArgumentParser) -> None:
+def add_latency_arguments(parser: Parser) -> None:
     _add_arguments_of_one_mode(parser)
     parser.add_argument("--input-len", type=length, default=1024, help="tokens of each prompt (default: %(default)s)")
     parser.add_argument("--output-len", type=length, default=128, help="tokens to generate (default: %(default)s)")
@@ -19,7 +17,7 @@ def add_latency_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
+def add_throughput_arguments(parser: Parser) -> None:
     _add_arguments_of_one_mode(parser)
     for name in ("input", "output"):
         parser.add_argument(
@@ -29,7 +27,7 @@ def add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.6, help="0: greedy (default: %(default)s)")
 
 
-def _add_arguments_of_one_mode(parser: argparse.ArgumentParser) -> None:
+def _add_arguments_of_one_mode(parser: Parser) -> None:
     add_model_arguments(parser)
     add_engine_arguments(parser)
     parser.add_argument(

@@ -6,25 +6,38 @@ import argparse
 import inspect
 import json
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import fields
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import Field, fields
 from functools import partial
 from typing import Any
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.options.parser import OFFLOAD, length
+from nanoinfer.options.parser import OFFLOAD, Parser, length
 
 _WORDS = {value: word for word, value in OFFLOAD.items()}
 # Fields that are no options: commands take the model by position, and have their own switch for progress bars.
 _NO_OPTIONS = ("model", "progress_bar")
-# Names of options whose field has another one; the first is shown.
+# The names of options, where there are others than the field's own: the first is shown, all are taken.
 _NAMES = {
-    "enable_cpu_offload": ("--offload",),
-    "gpu_memory_limit": ("--gpu-memory", "--gpu-memory-limit"),
-    "host_memory_limit": ("--host-memory", "--host-memory-limit"),
+    "enable_cpu_offload": ("--offload", "--enable-cpu-offload"),
+    "gpu_memory_limit": ("--gpu-memory-limit", "--gpu-memory"),
+    "host_memory_limit": ("--host-memory-limit", "--host-memory"),
     "resident_kv_limit": ("--resident-kv-limit", "--resident-kv"),
     "max_num_batched_tokens": ("--max-num-batched-tokens", "--prefill-chunk"),
 }
+# The groups of `--help`, what is asked for most first; a field that is in none comes last.
+_LAST = "tuning and tests"
+GROUPS = {
+    "length and memory": (
+        "max_model_len", "gpu_memory_limit", "host_memory_limit", "enable_cpu_offload", "max_num_seqs",
+        "gpu_memory_utilization",
+    ),
+    "model and formats": (
+        "quantization", "head_quantization", "kv_cache_dtype", "dtype", "hf_overrides", "tokenizer",
+        "skip_tokenizer_init", "generation_config", "load_format",
+    ),
+    "machine": ("device", "attention_backend", "pin_host_memory"),
+}  # fmt: skip
 _HELP = {
     "enable_cpu_offload": "host memory for KV blocks: on = from the start, auto = when the GPU is full, off",
     "cuda_graph_batch_sizes": 'padded batch sizes of decode graphs, such as 1,2,4,8, or "staged"',
@@ -33,7 +46,7 @@ _HELP = {
 
 
 def add_engine_options(
-    parser: argparse.ArgumentParser,
+    parser: Parser,
     only: Collection[str] | None = None,
     *,
     without: Collection[str] = (),
@@ -44,15 +57,27 @@ def add_engine_options(
     help_of, defaults = field_help() | _HELP | dict(texts or {}), dict(defaults or {})
     known = [field for field in fields(EngineConfig) if field.name not in (*_NO_OPTIONS, *without)]
     wanted = [field for field in known if only is None or field.name in only]
-    for field in wanted:
+    for group, field in _grouped(parser, wanted):
         default = defaults.get(field.name, field.default)
         text = help_of.get(field.name, "").replace("%", "%%")
         if default is not None and field.type != "bool":
             shown = _WORDS[default] if field.name == "enable_cpu_offload" else default
             text = f"{text.removesuffix('.')} (default: {shown})"
         kind = _kind(field.name, field.type, field.default)
-        parser.add_argument(*option_names(field.name), dest=field.name, default=default, help=text, **kind)
+        shown, *others = option_names(field.name)
+        group.add_argument(shown, dest=field.name, default=default, help=text, **kind)
+        parser.take_also(shown, *others)
     parser.set_defaults(engine_options=[field.name for field in wanted])
+
+
+def _grouped(parser: Parser, wanted: Sequence[Field]) -> Iterator[tuple[Any, Field]]:
+    """Yield the fields in the order of `--help`, each with the group of the parser that it belongs to."""
+    by_name = {field.name: field for field in wanted}
+    grouped = {name for names in GROUPS.values() for name in names}
+    for title, names in (GROUPS | {_LAST: [name for name in by_name if name not in grouped]}).items():
+        if found := [by_name[name] for name in names if name in by_name]:
+            group = parser.add_argument_group(title)
+            yield from ((group, field) for field in found)
 
 
 def engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
@@ -86,7 +111,7 @@ def option_words(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> li
 
 
 def option_names(field: str) -> tuple[str, ...]:
-    """Return the names of the option for a field of `EngineConfig`; the first is shown."""
+    """Return the names of the option for a field of `EngineConfig`: the one that is shown, and what else is taken."""
     return _NAMES.get(field, (f"--{field.replace('_', '-')}",))
 
 
@@ -95,7 +120,8 @@ def field_help() -> dict[str, str]:
     text = inspect.cleandoc(EngineConfig.__doc__ or "")  # none with python -OO
     found = {}
     for name, said in re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", text, re.MULTILINE):
-        said = re.sub(r"^True (\w+)s\b", r"\1", " ".join(said.split())).replace("None: ", "Default: ")
+        said = re.sub(r"^True (\w+)s\b", r"\1", " ".join(said.split()))
+        said = re.sub(r"\bNone(: |, or )", r"Default\1", said)
         found[name] = re.sub(r"`(\w+)`", lambda match: option_names(match[1])[0], said)
     return found
 

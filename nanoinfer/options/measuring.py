@@ -12,7 +12,7 @@ from pathlib import Path
 from nanoinfer.common.errors import choose
 from nanoinfer.models.shapes import SHAPES, refuse_shape, write_shape
 from nanoinfer.options.engine import add_engine_options, engine_arguments
-from nanoinfer.options.parser import length
+from nanoinfer.options.parser import Parser, length
 
 # The modes that are measured: engine arguments in which they differ.
 ENGINE_MODES: dict[str, dict] = {
@@ -33,7 +33,7 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 def add_model_arguments(
-    parser: argparse.ArgumentParser, text: str = "checkpoint directory or hub id", *, has_shapes: bool = True
+    parser: Parser, text: str = "checkpoint directory or hub id", *, has_shapes: bool = True
 ) -> None:
     """Add the options for the model, or, if the command `has_shapes`, for the shape of random weights."""
     model = parser.add_mutually_exclusive_group()
@@ -43,14 +43,12 @@ def add_model_arguments(
         model.add_argument("--shape", help=f"random weights in a known shape: {', '.join(SHAPES)}")
 
 
-def add_engine_arguments(
-    parser: argparse.ArgumentParser, texts: Mapping[str, str] | None = None, without: Collection[str] = ()
-) -> None:
+def add_engine_arguments(parser: Parser, texts: Mapping[str, str] | None = None, without: Collection[str] = ()) -> None:
     """Add the options of the engine that benchmarks leave to the user; texts: other help texts than the engine's."""
     texts = {"max_num_seqs": "sequences that run at once; default: as the benchmark needs"} | dict(texts or {})
     # Prefix caching is off by default, so that each run computes all of its prompts; None: the benchmark decides.
     add_engine_options(parser, without=(*_CHOSEN, *without), defaults={"enable_prefix_caching": None}, texts=texts)
-    parser.add_argument("--no-progress", action="store_true")
+    parser.add_argument("--no-progress", action="store_true", help="show no progress bars")
 
 
 def shared_engine_arguments(options: argparse.Namespace) -> dict:

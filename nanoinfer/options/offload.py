@@ -6,7 +6,7 @@ import argparse
 
 from nanoinfer.options import recall
 from nanoinfer.options.measuring import add_engine_arguments, add_model_arguments
-from nanoinfer.options.parser import length
+from nanoinfer.options.parser import Parser, length
 
 # Each task's options that have other defaults in the other task, or no meaning there. These defaults are not the
 # parser's, so that it is known which options were given.
@@ -16,7 +16,7 @@ TASKS = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     decode, asked = TASKS["decode"], TASKS["recall"]
     add_model_arguments(parser)
     lists = {name: f"{text} (lists: --task recall only)" for name, text in recall.HELP_OF_LISTS.items()}

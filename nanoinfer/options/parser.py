@@ -6,10 +6,11 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
-from nanoinfer.common.errors import MEANT, nearest
+from nanoinfer.common.errors import nearest
+from nanoinfer.common.other_names import INSTEAD, MEANT
 from nanoinfer.common.unsupported import ENGINE
 
 REFUSED = 2
@@ -19,6 +20,7 @@ BROKEN_PIPE = 141
 
 OFFLOAD = {"on": True, "auto": "auto", "off": False}
 """The words for the values of `enable_cpu_offload`."""
+_OF_OTHERS = MEANT.keys() | INSTEAD.keys() | ENGINE.keys()
 # Arguments that a command without an option for them takes from one of these, the first that it has.
 _TAKEN_FROM = {
     "max_model_len": ("--context", "--input-len"),
@@ -27,23 +29,57 @@ _TAKEN_FROM = {
 }
 
 
-class Parser(argparse.ArgumentParser):
-    """Refuses an unknown option or value with the nearest known name and the usage of the command that was called.
+class _Help(argparse.HelpFormatter):
+    """Usage in one line: "[options]" stands for all that may be left out."""
 
-    The namespace's `parser` is the parser of that command.
+    def _format_usage(
+        self, usage: str | None, actions: Iterable[argparse.Action], groups: object, prefix: str | None
+    ) -> str:
+        words, optional = [self._prog], False
+        for action in actions:
+            if not action.option_strings:
+                words.append(self._format_args(action, self._get_default_metavar_for_positional(action)))
+            elif action.required:
+                value = self._format_args(action, self._get_default_metavar_for_optional(action))
+                words.append(f"{action.option_strings[0]} {value}".strip())
+            else:
+                optional = True
+        if optional:
+            words.insert(1, "[options]")
+        return f"{'usage: ' if prefix is None else prefix}{' '.join(words)}\n\n"
+
+
+class Parser(argparse.ArgumentParser):
+    """Refuses an unknown option or value with the nearest known name, after one line of usage.
+
+    The namespace's `parser` is the parser of the command that was called.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **{"formatter_class": _Help} | kwargs)
         self.set_defaults(parser=self)
+
+    @property
+    def known(self) -> dict[str, argparse.Action]:
+        """The options by all names under which they are taken."""
+        return self._option_string_actions
+
+    def take_also(self, option: str, *names: str) -> None:
+        """Accept other spellings of an option, which no help and no message shows."""
+        self.known.update(dict.fromkeys(names, self.known[option]))
+
+    def shown(self, option: str) -> str:
+        """Return the name that messages and help give to an option: the same, or the one that is spelt otherwise."""
+        names = self.known[option].option_strings
+        return option if option in names else next(name for name in names if name.startswith("--"))
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None) -> tuple:
         """Refuse unknown arguments here; argparse would pass them up to the parser of all commands."""
         args = list(sys.argv[1:] if args is None else args)
         if self._subparsers is None:
             for option in (argument.split("=")[0] for argument in args[: args.index("--") if "--" in args else None]):
-                is_option = option.startswith("--") and " " not in option or option[:1] == "-" and option[1:] in MEANT
-                if is_option and not any(known.startswith(option) for known in self._option_string_actions):
+                is_long = option.startswith("--") and " " not in option
+                if (is_long or option[:1] == "-" and option[1:] in _OF_OTHERS) and not self._takes(option):
                     self._refuse(option)
         namespace, unknown = super().parse_known_args(args, namespace)
         for action in self._get_positional_actions():
@@ -54,14 +90,25 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unknown arguments: {' '.join(unknown)}")
         return namespace, unknown
 
+    def _takes(self, option: str) -> bool:
+        """Whether this is an option, or the beginning of one: but no other program's name for something else."""
+        if option in self.known:
+            return True
+        names = {self.shown(known) for known in self.known if known.startswith(option)}
+        name = _plain(option)
+        return bool(names) and (name not in _OF_OTHERS or {_plain(one) for one in names} <= {*MEANT.get(name, ())})
+
     def _refuse(self, option: str) -> None:
         """End with what to do about an unknown option: vLLM's and other programs' ones are known by name."""
-        name = option.lstrip("-").replace("-", "_")
+        name = _plain(option)
+        name = name if name in MEANT else name.removeprefix("no_")
         if name in ENGINE:
             self.error(f"{option} is not supported: {in_options(ENGINE[name][1], self)}")
+        if name in INSTEAD:
+            self.error(f"{option} is not supported: {INSTEAD[name]}")
         if "MODEL" in MEANT.get(name, ()):
             self.error(f"unknown option {option}: give the model, a directory or a hub id, without an option")
-        self.error(f"unknown option {option}{_hint(option, self._option_string_actions)}")
+        self.error(f"unknown option {option}{_hint(option, self.known, self.shown)}")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
@@ -71,9 +118,13 @@ class Parser(argparse.ArgumentParser):
             )
 
 
-def _hint(name: str, known: Collection[str]) -> str:
+def _plain(option: str) -> str:
+    return option.lstrip("-").replace("-", "_")
+
+
+def _hint(name: str, known: Collection[str], shown: Callable[[str], str] = str) -> str:
     guess = nearest(name, known)
-    return f": did you mean {guess}?" if guess else ""
+    return f": did you mean {shown(guess)}?" if guess else ""
 
 
 def length(text: str) -> int:
@@ -84,13 +135,13 @@ def length(text: str) -> int:
     return int(match[1]) * (1024 if match[2] else 1)
 
 
-def in_options(text: str, parser: argparse.ArgumentParser) -> str:
+def in_options(text: str, parser: Parser) -> str:
     """Rewrite a message of the Python API in terms of the command: `max_num_seqs=3` becomes `--max-num-seqs 3`.
 
     An argument without an option in this command keeps its name.
     """
-    known = {option: action for option, action in parser._option_string_actions.items() if option.startswith("--")}
-    options = {option[2:].replace("-", "_"): option for option in known}
+    known = {option: action for option, action in parser.known.items() if option.startswith("--")}
+    options = {option[2:].replace("-", "_"): parser.shown(option) for option in known}
     # If an option has both `--name` and `--no-name`, the first counts.
     options |= {action.dest: option for option, action in reversed(known.items())}
     for argument, names in _TAKEN_FROM.items():
@@ -108,9 +159,7 @@ def in_options(text: str, parser: argparse.ArgumentParser) -> str:
     return text
 
 
-def run_command(
-    parser: argparse.ArgumentParser, arguments: Sequence[str], command: Callable[[argparse.Namespace], int]
-) -> int:
+def run_command(parser: Parser, arguments: Sequence[str], command: Callable[[argparse.Namespace], int]) -> int:
     """Read the arguments, run the command and return its exit status, or the status for the error that ended it.
 
     The user's errors and Ctrl-C are reported in one line on stderr. A closed output pipe (`| head -1`) is not reported.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
-
 from nanoinfer.options.measuring import ENGINE_MODES, add_engine_arguments, add_model_arguments
+from nanoinfer.options.parser import Parser
 
 MODES = ("hf", *ENGINE_MODES)
 DEFAULTS = dict(mode="hf,resident,offload", depths="0,0.25,0.5,0.75,1", questions=20)
@@ -17,7 +16,7 @@ HELP_OF_LISTS = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     add_model_arguments(parser, "default: recall, the model that comes along", has_shapes=False)
     parser.add_argument("--context", help="tokens, such as 1k,16k; default: 1k to 64k on a GPU, 1k,2k on a CPU")
     parser.add_argument(
@@ -32,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(**DEFAULTS)
 
 
-def add_grid_arguments(parser: argparse.ArgumentParser) -> None:
+def add_grid_arguments(parser: Parser) -> None:
     """Add the options of the questions, without defaults."""
     parser.add_argument("--depths", help=f"where facts lie (default: {DEFAULTS['depths']})")
     parser.add_argument(

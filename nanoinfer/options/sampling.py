@@ -6,16 +6,17 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from nanoinfer.options.parser import length
+from nanoinfer.options.parser import Parser, length
 from nanoinfer.sampling_params import SamplingParams
 
 # Fields that choose among tokens, which greedy sampling does not.
 _CHOOSING = ("top_p", "top_k", "min_p")
 
 
-def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: str) -> None:
+def add_sampling_options(parser: Parser, max_tokens: str) -> None:
     """Add the options; what is left out is None. max_tokens: the default of `--max-tokens`, in words."""
-    parser.add_argument(
+    group = parser.add_argument_group("sampling")
+    group.add_argument(
         "-n", "--max-tokens", type=length, metavar="TOKENS", help=f"the most tokens to generate (default: {max_tokens})"
     )
     for option, kind, metavar, text in (
@@ -24,9 +25,9 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: str) -> No
         ("--top-k", int, "K", "sample from the K most likely tokens; 0: from all"),
         ("--min-p", float, "P", "leave out tokens less likely than P times the most likely one"),
     ):
-        parser.add_argument(option, type=kind, metavar=metavar, help=text)
+        group.add_argument(option, type=kind, metavar=metavar, help=text)
     text = "the same seed and prompt give the same tokens (default: the engine draws one)"
-    parser.add_argument("--seed", type=int, metavar="N", help=text)
+    group.add_argument("--seed", type=int, metavar="N", help=text)
 
 
 def sampling_params(options: argparse.Namespace, recommended: Mapping[str, Any], max_tokens: int | None) -> Any:

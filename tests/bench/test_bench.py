@@ -100,13 +100,13 @@ def test_a_checkpoint_is_measured_with_its_own_weights(tmp_path, capsys):
 
 
 def test_a_case_that_cannot_fit_is_a_row_with_the_reason(capsys):
-    assert main([*TINY, "--gpu-memory", "1MiB"]) == 0
+    assert main([*TINY, "--gpu-memory-limit", "1MiB"]) == 0
     printed = capsys.readouterr().out
     assert "is too small" in printed and "give at least" in printed
 
 
 def test_a_context_that_cannot_fit_does_not_lose_the_shorter_ones():
-    rows = rows_of("--context", "64,1k", "--batch", "1", "--mode", "streamed,resident", "--host-memory", "3MiB")
+    rows = rows_of("--context", "64,1k", "--batch", "1", "--mode", "streamed,resident", "--host-memory-limit", "3MiB")
     assert "1030 tokens need 33" in rows["streamed", 1, 1024].problem
     assert rows["streamed", 1, 1024].seconds_per_token is None
     assert rows["streamed", 1, 64].problem is None and rows["streamed", 1, 64].ratio_to_floor > 0
@@ -117,7 +117,7 @@ def test_a_context_that_cannot_fit_does_not_lose_the_shorter_ones():
     "arguments, reason",
     [
         (["--max-num-seqs", "2"], "max_num_seqs is 2, raise it"),
-        (["--host-memory", "1MiB"], "raise the host memory limit or lower the batch"),
+        (["--host-memory-limit", "1MiB"], "raise the host memory limit or lower the batch"),
         (["--output-len", "1"], "give an output length of at least 2"),
     ],
 )
@@ -196,7 +196,7 @@ def test_a_failed_case_leaves_no_request_behind(tmp_path):
         (["--max-num-seqs", "0"], "--max-num-seqs 0 must be a whole number of at least 1"),
         (["--num-ring-slots", "1"], "--num-ring-slots 1 must be a whole number of at least 2"),
         (["--attention-backend", "tritn"], "--attention-backend 'tritn' is not one of"),
-        (["--gpu-memory", "12Gib of it"], "--gpu-memory '12Gib of it' is no size"),
+        (["--gpu-memory-limit", "12Gib of it"], "--gpu-memory-limit '12Gib of it' is no size"),
         (["--model", "/no/such/model"], "model '/no/such/model' does not exist"),
         (["--json", "/no/such/directory/x.json"], "the directory of '/no/such/directory/x.json' does not exist"),
         (["--device", "abacus"], "--device 'abacus' is no device"),

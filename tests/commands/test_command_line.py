@@ -17,7 +17,7 @@ from nanoinfer.options.parser import Parser, in_options, length, run_command
 
 ROOT = Path(__file__).resolve().parents[2]
 NANOINFER = [sys.executable, "-m", "nanoinfer"]
-FITS = ["qwen3-4b", "--gpu-memory", "12GiB", "--host-memory", "64GiB"]
+FITS = ["qwen3-4b", "--gpu-memory-limit", "12GiB", "--host-memory-limit", "64GiB"]
 ENDLESS = ["--device", "cpu", "--context", "1024", "--output-len", "20000", "--mode", "resident"]
 
 
@@ -155,9 +155,9 @@ def test_an_error_of_ours_is_not_hidden():
 @pytest.mark.parametrize(
     "message, shown",
     [
-        ("gpu_memory_limit='12X' is no size", "--gpu-memory '12X' is no size"),
-        ("raise gpu_memory_limit.", "raise --gpu-memory."),
-        ('state it, such as gpu_memory="12GiB"', 'state it, such as --gpu-memory "12GiB"'),
+        ("gpu_memory_limit='12X' is no size", "--gpu-memory-limit '12X' is no size"),
+        ("raise gpu_memory_limit.", "raise --gpu-memory-limit."),
+        ('state it, such as gpu_memory="12GiB"', 'state it, such as --gpu-memory-limit "12GiB"'),
         ("lower max_model_len or set enable_cpu_offload=True", "lower --context or set --offload on"),
         ('enable_cpu_offload="auto" has no', "--offload auto has no"),
         ("lower max_num_batched_tokens=256 or max_num_seqs=1", "lower --max-num-batched-tokens 256 or --batch 1"),
@@ -187,19 +187,28 @@ def test_an_option_of_its_own_comes_before_one_that_an_argument_is_taken_from():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["plan", "--contxt", "4k"], "usage: nanoinfer plan .*unknown option --contxt: did you mean --context\\?$"),
+        (
+            ["plan", "--contxt", "4k"],
+            "usage: nanoinfer plan .*unknown option --contxt: did you mean --max-model-len",
+        ),
         (["bench", "latency", "--input-length=4"], "usage: nanoinfer bench latency .*did you mean --input-len\\?$"),
         (["bench", "--oputput-len", "4"], "usage: nanoinfer bench offload .*did you mean --output-len\\?$"),
         (["plan", "qwen3-4b", "--zzz"], "unknown option --zzz$"),
         # What other programs call it, and what vLLM has and this engine does not.
-        (["plan", "qwen3-4b", "--ctx-size", "4k"], "unknown option --ctx-size: did you mean --context\\?$"),
+        (["plan", "qwen3-4b", "--ctx-size", "4k"], "unknown option --ctx-size: did you mean --max-model-len\\?$"),
         (["serve", "x", "--ctx-size", "4k"], "unknown option --ctx-size: did you mean --max-model-len\\?$"),
         (["serve", "x", "-c", "4096"], "unknown option -c: did you mean --max-model-len\\?$"),
-        (["generate", "x", "--n-gpu-layers", "99"], "unknown option --n-gpu-layers: did you mean --gpu-memory\\?$"),
+        (
+            ["generate", "x", "--n-gpu-layers", "99"],
+            "option --n-gpu-layers: did you mean --gpu-memory-limit\\?$",
+        ),
         (["generate", "x", "--max-new-tokens=5"], "did you mean --max-tokens\\?$"),
         (["serve", "--model", "x"], "unknown option --model: give the model, a directory or a hub id, without an"),
         (["serve", "x", "--enable-lora"], "--enable-lora is not supported: merge the adapter into the weights$"),
-        (["serve", "x", "--swap-space", "4"], "--swap-space is not supported: --host-memory bounds the host memory"),
+        (
+            ["serve", "x", "--swap-space", "4"],
+            "--swap-space is not supported: --host-memory-limit bounds the",
+        ),
         (["serve", "x", "--lora-path", "y"], "unknown option --lora-path$"),
         (["plan", "qwen3-4b", "12GiB"], "usage: nanoinfer plan .*unknown arguments: 12GiB$"),
         (["plam"], "argument command: 'plam' is not known: did you mean plan\\? choose from bench, eval"),
@@ -215,13 +224,13 @@ def test_an_unknown_argument_is_refused_with_the_nearest_one_and_the_commands_us
 @pytest.mark.parametrize(
     "arguments, guess",
     [
-        (["plan", "qwen3-4", "--gpu-memory", "12GiB"], "'qwen3-4b'"),
-        (["plan", "reccall", "--gpu-memory", "12GiB"], "'recall'"),
+        (["plan", "qwen3-4", "--gpu-memory-limit", "12GiB"], "'qwen3-4b'"),
+        (["plan", "reccall", "--gpu-memory-limit", "12GiB"], "'recall'"),
         (["generate", "recal", "--prompt", "x"], "'recall'"),
         (["verify", "reccall"], "'recall'"),
         (["bench", "latency", "recal"], "'recall'"),
         (["eval", "recall", "recal"], "'recall'"),
-        (["plan", "llama-3.1-8b", "--gpu-memory", "12GiB"], "'meta-llama/Llama-3.1-8B-Instruct'"),
+        (["plan", "llama-3.1-8b", "--gpu-memory-limit", "12GiB"], "'meta-llama/Llama-3.1-8B-Instruct'"),
         (["generate", "llama3.1:8b", "--prompt", "x"], "'meta-llama/Llama-3.1-8B-Instruct'"),
         (["generate", "gemma-3-1b", "--prompt", "x"], "'google/gemma-3-1b-it'"),
     ],
@@ -233,7 +242,7 @@ def test_a_mistyped_model_is_refused_with_the_nearest_one(arguments, guess, caps
 
 @pytest.mark.parametrize("model", ["input", "qwen3-40b", "llama9-8b"])
 def test_another_size_or_a_word_that_is_near_to_nothing_is_no_guess(model, capsys):
-    assert cli.main(["plan", model, "--gpu-memory", "12GiB"]) == 2
+    assert cli.main(["plan", model, "--gpu-memory-limit", "12GiB"]) == 2
     assert f"model {model!r} does not exist: give a directory with config.json" in capsys.readouterr().err
 
 
@@ -249,10 +258,10 @@ def test_without_arguments_the_command_prints_its_help(capsys):
 
 
 def test_a_limit_without_a_unit_is_asked_about(capsys):
-    assert cli.main(["plan", "qwen3-4b", "--gpu-memory", "12", "--host-memory", "64GiB"]) == 2
-    assert "--gpu-memory '12' is 12 bytes: did you mean \"12GiB\"?" in capsys.readouterr().err
-    assert cli.main(["plan", "qwen3-4b", "--gpu-memory", "12GiB", "--host-memory", "62.5"]) == 2
-    assert "--host-memory '62.5' is 62 bytes: did you mean \"62.5GiB\"?" in capsys.readouterr().err
+    assert cli.main(["plan", "qwen3-4b", "--gpu-memory-limit", "12", "--host-memory-limit", "64GiB"]) == 2
+    assert "--gpu-memory-limit '12' is 12 bytes: did you mean \"12GiB\"?" in capsys.readouterr().err
+    assert cli.main(["plan", "qwen3-4b", "--gpu-memory-limit", "12GiB", "--host-memory-limit", "62.5"]) == 2
+    assert "--host-memory-limit '62.5' is 62 bytes: did you mean \"62.5GiB\"?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [["verify"], ["bench", "latency"], ["bench", "throughput"], ["bench", "offload"]])
@@ -271,7 +280,7 @@ def test_lengths_may_end_in_k():
 @pytest.mark.parametrize(
     "command",
     [
-        ["plan", "x", "--context", "2k", "--prefill-chunk", "2k"],
+        ["plan", "x", "--max-model-len", "2k", "--prefill-chunk", "2k"],
         ["verify", "--context", "2k", "--output-len", "2k"],
         ["generate", "x", "--prompt", "x", "--max-model-len", "2k", "--max-tokens", "2k"],
         ["serve", "x", "--max-model-len", "2k", "--max-num-batched-tokens", "2k"],

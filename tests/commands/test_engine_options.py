@@ -32,10 +32,10 @@ def test_every_field_has_an_option_with_the_default_and_the_words_of_the_config(
         (["--offload"], "enable_cpu_offload", True),
         (["--offload", "auto"], "enable_cpu_offload", "auto"),
         (["--offload=off"], "enable_cpu_offload", False),
-        (["--gpu-memory", "12GiB"], "gpu_memory_limit", "12GiB"),
         (["--gpu-memory-limit", "12GiB"], "gpu_memory_limit", "12GiB"),
-        (["--gpu-memory", "0.5"], "gpu_memory_limit", 0.5),
-        (["--gpu-memory", "1.0"], "gpu_memory_limit", 1.0),
+        (["--gpu-memory-limit", "12GiB"], "gpu_memory_limit", "12GiB"),
+        (["--gpu-memory-limit", "0.5"], "gpu_memory_limit", 0.5),
+        (["--gpu-memory-limit", "1.0"], "gpu_memory_limit", 1.0),
         (["--resident-kv", "0"], "resident_kv_limit", 0),
         (["--prefill-chunk", "2k"], "max_num_batched_tokens", 2048),
         (["--max-num-batched-tokens", "512"], "max_num_batched_tokens", 512),
@@ -79,7 +79,7 @@ def test_settings_become_the_words_that_give_them(settings):
     [
         (["--offload", "onn"], "choose from on, auto, off"),
         (["--cuda-graph-batch-sizes", "a"], "must be whole numbers, such as 16,64,256, or"),
-        (["--gpu-memry", "1GiB"], "did you mean --gpu-memory?"),
+        (["--gpu-memry", "1GiB"], "did you mean --gpu-memory-limit?"),
         (["--max-model-len", "4x"], "must be a whole number"),
     ],
 )
@@ -94,7 +94,7 @@ def test_help_names_each_option_and_its_default(command, capsys):
     with pytest.raises(SystemExit) as stop:
         main([*command.split(), "--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert stop.value.code == 0 and "--gpu-memory SIZE" in text and "None" not in text and "True " not in text
+    assert stop.value.code == 0 and "--gpu-memory-limit SIZE" in text and "None" not in text and "True " not in text
     if command == "serve":
         assert not [name for name in FIELDS if option_names(name)[0] not in text]
         assert "(default: off)" not in text and "(default: 0)" in text, "the seed's default is a number"

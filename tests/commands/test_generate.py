@@ -122,7 +122,7 @@ def test_text_is_on_stdout_and_the_speed_on_stderr(asked, capsys):
     assert capsys.readouterr() == (
         "two words\n",
         "nanoinfer generate: 3 prompt tokens, first token after 0.50 s, 2 tokens at 10.0 tokens/s; "
-        "bound by --gpu-memory\n",
+        "bound by --gpu-memory-limit\n",
     )
 
 

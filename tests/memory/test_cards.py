@@ -39,9 +39,9 @@ def test_a_card_stands_for_its_memory_and_bandwidths_where_they_are_not_given():
 
 
 def test_all_cards_are_compared_by_the_plan_of_each(capsys):
-    found = compare_gpus("qwen3-8b", host_memory="64GiB", context=8192)
+    found = compare_gpus("qwen3-8b", host_memory_limit="64GiB", max_model_len=8192)
     for name in ("RTX 3060", "RTX 4090"):
-        alone = nanoinfer.plan("qwen3-8b", gpu=name, host_memory="64GiB", context=8192)
+        alone = nanoinfer.plan("qwen3-8b", gpu=name, host_memory_limit="64GiB", max_model_len=8192)
         assert found[name].fits == alone.fits and found[name].ms_per_token == alone.ms_per_token
     assert not found["RTX 3060"].fits and found["RTX 4090"].fits and len(found) == len(CARDS)
     assert cli.main([*PLAN, "--context", "8k", "--compare-gpus"]) == 0

@@ -101,7 +101,7 @@ def test_a_full_device_ends_a_command_with_what_was_wanted_and_what_to_lower(err
     said = capsys.readouterr().err
     assert said.startswith(f"nanoinfer generate: the GPU's memory is full: {wanted}") and said.count("\n") == 1
     assert "without this process 9.52 of 11.63 GiB are free; 2.11 GiB are held by the driver" in said
-    assert 'set --gpu-memory to at most "9.3GiB", lower --max-num-batched-tokens or --max-num-seqs' in said
+    assert 'set --gpu-memory-limit to at most "9.3GiB", lower --max-num-batched-tokens or --max-num-seqs' in said
     assert device.asked == [torch.device("cuda", place)]
 
 
@@ -114,7 +114,7 @@ def test_a_full_device_while_a_request_runs_is_told_the_same_way(monkeypatch, ca
     monkeypatch.setattr(ModelRunner, "execute", fail)
     assert main(["generate", "recall", "--prompt", "Records.", "--device", "cpu", "--dtype", "float32"]) == 2
     said = capsys.readouterr().err
-    assert "the GPU's memory is full: 2.00 GiB more were wanted: lower --gpu-memory, --max-num" in said
+    assert "the GPU's memory is full: 2.00 GiB more were wanted: lower --gpu-memory-limit, --max-num" in said
 
 
 def test_another_error_of_torch_is_not_hidden(monkeypatch):

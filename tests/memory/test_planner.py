@@ -141,7 +141,7 @@ def test_an_engine_has_what_was_forecast(tmp_path):
         (dict(link_gbps=0), "link_gbps=0 must be a positive number"),
         (dict(device_gbps=-1.0), "device_gbps=-1.0 must be a positive number"),
         (dict(batch=0), "batch=0 must be a whole number"),
-        (dict(context=1.5), "context=1.5 must be a whole number"),
+        (dict(context=1.5), "max_model_len=1.5 must be a whole number"),
         (dict(max_num_batched_token=5), "did you mean 'max_num_batched_tokens'"),
         (dict(gpu_memory=None), "this machine has no GPU"),
         (dict(gpu_memory="12 apples"), "is no size"),
@@ -153,7 +153,7 @@ def test_bad_arguments_are_refused(arguments, message):
 
 
 def test_the_command_prints_a_table_or_json(capsys):
-    words = ["plan", "qwen3-4b", "--gpu-memory", "12GiB", "--host-memory", "64GiB", "--context", "131072"]
+    words = ["plan", "qwen3-4b", "--gpu-memory-limit", "12GiB", "--host-memory-limit", "64GiB", "--context", "131072"]
     words += ["--hf-overrides", json.dumps(UNLIMITED)]
     assert main([*words, "--batch", "2", "--device-gbps", "450"]) == 0
     printed = capsys.readouterr().out
@@ -165,7 +165,7 @@ def test_the_command_prints_a_table_or_json(capsys):
     assert json.loads(printed)["memory"]["ring_bytes"] == 128 * 2**20
     assert '"link_gbps": 25.0,' in printed  # by default as where it is given: never an integer
     assert main([*words, "--batch", "40"]) == 1 and "does not fit" in capsys.readouterr().out
-    assert main(["plan", "qwen3-40b", "--gpu-memory", "12GiB"]) == 2 and capsys.readouterr().err
+    assert main(["plan", "qwen3-40b", "--gpu-memory-limit", "12GiB"]) == 2 and capsys.readouterr().err
 
 
 def test_an_option_that_is_given_reaches_the_forecast_and_one_that_is_not_has_the_functions_default(capsys):
@@ -174,9 +174,9 @@ def test_an_option_that_is_given_reaches_the_forecast_and_one_that_is_not_has_th
             [
                 "plan",
                 "tiny",
-                "--gpu-memory",
+                "--gpu-memory-limit",
                 "400MiB",
-                "--host-memory",
+                "--host-memory-limit",
                 "600MiB",
                 "--context",
                 "8k",

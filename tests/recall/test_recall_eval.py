@@ -221,7 +221,7 @@ def test_both_commands_print_the_table_and_write_figures_and_picture(checkpoint,
         (["--attention-backend", "flash_attn"], "flash_attn"),
         (["--num-ring-slots", "1"], "--num-ring-slots 1 must be a whole number of at least 2"),
         (["--ring-slot-bytes", "1KiB"], "cannot hold one layer of a KV block"),
-        (["--gpu-memory", "1MiB"], "--gpu-memory '1MiB'"),
+        (["--gpu-memory-limit", "1MiB"], "--gpu-memory-limit '1MiB'"),
     ],
 )
 def test_wrong_options_are_refused_in_one_line_before_anything_runs(arguments, message, capsys, monkeypatch):

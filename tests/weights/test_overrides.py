@@ -91,7 +91,7 @@ def test_an_engine_with_another_rotation_is_that_of_a_config_that_says_so(tmp_pa
 
 def test_what_is_said_of_a_context_beyond_the_limit_can_be_pasted(tmp_path, capsys):
     path = make_checkpoint("qwen3", tmp_path, max_position_embeddings=40_960, **SMALL)
-    command = ["plan", str(path), "--gpu-memory", "2GiB", "--host-memory", "8GiB", "--context", "131072"]
+    command = ["plan", str(path), "--gpu-memory-limit", "2GiB", "--host-memory-limit", "8GiB", "--context", "131072"]
     assert main(command) == 1
     said = capsys.readouterr().out
     assert "beyond the model's own limit of 40960 positions" in said

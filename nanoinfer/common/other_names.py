@@ -1,0 +1,103 @@
+"""Other names of what exists here: those that are taken, too, and those of vLLM, llama.cpp, Ollama and others, which a
+message about an unknown name calls by ours."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TypeVar
+
+Called = TypeVar("Called", bound=Callable)
+
+
+def takes_also(**spellings: str) -> Callable[[Called], Called]:
+    """Let a function take keywords under other names, too: `takes_also(name="other")`.
+
+    A call raises ValueError if it gives one thing under two names.
+    """
+
+    def decorate(function: Called) -> Called:
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            for name, other in spellings.items():
+                if other in kwargs and name in kwargs:
+                    raise ValueError(f"{other} is another name of {name}: give one of them")
+                if other in kwargs:
+                    kwargs[name] = kwargs.pop(other)
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+# What is nearest in meaning, best first: a message names the first that is allowed there.
+MEANT: dict[str, tuple[str, ...]] = {
+    name: meant
+    for names, meant in {
+        "c ctx ctx_size n_ctx num_ctx context context_length context_size max_context_len max_input_len "
+        "max_input_length max_length max_model_len max_seq_len max_seq_length max_total_tokens": (
+            "max_model_len", "context", "input_len",
+        ),
+        "n n_predict num_predict predict max_new_tokens max_output_tokens max_completion_tokens": (
+            "max_tokens", "output_len",
+        ),
+        "np parallel n_parallel num_parallel max_batch_size max_concurrent_requests max_running_requests "
+        "max_num_seqs": ("max_num_seqs", "batch", "batch_size"),
+        "b ub batch_size num_batch ubatch_size chunked_prefill_size max_batch_prefill_tokens": (
+            "max_num_batched_tokens",
+        ),
+        "ngl n_gpu_layers num_gpu_layers gpu_layers num_gpu ncmoe n_cpu_moe cpu_moe vram gpu_mem max_gpu_memory "
+        "gpu_memory": ("gpu_memory_limit",),
+        "mem_fraction_static": ("gpu_memory_utilization",),
+        "ram cpu_memory max_cpu_memory host_memory": ("host_memory_limit",),
+        "offload cpu_offload enable_cpu_offload kv_offload nkvo low_vram": ("offload", "enable_cpu_offload"),
+        "cache_dtype cache_type cache_type_k cache_type_v ctk ctv kv_cache_type": ("kv_cache_dtype",),
+        "load_in_4bit load_in_8bit quant quantize": ("quantization", "to"),
+        "o output outfile out_file": ("out", "output_json", "json"),
+        "torch_dtype": ("dtype",),
+        "dev gpu main_gpu mg": ("device",),
+        "fa flash flash_attn flash_attention attn_implementation": ("attention_backend",),
+        "override_kv rope_freq_base rope_freq_scale rope_scale yarn_orig_ctx": ("hf_overrides",),
+        "cache_prompt cache_reuse prompt_cache": ("enable_prefix_caching",),
+        "a alias": ("served_model_name",),
+        "max_queued_requests max_waiting_requests": ("max_queue",),
+        "to timeout": ("body_timeout",),
+        "v verbose verbosity lv uvicorn_log_level": ("log_level",),
+        "m hf hfr hf_repo hf_file mu model model_path model_name_or_path model_url": ("MODEL",),
+        "p input inputs text": ("prompt", "messages"),
+        "sys system_prompt": ("system",),
+        "cnv conversation": ("chat",),
+        "temp": ("temperature",),
+        "rng_seed s": ("seed",),
+        "repeat_penalty": ("repetition_penalty",),
+        "r reverse_prompt": ("stop",),
+    }.items()
+    for name in names.split()
+}  # fmt: skip
+
+# Options that ask for nothing that could be given here: what to do instead.
+INSTEAD: dict[str, str] = {
+    name: said
+    for names, said in {
+        "t tb threads threads_batch num_thread": "torch chooses the threads; the environment variable OMP_NUM_THREADS "
+        "bounds them",
+        "mlock mmap use_mlock use_mmap": "weights lie on the GPU: leave it out",
+        "keep_alive sleep_idle_seconds": "the model stays loaded until the process ends: leave it out",
+        "warmup": "the engine warms up by itself: leave it out",
+        "cb cont_batching": "requests are always batched as they come: leave it out",
+        "context_shift keep num_keep": "a context that is full ends: give a larger --max-model-len",
+        "ts tensor_split sm split_mode tp pp dp": "one GPU per engine: leave it out",
+        "lora lora_scaled lora_modules": "merge the adapter into the weights",
+        "md model_draft draft draft_max": "there is no speculative decoding: leave it out",
+        "grammar grammar_file json_schema j": "check the text, and ask again where it does not fit",
+        "jinja chat_template chat_template_file": "the template is the checkpoint's: change it there",
+        "f file": "pipe the file into the command: < FILE",
+        "hft hf_token": "set the environment variable HF_TOKEN",
+        "metrics": "/metrics is always there: leave it out",
+        "embedding embeddings pooling rerank reranking": "models generate text only",
+        "ssl_keyfile ssl_certfile ssl_key_file ssl_cert_file": "put a proxy that has them before the server",
+        "enable_auto_tool_choice tool_call_parser": "tools are not supported",
+    }.items()
+    for name in names.split()
+}

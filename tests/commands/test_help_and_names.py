@@ -1,0 +1,162 @@
+"""What `--help` shows, what an unknown option is told, and that each thing has one name."""
+
+import argparse
+import ast
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import nanoinfer
+from nanoinfer.commands.main import main, make_parser
+from nanoinfer.common import other_names
+from nanoinfer.common.other_names import INSTEAD, MEANT, takes_also
+from nanoinfer.common.unsupported import ENGINE
+from nanoinfer.options import engine
+from nanoinfer.options.engine import option_names
+from nanoinfer.options.parser import Parser
+
+ROOT = Path(__file__).resolve().parents[2]
+FIELDS = [field.name for field in fields(nanoinfer.EngineConfig)]
+
+
+def parsers(parser):
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for child in action.choices.values():
+                yield from parsers(child)
+
+
+PARSERS = {parser.prog: parser for parser in parsers(make_parser())}
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_a_command_says_what_it_is_for_and_each_option_what_it_does(name):
+    parser = PARSERS[name]
+    assert parser.description and [action.dest for action in parser._actions if not action.help] == []
+    usage = parser.format_usage()
+    assert usage.startswith(f"usage: {name} [options]") and usage.count("\n") == 1
+
+
+def said(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    printed = capsys.readouterr()
+    assert stop.value.code == (0 if "--help" in arguments else 2)
+    return printed.out or printed.err
+
+
+def test_options_stand_in_groups_with_the_usual_ones_first(capsys):
+    text = said(["serve", "--help"], capsys)
+    titles = re.findall(r"^(\w.*):$", text, re.MULTILINE)
+    assert titles == ["positional arguments", "options", "length and memory", "model and formats", "machine",
+                      "tuning and tests", "clients and their requests", "log"]  # fmt: skip
+    places = [text.index(f"\n  --{name} ") for name in ("port", "max-model-len", "gpu-memory-limit", "dtype",
+                                                        "block-size", "max-queue")]  # fmt: skip
+    assert places == sorted(places)
+    text = said(["generate", "--help"], capsys)
+    assert text.index("--prompt") < text.index("sampling:") < text.index("--top-k") < text.index("length and memory:")
+
+
+def test_a_field_in_no_group_comes_last(monkeypatch):
+    monkeypatch.setitem(engine.GROUPS, "machine", ("attention_backend",))
+    parser = Parser(prog="p")
+    engine.add_engine_options(parser, ("device", "dtype", "seed"))
+    text = parser.format_help()
+    assert "machine:" not in text and text.index("tuning and tests:") < text.index("--device") < text.index("--seed")
+
+
+def test_other_spellings_are_taken_and_shown_nowhere(capsys):
+    others = [name for field in FIELDS for name in option_names(field)[1:]]
+    assert {"--gpu-memory", "--host-memory"} <= set(others)
+    for command in ("serve", "generate", "plan", "verify", "bench offload"):
+        text = said([*command.split(), "--help"], capsys)
+        assert not [name for name in [*others, *["--context"] * (command == "plan")] if f"{name} " in text]
+    given = ["plan", "m", "--gpu-memory=1GiB", "--host-memory", "2GiB", "--context", "4k", "--max-num-seqs", "3"]
+    options = make_parser().parse_args(given)
+    assert (options.gpu_memory_limit, options.host_memory_limit) == ("1GiB", "2GiB")
+    assert (options.max_model_len, options.batch) == (4096, 3)
+    for name in others:
+        assert name in PARSERS["nanoinfer serve"].known
+
+
+def test_documents_have_the_names_that_are_shown():
+    others = [name for field in FIELDS for name in option_names(field)[1:]]
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        text = path.read_text()
+        assert not re.findall(rf"(?:{'|'.join(others)})(?![\w-])", text), path
+        assert not re.findall(r"nanoinfer plan [^\n]*--context", text), path
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        # llama.cpp
+        ("--ctx-size=4096", "did you mean --max-model-len?"),
+        ("--n-gpu-layers=99", "did you mean --gpu-memory-limit?"),
+        ("-ngl", "did you mean --gpu-memory-limit?"),
+        ("--parallel", "did you mean --max-num-seqs?"),
+        ("-ub", "did you mean --max-num-batched-tokens?"),
+        ("--no-kv-offload", "did you mean --offload?"),
+        ("--cache-type-k", "did you mean --kv-cache-dtype?"),
+        ("--flash-attn", "did you mean --attention-backend?"),
+        ("--rope-freq-base", "did you mean --hf-overrides?"),
+        ("-hf", "give the model, a directory or a hub id, without an option"),
+        ("--threads", "is not supported: torch chooses the threads"),
+        ("--no-mmap", "is not supported: weights lie on the GPU: leave it out"),
+        ("--model-draft", "is not supported: there is no speculative decoding"),
+        # Ollama
+        ("--num-ctx", "did you mean --max-model-len?"),
+        ("--num-gpu", "did you mean --gpu-memory-limit?"),
+        ("--num-batch", "did you mean --max-num-batched-tokens?"),
+        ("--keep-alive", "is not supported: the model stays loaded"),
+        # vLLM
+        ("--tensor-parallel-size", "is not supported: one GPU per engine"),
+        ("-tp", "is not supported: one GPU per engine"),
+        ("--no-enable-chunked-prefill", "is not supported: prompts are computed in chunks of --max-num-batched-tokens"),
+        ("--uvicorn-log-lvl", "unknown option --uvicorn-log-lvl"),
+        ("--gpu-memry", "did you mean --gpu-memory-limit?"),  # nearest is another spelling
+    ],
+)
+def test_an_option_of_another_program_is_told_what_means_the_same(given, message, capsys):
+    usage, error = said(["serve", "m", given, "1"], capsys).splitlines()
+    assert usage == "usage: nanoinfer serve [options] MODEL"
+    assert error.startswith(f"nanoinfer serve: error: {'unknown option ' * ('is not supp' not in message)}".strip())
+    assert given.split("=")[0] in error and message in error
+
+
+def test_sampling_options_of_others(capsys):
+    assert "did you mean --max-tokens?" in said(["generate", "m", "--num-predict", "5"], capsys)
+    assert make_parser().parse_args(["generate", "m", "--temp", "1"]).temperature == 1, "a beginning of what it means"
+    assert "did you mean --gpu-memory-limit?" in said(["generate", "m", "--gpu-mem", "1GiB"], capsys)
+    with pytest.raises(ValueError, match="did you mean 'repetition_penalty'"):
+        nanoinfer.SamplingParams(repeat_penalty=1.1)
+
+
+def test_a_name_means_one_thing():
+    tree = ast.parse(Path(other_names.__file__).read_text())
+    keys = [key.value for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys]
+    names = [name for key in keys for name in key.split()]
+    assert sorted(names) == sorted([*MEANT, *INSTEAD]) and not INSTEAD.keys() & ENGINE.keys()
+    known = {name for parser in PARSERS.values() for name in parser.known}
+    taken = {f"--{name.replace('_', '-')}" for name in INSTEAD}
+    assert not taken & known, "an option that exists needs no advice"
+
+
+def test_a_keyword_under_another_name_is_taken_once():
+    limits = dict(gpu_memory="12GiB", host_memory="64GiB")
+    old = nanoinfer.plan("qwen3-4b", **limits, context=4096, batch=2)
+    names = dict(gpu_memory_limit="12GiB", host_memory_limit="64GiB", max_model_len=4096)
+    assert nanoinfer.plan("qwen3-4b", **names, max_num_seqs=2) == old and old.context == 4096 and old.batch == 2
+    with pytest.raises(ValueError, match="context is another name of max_model_len: give one of them"):
+        nanoinfer.plan("qwen3-4b", **limits, context=4096, max_model_len=4096)
+    assert nanoinfer.plan("qwen3-4b", **limits, max_model_len=-1).context == 32_768
+    assert takes_also(new="old")(lambda new: new)(old=3) == 3
+
+
+def test_an_option_and_its_field_have_one_name():
+    for field in ("max_model_len", "gpu_memory_limit", "host_memory_limit"):
+        assert option_names(field)[0] == f"--{field.replace('_', '-')}"
+        assert field in PARSERS["nanoinfer plan"].parse_args(["m"]).engine_options
