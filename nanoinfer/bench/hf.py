@@ -60,8 +60,11 @@ def load_reference(
         return load_in_transformers(model_dir, spec.dtype, hf_overrides).to(device).eval(), spec
     options = dict(load_format="dummy", seed=seed, max_position=16, progress=progress)
     ours = load_model(checkpoint, spec.dtype, device, **options)
-    weights = {name: view.to("cpu", copy=True) for name, view in ours.checkpoint_views().items()}
-    del ours
+    views = ours.checkpoint_views()
+    if not all(isinstance(view, torch.Tensor) for view in views.values()):
+        raise ValueError("random experts in one tensor cannot be given to transformers: leave out the mode hf")
+    weights = {name: view.to("cpu", copy=True) for name, view in views.items()}
+    del ours, views
     # As from a file: of experts that lie apart transformers makes one tensor while it reads.
     kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(checkpoint.hf_config)]
     given = dict(config=checkpoint.hf_config, state_dict=weights, dtype=spec.dtype)

@@ -13,8 +13,8 @@ from nanoinfer.models.layer import Traits
 from nanoinfer.models.registry import register
 from nanoinfer.models.routing import routing_of
 
-_DRAFTING = {"eh_proj", "enorm", "hnorm", "shared_head"}
-"""What a layer has besides that guesses tokens ahead."""
+_DRAFTING = {"eh_proj", "enorm", "hnorm"}
+"""What a layer has besides that guesses tokens ahead. Its head repeats the model's; a file may leave that out."""
 
 
 @register("Glm4MoeForCausalLM")

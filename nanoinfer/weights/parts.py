@@ -172,18 +172,17 @@ class _OfExperts:
         experts = (one for piece in read_rows(self.entry, device, **options) for one in piece.split(1))
         for number, (codes, scales) in enumerate(zip(experts, all_scales, strict=True)):
             for (name, rows), (_, own) in zip(self.tensor.parts(codes), self.tensor.parts(scales), strict=True):
-                with refusals_of(self.entry):
-                    weights = self.before.of(f"{self.module}.0.{name.rpartition('.')[0]}")
-                    yield number, name, _matrix(weights, rows[0].contiguous(), own[0].contiguous()).unsqueeze(0)
+                weights = self.before.of(f"{self.module}.0.{name.rpartition('.')[0]}")
+                yield number, name, self._matrix(weights, rows[0].contiguous(), own[0].contiguous()).unsqueeze(0)
 
-
-def _matrix(weights: WeightFormat, codes: Tensor, scales: Tensor) -> Tensor:
-    """Return what a packed weight stands for, [rows, columns] bfloat16."""
-    module = SimpleNamespace(num_rows=len(codes), in_features=2 * codes.shape[1])
-    out = torch.empty(module.num_rows, module.in_features, dtype=torch.bfloat16, device=codes.device)
-    weights.allocate(module, *out.shape, dtype=out.dtype, device=out.device)
-    views = weights.views(module, 0, len(codes))
-    views[CODES[0]].take([codes])
-    views[SCALES[0]].take([scales])
-    weights.expand_into(module, out)
-    return out
+    def _matrix(self, weights: WeightFormat, codes: Tensor, scales: Tensor) -> Tensor:
+        """Return what a packed weight stands for, [rows, columns] bfloat16."""
+        module = SimpleNamespace(num_rows=len(codes), in_features=2 * codes.shape[1])
+        out = torch.empty(module.num_rows, module.in_features, dtype=torch.bfloat16, device=codes.device)
+        weights.allocate(module, *out.shape, dtype=out.dtype, device=out.device)
+        views = weights.views(module, 0, len(codes))
+        for entry, name, values in ((self.entry, CODES[0], codes), (self.scales, SCALES[0], scales)):
+            with refusals_of(entry):
+                views[name].take([values])
+        weights.expand_into(module, out)
+        return out

@@ -79,8 +79,9 @@ def fill(module, generator: torch.Generator, *, largest: float = 1.0, zeros_fold
     groups, scale_rows = packing.num_groups(in_features), -(-num_rows // packing.rows)
     if packing.has_exponents:  # those up to 128 can be folded
         scales = torch.randint(100, 129, (scale_rows, groups), generator=generator, dtype=torch.uint8)
+        scales[0, 0] = 0
         if largest >= 1:
-            scales[0, 0] = 0
+            scales[-1, -1] = 129
     else:
         scales = (largest * (torch.rand(scale_rows, groups, generator=generator) + 0.01)).to(packing.scale_dtype)
     if zeros_fold:

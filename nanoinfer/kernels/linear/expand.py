@@ -155,7 +155,7 @@ def pair_of_exponents(word, is_second, FORM: tl.constexpr):
         both = word >> is_second * 16
         pair = both << 7 & 0x7F80 | both << 15 & 0x7F800000
     if FORM.fold == 0:  # the least power has no exponent in a bfloat16
-        pair |= tl.where(pair & 0xFFFF, 0, 0x40) | tl.where(pair & 0x7FFF0000, 0, 0x400000)
+        pair |= tl.where((pair & 0xFFFF) == 0, 0x40, 0) | tl.where((pair & 0x7FFF0000) == 0, 0x400000, 0)
     return pair
 
 

@@ -116,8 +116,8 @@ class Packing:
     def can_fold(self, scales: Tensor) -> bool:
         """Whether the products of scales with these powers are numbers, and the scales have all their bits."""
         power, _ = self.folded
-        if self.has_exponents:  # 127 is that of 1
-            return power > 0 and bool(((scales >= 1) & (scales < 127 + 128 - power)).all())
+        if self.has_exponents:  # 127 is that of 1; the power makes a number with an exponent of the least one, too
+            return power > 0 and bool((scales < 127 + 128 - power).all())
         return power > 0 and bool(((scales >= 2.0**-126) & (scales.float() < 2.0 ** (128 - power))).all())
 
     def table(self, in_features: int) -> str:
