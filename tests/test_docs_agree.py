@@ -13,7 +13,8 @@ from nanoinfer.commands.main import make_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = [path for folder in ("offload", "nanoinfer") for path in sorted((ROOT / folder).rglob("*.py"))]
-TEXTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *SOURCES, *sorted((ROOT / "tests").rglob("*.py"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = [*PAGES, *SOURCES, *sorted((ROOT / "tests").rglob("*.py"))]
 SUPPORTED = (ROOT / "docs" / "supported.md").read_text()
 # Who waits, dot, what waits "after" what.
 RULE = r"[a-z_]+\.[a-z_]*after_[a-z_]+"
@@ -84,7 +85,7 @@ def test_the_versions_of_libraries_are_those_that_are_asked_for_and_tested_with(
     assert re.findall(r"^\| (\d+\.\d) \|", SUPPORTED, re.MULTILINE) == [f"{one / 10}" for one in architectures]
 
 
-DOCUMENTS = [*(path for path in TEXTS if path.suffix == ".md"), *sorted((ROOT / "examples").iterdir())]
+DOCUMENTS = [*PAGES, *sorted((ROOT / "examples").iterdir())]
 
 
 def commands(text: str) -> list[list[str]]:
@@ -115,8 +116,10 @@ def anchors(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", [path for path in DOCUMENTS if path.suffix == ".md"], ids=lambda path: str(path.name))
-def test_every_link_leads_somewhere(path):
+def test_every_link_and_path_leads_somewhere(path):
     for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", path.read_text()):
         linked = (path.parent / target).resolve() if target else path
         assert linked.exists(), target
         assert not anchor or anchor in anchors(linked), f"{target}#{anchor}"
+    named = re.findall(r"`((?:nanoinfer|offload|tests|tools|examples|docs)/[\w/.]*)`", path.read_text())
+    assert [name for name in named if not (ROOT / name).exists()] == []
