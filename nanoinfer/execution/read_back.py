@@ -24,7 +24,7 @@ class PendingTokens:
         values: [places, 1 + top] float32, pinned: the token's log-probability, then the top values.
         ids: [places, 1 + top] int64, pinned: the token's rank, then the top ids.
         fault: why logits are unsound, as far as it is known.
-        reads: [1] int64, pinned, see `ReadBack`.
+        reads: [1] int64, pinned, see `ReadBack`; None: the model has no experts.
 
     Attributes:
         done: recorded behind the step.
@@ -40,7 +40,7 @@ class PendingTokens:
         ids: torch.Tensor,
         done: Event,
         fault: str,
-        reads: torch.Tensor,
+        reads: torch.Tensor | None,
     ) -> None:
         self._tokens, self._places, self._values, self._ids, self._fault = tokens, places, values, ids, fault
         self.done, self._reads = done, reads
@@ -55,7 +55,7 @@ class PendingTokens:
             None, or why the token is unusable.
         """
         self.done.synchronize("host.read_after_step")
-        tokens, self.experts_read = self._tokens.tolist(), self._reads.item()
+        tokens, self.experts_read = self._tokens.tolist(), 0 if self._reads is None else self._reads.item()
         logprobs: list[tuple[float, int, list[float], list[int]] | None] = [None] * len(tokens)
         for place, values, ids in zip(self._places, self._values.tolist(), self._ids.tolist(), strict=True):
             logprobs[place] = values[0], ids[0], values[1:], ids[1:]
@@ -108,7 +108,9 @@ class ReadBack:
         tokens_host = tokens_host[: len(tokens)]
         if len(tokens):
             self._compute.copy(tokens_host, tokens)
-        if self._reads is not None:
+        if self._reads is None:
+            reads = None  # nothing is written there
+        else:
             self._compute.copy(reads, self._reads)
         self._compute.record(done)
         return PendingTokens(tokens_host, places, values, ids, done, self._fault, reads)

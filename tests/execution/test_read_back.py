@@ -8,6 +8,7 @@ from nanoinfer.execution.read_back import ReadBack
 from nanoinfer.sampling.reference import logprobs_of
 from nanoinfer.sampling.settings import UNSOUND
 from nanoinfer.sampling_params import MAX_LOGPROBS
+from offload import CpuRuntime
 
 NUM_ROWS, VOCAB_SIZE = 5, 40
 # How many tokens each step samples, and which of them want how many log-probabilities.
@@ -80,3 +81,16 @@ def test_a_buffer_is_read_behind_its_event_and_not_written_before(arguments):
     for seed in range(30):
         found = play(seed, **arguments)
         assert found != [wanted(step) for step in range(len(STEPS))]
+
+
+def test_a_model_without_experts_read_none(monkeypatch):
+    def staging(self, num_elements, dtype):
+        return torch.full((num_elements,), 7, dtype=dtype)  # what memory held before
+
+    monkeypatch.setattr(CpuRuntime, "staging", staging)
+    runtime = CpuRuntime()
+    read_back = ReadBack(runtime, runtime.stream("compute"), NUM_ROWS, "unsound")
+    for _ in range(3):
+        pending = read_back.send(torch.zeros(1, dtype=torch.int64), torch.zeros(1, VOCAB_SIZE), {})
+        pending.read()
+        assert pending.experts_read == 0
