@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 import nanoinfer
-from nanoinfer.commands import bench, generate, plan, quantize, serve, verify
+from nanoinfer.commands import bench, completion, generate, plan, quantize, serve, verify
 from nanoinfer.commands.full_device import advised_when_full
 from nanoinfer.options import recall
 from nanoinfer.options.parser import Parser, run_command
@@ -33,10 +33,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def make_parser() -> Parser:
     parser = Parser(prog="nanoinfer", description="LLM inference for GPUs with too little memory")
     parser.add_argument("--version", action="version", version=f"nanoinfer {nanoinfer.__version__}")
+    parser.set_defaults(root=parser)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command", help="each has its own --help")
     for name, summary, add_arguments, run in (
         ("bench", "measure latency, throughput, or offload against resident decode",
          bench.add_arguments, bench.run),
+        ("completion", "a script with which a shell completes all this", completion.add_arguments, completion.run),
         ("eval", "questions whose answers are known", _add_evaluations, _evaluate),
         ("generate", "complete a prompt", generate.add_arguments, generate.run),
         ("plan", "what fits and how fast it can be, without GPU or weights", plan.add_arguments, plan.run),
