@@ -60,7 +60,7 @@ def add_arguments(parser: Parser) -> None:
     log.add_argument(
         "--log-level", choices=LEVELS, default="info",
         help="info: a line for each request, and one every ten seconds under load; debug: also uvicorn's for each HTTP "
-        "answer (%(default)s)",
+        "answer, and the text where a prompt parted from a recent one (%(default)s)",
     )  # fmt: skip
     log.add_argument("--log-format", choices=FORMATS, default="text", help="json: one JSON object a line (%(default)s)")
 

@@ -23,7 +23,7 @@ from nanoinfer.serve.client import DEFAULT_BODY_SECONDS, EventStream, read_body,
 from nanoinfer.serve.ended import EndedRequest
 from nanoinfer.serve.errors import ApiError, BadRequestError
 from nanoinfer.serve.gate import Counting, Gate, WithoutSlash, check_framing, check_origin, check_request
-from nanoinfer.serve.log_lines import log_load, log_request
+from nanoinfer.serve.log_lines import log_load
 from nanoinfer.serve.metrics import ServerMetrics
 from nanoinfer.serve.protocol import (
     Body,
@@ -66,9 +66,10 @@ def create_app(
 
     def finished(ended: EndedRequest) -> None:
         metrics.observe(ended)
-        log_request(ended)
+        engine.log.take(ended)
 
     engine.requests.on_finished, engine.requests.on_load = finished, log_load
+    engine.log.on_parted = metrics.observe_parting
     app = FastAPI(title="nanoinfer", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     # A request passes the middleware added last first. CORS comes before the API key, because a browser's preflight
     # request has no key, and browsers must be able to read errors, too.

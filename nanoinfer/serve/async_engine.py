@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 from nanoinfer.engine.engine import LLMEngine
 from nanoinfer.serve.client import DEFAULT_QUEUE_BYTES, WaitingBytes
 from nanoinfer.serve.errors import UnavailableError
+from nanoinfer.serve.partings import RecentPrompts
+from nanoinfer.serve.request_log import RequestLog
 from nanoinfer.serve.request_stream import RequestStream
 from nanoinfer.serve.served_requests import ServedRequests
 from nanoinfer.serve.tokenizing import PromptTokenizer
@@ -53,7 +55,8 @@ class AsyncEngine:
         self.waiting = WaitingBytes(max_queue_bytes)
         self._max_queue = max_queue
         self.prompts: PromptTokenizer | None = None
-        """Set by `start`, as are `requests` and the engine's `mode`, `plan`, `config` and `sampling_defaults`."""
+        """Set by `start`, as are `log`, `requests` and the engine's `mode`, `plan`, `config`, `sampling_defaults`."""
+        self.log: RequestLog | None = None
         self._make_engine = make_engine
         self._inbox: queue.SimpleQueue[tuple[Callable[[LLMEngine], Any], Future] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # keeps calls out of the inbox after the thread has emptied it for the last time
@@ -74,6 +77,9 @@ class AsyncEngine:
         self.mode, self.plan, self.config = engine.mode, engine.plan, engine.config
         self.sampling_defaults = engine.sampling_defaults
         self.prompts = PromptTokenizer(engine.tokenizer, engine.intake, engine.plan.max_model_len)
+        size = self.config.block_size
+        recent = RecentPrompts(size) if self.config.enable_prefix_caching else None
+        self.log = RequestLog(recent, self.prompts.shown, size)
 
     def check_health(self) -> None:
         """Raise UnavailableError if new requests would not be answered, or not soon."""
@@ -169,6 +175,8 @@ class AsyncEngine:
             self._thread.join(_JOIN_SECONDS)
         if self.prompts is not None:
             self.prompts.close()
+        if self.log is not None:
+            self.log.close()
 
     # The engine's thread
 

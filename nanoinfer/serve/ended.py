@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nanoinfer.engine.meter import DecodeTimes
 from nanoinfer.requests.request import Request
@@ -20,6 +20,9 @@ class EndedRequest:
         per_token: mean seconds between the tokens of a completion; None with fewer than two.
         bound: what took most of its time, see `bound_of`.
         failure: the error that concerns this request alone.
+        token_ids: of the prompt and its first completion.
+        num_found: tokens of the prompt that the first completion found in the prefix cache; the others of `n` may have
+            found what the first one left there.
     """
 
     name: str
@@ -32,6 +35,8 @@ class EndedRequest:
     per_token: float | None
     bound: str
     failure: Exception | None
+    token_ids: list[int] = field(repr=False)
+    num_found: int
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -61,6 +66,8 @@ def ended_request(
         per_token=metrics.time_per_output_token,
         bound=bound_of(request, arrival, now, times),
         failure=request.failure,
+        token_ids=request.sequences[0].token_ids,
+        num_found=request.sequences[0].num_cached,
     )
 
 

@@ -5,20 +5,40 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from nanoinfer.serve.ended import EndedRequest
 from nanoinfer.serve.load import Load
+from nanoinfer.serve.partings import Parting
 
 logger = logging.getLogger("nanoinfer.serve")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
 
 
-def log_request(ended: EndedRequest) -> None:
-    """Write the line of one prompt that has ended."""
+class PartingTexts(NamedTuple):
+    """Some text around a parting: what both prompts have before it, and what each has behind it."""
+
+    before: str
+    here: str
+    there: str
+
+
+def log_request(ended: EndedRequest, parting: Parting | None = None, texts: PartingTexts | None = None) -> None:
+    """Write the line of one prompt that has ended.
+
+    Args:
+        parting: where it parted from a recent one, if it did.
+        texts: the only text of a prompt that is ever logged; None: nobody has asked for it.
+    """
     level = logging.ERROR if "error" in ended.reasons else logging.INFO
     if logger.isEnabledFor(level):
-        _write(level, request_text(ended), request_fields(ended))
+        text, fields = request_text(ended), request_fields(ended)
+        if parting is not None:
+            text += parting_text(parting, texts)
+            fields |= {"parted_at": parting.at, "parted_again": parting.num_again}
+        if texts is not None:
+            fields |= {"parted_before": texts.before, "parted_here": texts.here, "parted_there": texts.there}
+        _write(level, text, fields)
     if ended.failure is not None:  # at debug only: what a tokenizer raises may quote the text
         logger.debug("request %s failed", _shown(ended.name), exc_info=ended.failure)
 
@@ -57,6 +77,15 @@ def request_text(ended: EndedRequest) -> str:
         f"{ended.num_generated_tokens} out, {first}, {ended.total:.3f} s in all{rate}, "
         f"finish {_reasons(ended)}{error}, bound by {ended.bound}"
     )
+
+
+def parting_text(parting: Parting, texts: PartingTexts | None) -> str:
+    text = (
+        f"; parted at token {parting.at} from a recent prompt, which has {parting.num_again} tokens behind that again"
+    )
+    if texts is not None:
+        text += f": behind {texts.before!r} came {texts.here!r}, there {texts.there!r}"
+    return text
 
 
 def load_text(load: Load) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from nanoinfer.serve.async_engine import AsyncEngine
 from nanoinfer.serve.ended import EndedRequest
+from nanoinfer.serve.partings import Parting
 
 PREFIX = "nanoinfer:"
 _FIRST_TOKEN_BUCKETS = (
@@ -18,6 +19,7 @@ _FIRST_TOKEN_BUCKETS = (
 _PER_TOKEN_BUCKETS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10, 20, 40,
 )  # fmt: skip
+_TOKEN_BUCKETS = (16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 _TOTAL_BUCKETS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 
 # Name, help text, the entry of `LLMEngine.stats` or of `ServerMetrics.render`.
@@ -85,6 +87,19 @@ class ServerMetrics:
             "e2e_request_latency_seconds", "From the HTTP request to its last token, of prompts that ended well.",
             _TOTAL_BUCKETS,
         )  # fmt: skip
+        self._parted = self._histogram(
+            "prefix_parted_at_tokens",
+            "Tokens at which prompts parted from a recent one that is the same again behind that.",
+            _TOKEN_BUCKETS,
+        )
+        self._parted_last = Gauge(
+            PREFIX + "prefix_parted_last", "The newest value of prefix_parted_at_tokens.", registry=self._registry
+        )
+        self._parted_again = Counter(
+            PREFIX + "prefix_parted_again",
+            "Tokens of such prompts that the recent one has again: without the parting they were in the cache.",
+            registry=self._registry,
+        )
         self._registry.register(self)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -103,6 +118,12 @@ class ServerMetrics:
             self._per_token.observe(ended.per_token)
         if not {"abort", "error"}.intersection(ended.reasons):
             self._total.observe(ended.total)
+
+    def observe_parting(self, parting: Parting) -> None:
+        """Count one prompt that parted from a recent one. May be called on any thread."""
+        self._parted.observe(parting.at)
+        self._parted_last.set(parting.at)
+        self._parted_again.inc(parting.num_again)
 
     def render(self, stats: dict[str, Any]) -> bytes:
         """Return the metrics as text; `stats` is the result of `LLMEngine.stats`."""

@@ -90,6 +90,10 @@ class PromptTokenizer:
             return text or ""
         return await self._on(_lane(len(token_ids)), lambda: self.tokenizer.decode(token_ids))
 
+    def shown(self, token_ids: list[int]) -> str:
+        """Return tokens as text for a person, special ones included; their ids without a tokenizer. On any thread."""
+        return " ".join(map(str, token_ids)) if self.tokenizer is None else self.tokenizer.decode(token_ids)
+
     async def aside(self, work: Callable[[], T]) -> T:
         """Run work that is no part of a generation, on a thread that no prompt waits for."""
         return await self._on("aside", work)
