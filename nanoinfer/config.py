@@ -49,8 +49,8 @@ class EngineConfig:
         max_model_len: the most tokens of a prompt with its output. None: the model's own limit, cut to what fits into
             memory; -1 is the same, as in vLLM.
         max_num_seqs: the most sequences that run at once. None: 256, or 64 if the budget is below 32 GiB.
-        max_num_batched_tokens: the most tokens of one prefill step; bounds the activations. None: 8192 on CUDA, cut to
-            what the budget holds; 2048 on the CPU.
+        max_num_batched_tokens: the most tokens of one prefill step; bounds the activations. None: 8192 on CUDA and 2048
+            on the CPU, cut to what the budget holds, and where max_model_len is given to what leaves room for all KV.
         gpu_memory_utilization: share of the GPU's memory to use when no limit is given; never more than is free then.
         gpu_memory_limit: GPU memory for weights, KV blocks, ring, activations and graphs together: bytes, "12GiB", or a
             share of the GPU's memory such as 0.5. More than is free when the engine starts is refused. None: see

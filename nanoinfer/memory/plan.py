@@ -26,6 +26,8 @@ LIBRARY_BYTES = 140 * 2**20
 # 70B.
 ACTIVATION_SLACK = 1.10
 ACTIVATION_MARGIN_BYTES = 16 * 2**20
+# Prefill steps below so many tokens are too slow to be chosen for the memory that they leave.
+_LEAST_TO_STREAM_NOTHING = 1024
 # Share of the budget for the partials and tables of more splits than two for each block: 16 questions about one
 # document of 64k tokens are 4,112 splits of 257 blocks, 70 MiB in a 4B model.
 SHARED_SPLITS_SHARE = 0.01
@@ -54,14 +56,22 @@ def make_plan(
                 f"{layout.layer_block_bytes} bytes, or lower block_size={config.block_size}"
             )
     spec.check_context(config.max_model_len)
+    fitting: list[MemoryPlan] = []
     for tokens in _batched_tokens(config, is_cuda):
         plan = _spend(config, spec, tokens, budget_bytes, slot_bytes, is_cuda)
         plan = _with_host(config, plan, host_available_bytes)
-        if plan.num_gpu_blocks >= _min_blocks(config, plan):
+        if plan.num_gpu_blocks < _min_blocks(config, plan):
+            continue
+        if config.max_model_len is None or tokens < _LEAST_TO_STREAM_NOTHING:
+            fitting.append(plan)
             break
-    else:
+        # The largest step is the fastest, but where a smaller one leaves room for all KV, nothing streams.
+        fitting.append(plan)
+        if plan.num_gpu_blocks > -(-config.max_model_len // config.block_size) * plan.max_num_seqs:
+            return _with_model_len(config, plan)
+    if not fitting:
         _refuse_gpu(config, plan)
-    return _with_model_len(config, plan)
+    return _with_model_len(config, fitting[0])
 
 
 def _batched_tokens(config: EngineConfig, is_cuda: bool) -> list[int]:

@@ -11,6 +11,7 @@ import torch
 from engines import make_engine, random_prompts
 from tiny_models import make_checkpoint, tiny_config
 
+import nanoinfer
 from nanoinfer import EngineConfig, SamplingParams
 from nanoinfer.common.units import GIB, parse_bytes
 from nanoinfer.memory.plan import make_plan
@@ -180,3 +181,14 @@ def test_rows_that_share_a_long_document_have_room_for_their_splits_together(tmp
     many = plan(tmp_path, 24, **arguments | dict(max_num_seqs=200))
     assert 16 * 257 < many.max_splits < 200 * 257
     assert many.max_splits * many.split_bytes <= 0.0101 * many.budget_bytes
+
+
+def test_a_smaller_prefill_step_is_taken_where_nothing_streams_then():
+    """Of the largest step; of one whose KV just fits; where none is small enough; and where one is given."""
+    given = dict(host_memory="64GiB", gpu_memory="14.5GiB")
+    found = [
+        nanoinfer.plan("gpt-oss-20b", context=context, **given | more)
+        for context, more in ((8192, {}), (16384, {}), (65536, {}), (16384, dict(max_num_batched_tokens=8192)))
+    ]
+    assert [one.memory.max_num_batched_tokens for one in found] == [8192, 4096, 8192, 8192]
+    assert [bool(one.streamed_bytes_per_step) for one in found] == [False, False, True, True]

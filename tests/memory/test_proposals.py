@@ -71,7 +71,7 @@ def test_a_published_model_fits_or_a_proposal_does_or_the_least_memory_is_named(
 
 
 def test_proposals_come_in_the_order_of_what_they_lose():
-    forecast = nanoinfer.plan("qwen3-8b", gpu_memory="11.1GiB", context=32_768, **HOST)
+    forecast = nanoinfer.plan("qwen3-8b", gpu_memory="10GiB", context=32_768, **HOST)
     changes = [one.changes for one in forecast.proposals]
     assert changes[0] == {"quantization": "int8"}
     assert changes.index({"quantization": "fp8"}) < changes.index({"quantization": "int4"})
