@@ -34,9 +34,10 @@ class Floors:
         return max(streamed_bytes / self.link, read_bytes / self.device)
 
 
-def measure_floors(device: torch.device, repeats: int = 7) -> Floors:
-    """Return medians over `repeats` copies of 1 GiB (128 MiB on the CPU; less if the GPU has little memory left)."""
-    floors = _floors(device, copy_bytes(device) if device.type == "cuda" else CPU_COPY_BYTES, repeats)
+def measure_floors(device: torch.device, repeats: int = 7, most_bytes: int = COPY_BYTES) -> Floors:
+    """Return medians over `repeats` copies of `most_bytes` (128 MiB on the CPU; less if the GPU has little left)."""
+    num_bytes = min(most_bytes, copy_bytes(device) if device.type == "cuda" else CPU_COPY_BYTES)
+    floors = _floors(device, num_bytes, repeats)
     torch.cuda.empty_cache()
     return floors
 

@@ -1,0 +1,236 @@
+"""What a machine has for an engine, each with a sentence where it is not as it should be."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+import torch
+from packaging.requirements import Requirement
+
+from nanoinfer.common.units import GIB, format_gib
+from nanoinfer.kernels import reference
+from nanoinfer.kernels.operations import operations_of
+from nanoinfer.memory.floors import measure_floors
+from nanoinfer.memory.machine import device_memory
+from offload.memory.host_memory import memory_available_bytes
+from offload.memory.pinned import HostArena
+
+LEAST_CAPABILITY = (8, 0)  # docs/supported.md
+SLOW_LINK_GBPS = 10.0  # PCIe 3 with 16 lanes gives 12
+FREE_SHARE = 0.8  # of a GPU's memory; a desktop takes a tenth of a small one
+_LINK_BYTES = 256 * 2**20  # with which four copies take less than a second where the link is slow, too
+_COMPILERS = ("cc", "gcc", "clang")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found; `problem` is a sentence that says what is wrong and what to do, None where nothing is."""
+
+    name: str
+    value: str
+    problem: str | None = None
+
+
+def examine(device: torch.device) -> Iterator[Finding]:
+    """Yield what there is on this machine and on the device, one after the other, in about two seconds."""
+    for name, look in _LOOKS.items():
+        try:
+            value, problem = look(device)
+        except Exception as error:  # drivers and libraries may raise anything; what is left is worth seeing
+            value, problem = "failed", f"{type(error).__name__}: {str(error).strip() or 'it says no more'}"
+        yield Finding(name, value, problem)
+
+
+Found = tuple[str, str | None]
+
+
+def _python(device: torch.device) -> Found:
+    return f"{platform.python_version()} on {platform.system()} {platform.release()}", None
+
+
+def _torch(device: torch.device) -> Found:
+    build = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+    return f"{torch.__version__}, {build}", _unmet("torch")
+
+
+def _transformers(device: torch.device) -> Found:
+    return metadata.version("transformers"), _unmet("transformers")
+
+
+def _triton(device: torch.device) -> Found:
+    if find_spec("triton") is None:
+        missing = "the kernels need it: install a CUDA build of torch, which brings it"
+        return "not installed", missing if device.type == "cuda" else None
+    version = metadata.version("triton") if _is_package("triton") else "of unknown version"
+    if device.type != "cuda":
+        return version, None
+    if not any(map(shutil.which, (os.environ.get("CC", "cc"), *_COMPILERS))):
+        return version, "it builds the launchers of kernels with a C compiler, and there is none: install gcc"
+    if not kernel_is_right(device):
+        return version, "a kernel gave wrong numbers: install the Triton that this torch came with"
+    return f"{version}, compiles and runs a kernel", None
+
+
+def _driver(device: torch.device) -> Found:
+    return driver_version() or "none found", None  # where there is no GPU for lack of one, that is said there
+
+
+def _gpu(device: torch.device) -> Found:
+    if device.type != "cuda" and torch.cuda.is_available():
+        return "not looked at: another device is asked for", None
+    if device.type != "cuda":
+        return "none", f"{_why_no_gpu()}; everything runs on the CPU, slowly"
+    name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    text = f"{name}, compute capability {capability[0]}.{capability[1]}"
+    old = f"below compute capability {LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]} nothing is tested"
+    return text, old if capability < LEAST_CAPABILITY else None
+
+
+def _gpu_memory(device: torch.device) -> Found:
+    memory = device_memory(device)
+    if memory is None:
+        return "none", None
+    text = f"{format_gib(memory.free_bytes)} of {format_gib(memory.total_bytes)} GiB are free"
+    if memory.free_bytes >= FREE_SHARE * memory.total_bytes:
+        return text, None
+    return text, f"{memory.holders()}: end what is not needed"
+
+
+def _host_memory(device: torch.device) -> Found:
+    available, memory = memory_available_bytes(), device_memory(device)
+    text = f"{format_gib(available)} of {format_gib(psutil.virtual_memory().total)} GiB are available"
+    if memory is None or available >= memory.total_bytes:
+        return text, None
+    return (
+        text,
+        "less than the GPU has, for KV blocks: end what is not needed, or raise the container's limit",
+    )
+
+
+def _link(device: torch.device) -> Found:
+    if device.type != "cuda":
+        return "none", None
+    floors = measure_floors(device, repeats=3, most_bytes=_LINK_BYTES)
+    gbps, lanes = floors.link / 1e9, pcie_lanes(device)
+    text = f"{gbps:.1f} GB/s to the GPU, whose own memory has {floors.device / 1e9:,.0f} GB/s"
+    if lanes is not None and lanes[0] < lanes[1]:
+        return text, f"it has {lanes[0]} of {lanes[1]} lanes: put the card into a slot that has them all"
+    if gbps < SLOW_LINK_GBPS:
+        return (
+            text,
+            "PCIe 3 with 16 lanes gives 12 GB/s: look at the slot, and at what the BIOS sets for it",
+        )
+    return text, None
+
+
+def _pinning(device: torch.device) -> Found:
+    if device.type != "cuda":
+        return "none", None
+    num_bytes = min(GIB, memory_available_bytes() // 4)
+    begin = time.perf_counter()
+    with HostArena(1, num_bytes, pin=True) as arena:
+        arena.wait()
+        seconds, pinned = time.perf_counter() - begin, arena.pinned_bytes
+    if not pinned:
+        return "refused", (
+            "the system does not pin host memory, and copies are several times as slow: under WSL2 raise the memory in "
+            ".wslconfig (docs/troubleshooting.md)"
+        )
+    return f"{format_gib(num_bytes)} GiB in {seconds:.2f} s", None
+
+
+def _flash_attn(device: torch.device) -> Found:
+    if find_spec("flash_attn") is None:
+        return "not installed, and not needed", None
+    version = metadata.version("flash_attn") if _is_package("flash_attn") else "of unknown version"
+    import_module("flash_attn")  # built for another torch, it fails here
+    return version, None
+
+
+_LOOKS: dict[str, Callable[[torch.device], Found]] = {
+    "Python": _python,
+    "torch": _torch,
+    "transformers": _transformers,
+    "Triton": _triton,
+    "driver": _driver,
+    "GPU": _gpu,
+    "GPU memory": _gpu_memory,
+    "host memory": _host_memory,
+    "link": _link,
+    "pinning": _pinning,
+    "flash-attn": _flash_attn,
+}
+
+
+def kernel_is_right(device: torch.device) -> bool:
+    """Compile a kernel, launch it, and compare what it gives with what the CPU does."""
+    x = torch.linspace(-3, 3, 256).to(torch.bfloat16).reshape(2, 128)
+    found = operations_of(device).act_and_mul(x.to(device), "silu").cpu()
+    return torch.allclose(found.float(), reference.act_and_mul(x, "silu").float(), atol=0.05)
+
+
+def driver_version(root: Path = Path("/")) -> str | None:
+    """Return the version of NVIDIA's driver, None if there is none."""
+    try:
+        said = (root / "proc/driver/nvidia/version").read_text()
+    except OSError:  # under WSL2 the driver is that of Windows
+        if shutil.which("nvidia-smi") is None:
+            return None
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        try:
+            said = subprocess.run(query, capture_output=True, text=True, timeout=10).stdout
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+    match = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", said)
+    return match[0] if match else None
+
+
+def pcie_lanes(device: torch.device, root: Path = Path("/")) -> tuple[int, int] | None:
+    """Return how many lanes the GPU's slot has and how many the GPU could use; None if the system does not say."""
+    found = torch.cuda.get_device_properties(device)
+    try:
+        name = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+        folder = root / "sys/bus/pci/devices" / name
+        now, most = (int((folder / f"{which}_link_width").read_text()) for which in ("current", "max"))
+    except (AttributeError, OSError, ValueError):
+        return None
+    return (now, most) if now else None  # 0: of a virtual machine
+
+
+def _why_no_gpu() -> str:
+    if torch.version.cuda is None:
+        return "torch is built without CUDA: install a CUDA build of it (https://pytorch.org)"
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return "CUDA_VISIBLE_DEVICES hides all GPUs: unset it"
+    version = driver_version()
+    if version is None:
+        return "no NVIDIA driver is found: install one, or give the container the GPU (docker run --gpus all)"
+    return f"torch sees none with driver {version}: it may be too old for CUDA {torch.version.cuda}"
+
+
+def _unmet(name: str) -> str | None:
+    """Return what nanoinfer needs of a package, where its version is another; None if nothing is known of it."""
+    needed = map(Requirement, metadata.requires("nanoinfer") or ()) if _is_package("nanoinfer") else ()
+    for one in needed:
+        if one.name == name and not one.specifier.contains(metadata.version(name), prereleases=True):
+            return f"nanoinfer needs {name} {one.specifier}: pip install '{name}{one.specifier}'"
+    return None
+
+
+def _is_package(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
