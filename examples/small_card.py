@@ -17,31 +17,23 @@ def main() -> None:
     parser.add_argument("prompt")
     parser.add_argument("--gpu-memory-limit", default="7GiB")
     parser.add_argument("--host-memory-limit", default="16GiB", help="for KV blocks that the GPU does not hold")
-    parser.add_argument("--context", type=int, default=24_576, help="tokens of prompt and answer")
+    parser.add_argument("--max-model-len", type=int, default=24_576, help="tokens of prompt and answer")
     options = parser.parse_args()
 
-    settings = dict(quantization="int4", max_num_batched_tokens=2048, enable_cpu_offload="auto")
-    forecast = nanoinfer.plan(
-        options.model,
+    settings = dict(
         gpu_memory_limit=options.gpu_memory_limit,
         host_memory_limit=options.host_memory_limit,
-        max_model_len=options.context,
-        batch=1,
-        **settings,
+        max_model_len=options.max_model_len,
+        max_num_seqs=1,
+        quantization="int4",
+        enable_cpu_offload="auto",
     )
+    forecast = nanoinfer.plan(options.model, **settings)
     print(forecast.report(), file=sys.stderr)
     if not forecast.fits:
         sys.exit(1)  # the report says what would fit
 
-    llm = nanoinfer.LLM(
-        options.model,
-        gpu_memory_limit=options.gpu_memory_limit,
-        host_memory_limit=options.host_memory_limit,
-        max_model_len=options.context,
-        max_num_seqs=1,
-        **settings,
-    )
-    with llm:
+    with nanoinfer.LLM(options.model, **settings) as llm:
         params = nanoinfer.SamplingParams(temperature=0, max_tokens=256)
         [output] = llm.chat([{"role": "user", "content": options.prompt}], params)
         print(output.outputs[0].text)

@@ -69,7 +69,7 @@ def test_a_long_document_is_read_once(monkeypatch, capsys, tmp_path):
 
 
 def test_a_small_card_runs_within_its_plan(monkeypatch, capsys):
-    limits = ["--host-memory-limit", "64MiB", "--context", "1024"]
+    limits = ["--host-memory-limit", "64MiB", "--max-model-len", "1024"]
     prompt = f"{NOTES} Question: What is the pass key of Mira Holt?"
     run(monkeypatch, "small_card.py", "recall", prompt, "--gpu-memory-limit", "256MiB", *limits)
     out, err = capsys.readouterr()
