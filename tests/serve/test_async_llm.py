@@ -1,0 +1,95 @@
+"""`AsyncLLM`: outputs that grow, many requests at once, an end from either side, and what is refused."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from engines import COMMON
+from serving import make_served_checkpoint
+
+from nanoinfer import LLM, AsyncLLM, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+ARGUMENTS = COMMON | dict(skip_tokenizer_init=False)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_served_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+def run(model, work):
+    async def main():
+        async with AsyncLLM(model, **ARGUMENTS) as llm:
+            return await work(llm)
+
+    return asyncio.run(main())
+
+
+async def last_of(stream):
+    return [output async for output in stream][-1]
+
+
+def test_requests_of_many_tasks_have_the_outputs_of_generate(model):
+    prompts = ["w20 w21", [30, 31, 32], {"prompt": "w40"}, "w50 w51 w52"]
+    params = [replace(GREEDY, logprobs=2), replace(GREEDY, n=2, temperature=1, seed=3), GREEDY, GREEDY]
+
+    async def work(llm):
+        asked = [last_of(llm.generate(*each)) for each in zip(prompts, params, strict=True)]
+        return await asyncio.gather(*asked), await llm.stats()
+
+    found, stats = run(model, work)
+    with LLM(model, **ARGUMENTS) as llm:
+        wanted = llm.generate(prompts, params, use_tqdm=False)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.finished and (ours.prompt, ours.prompt_token_ids) == (theirs.prompt, theirs.prompt_token_ids)
+        assert [replace(one, cumulative_logprob=None) for one in ours.outputs] == [
+            replace(one, cumulative_logprob=None) for one in theirs.outputs
+        ]
+        assert ours.outputs[0].cumulative_logprob == pytest.approx(theirs.outputs[0].cumulative_logprob)
+        assert ours.metrics.num_generated_tokens == theirs.metrics.num_generated_tokens
+    assert stats["num_running"] == 0 and stats["num_prefill_tokens"] >= sum(len(one.prompt_token_ids) for one in found)
+
+
+def test_outputs_grow_and_a_request_ends_when_nobody_reads_or_by_its_name(model):
+    async def work(llm):
+        lengths = []
+        async for output in llm.generate("w20 w21", GREEDY):
+            lengths.append(output.outputs[0].token_ids)
+        long = replace(GREEDY, max_tokens=60)
+        async for output in llm.generate("w22", long, request_id="left"):
+            break
+        seen = []
+        async for output in llm.generate("w23", long, request_id="named"):
+            seen.append(output)
+            await llm.abort("named")
+        await llm.abort("nobody")
+        while (await llm.stats())["num_running"]:
+            await asyncio.sleep(0.01)
+        return (
+            lengths,
+            seen[-1],
+            [await last_of(llm.generate("w22", GREEDY, request_id=name)) for name in ("left", "named")],
+        )
+
+    lengths, aborted, again = run(model, work)
+    lengths = [len(token_ids) for token_ids in lengths]
+    assert lengths == sorted(set(lengths)) and lengths[-1] == 12
+    assert all(output.finished for output in again), "their names are free"
+    assert aborted.finished and aborted.outputs[0].finish_reason == "abort"
+    assert 0 < len(aborted.outputs[0].token_ids) < 60
+
+
+def test_what_cannot_be_used_is_refused_and_harms_nobody(model):
+    async def work(llm):
+        other = asyncio.create_task(last_of(llm.generate("w20 w21", GREEDY)))
+        with pytest.raises(ValueError, match="max_model_len"):
+            await last_of(llm.generate(list(range(5000)), GREEDY))
+        first = llm.generate("w24", replace(GREEDY, max_tokens=60), request_id="a")
+        await anext(first)
+        with pytest.raises(ValueError, match="request_id='a' is that of a request that runs"):
+            await last_of(llm.generate("w25", GREEDY, request_id="a"))
+        await first.aclose()
+        return await other
+
+    assert run(model, work).outputs[0].finish_reason == "length"
