@@ -24,12 +24,12 @@ LAYERS = (
     "nanoinfer.engine",
     "nanoinfer.llm",
     "nanoinfer.measure",
-    "nanoinfer.bench nanoinfer.recall nanoinfer.serve nanoinfer.verify",
+    "nanoinfer.bench nanoinfer.chat nanoinfer.recall nanoinfer.serve nanoinfer.verify",
     "nanoinfer.commands",
     "nanoinfer nanoinfer.__main__",
 )
 HEIGHTS = {room: height for height, rooms in enumerate(LAYERS) for room in rooms.split()}
-LIBRARIES = ("bench", "recall", "serve", "verify")
+LIBRARIES = ("bench", "chat", "recall", "serve", "verify")
 
 
 def module_of(path: Path) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 import nanoinfer
-from nanoinfer.commands import bench, completion, doctor, generate, plan, quantize, serve, verify
+from nanoinfer.commands import bench, chat, completion, doctor, generate, plan, quantize, serve, verify
 from nanoinfer.commands.full_device import advised_when_full
 from nanoinfer.options import recall
 from nanoinfer.options.parser import Parser, run_command
@@ -38,6 +38,7 @@ def make_parser() -> Parser:
     for name, summary, add_arguments, run in (
         ("bench", "measure latency, throughput, or offload against resident decode",
          bench.add_arguments, bench.run),
+        ("chat", "talk with a model in the terminal", chat.add_arguments, chat.run),
         ("completion", "a script with which a shell completes all this", completion.add_arguments, completion.run),
         ("doctor", "what this machine has, and what is not as it should be", doctor.add_arguments, doctor.run),
         ("eval", "questions whose answers are known", _add_evaluations, _evaluate),

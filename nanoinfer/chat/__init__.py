@@ -1,0 +1,1 @@
+"""`nanoinfer chat`: a conversation with a model, on a terminal or through a pipe."""

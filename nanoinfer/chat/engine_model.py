@@ -1,0 +1,134 @@
+"""An `LLM` as the model of a chat."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from nanoinfer.chat.session import Report
+from nanoinfer.chat.settings import Settings
+from nanoinfer.chat.thinking import Thinking
+from nanoinfer.common.units import GIB
+from nanoinfer.engine.meter import DecodeTimes
+from nanoinfer.llm import LLM
+from nanoinfer.memory.machine import advice_when_full
+from nanoinfer.outputs import StreamOutput
+from nanoinfer.requests.prompts import conversation, encode, encode_chat
+from nanoinfer.requests.request import Request
+
+
+class EngineModel:
+    """Answers one question at a time with an LLM, which stays the caller's to close.
+
+    Raises:
+        ValueError: the model has no tokenizer, or its tokenizer no chat template.
+    """
+
+    def __init__(self, llm: LLM, name: str) -> None:
+        self.name, self._llm, self._ids = name, llm, map("chat-{}".format, itertools.count())
+        tokenizer = llm.get_tokenizer()
+        template = getattr(tokenizer, "chat_template", None)
+        if not template:
+            raise ValueError(f"{name} has no chat template: complete a finished prompt instead (nanoinfer generate)")
+        if isinstance(template, dict):  # several, by name
+            template = "\n".join(template.values())
+        self.thinking = Thinking.of(template, tokenizer.all_special_tokens, tokenizer.get_added_vocab())
+
+    def run(self, messages: list[dict[str, Any]], settings: Settings) -> EngineRun:
+        """Begin an answer.
+
+        Raises:
+            RequestError (a ValueError): the template refuses the messages, or there is no room for an answer.
+        """
+        tokenizer = self._llm.get_tokenizer()
+        prompt = encode_chat(tokenizer, conversation(messages), settings.variables, tokenize=False)
+        token_ids = encode(tokenizer, prompt, add_special_tokens=False)
+        params = replace(settings.params, skip_special_tokens=not self.thinking.special)
+        for left in list(self._llm.engine.work.requests):  # of an answer that an interrupt ended before it began
+            self._llm.engine.abort(left)
+        before = self._llm.engine.meter.snapshot()
+        request = self._llm.engine.add_request(next(self._ids), {"prompt_token_ids": token_ids}, params)
+        return EngineRun(self._llm, request, prompt, before)
+
+    def stats(self) -> Mapping[str, str]:
+        """Return what bounded all answers so far, and where KV lies."""
+        found = self._llm.stats()
+        queried, hit = found["prefix_cache_queried_tokens"], found["prefix_cache_hit_tokens"]
+        plan = self._llm.engine.plan
+        shown = {
+            "model": f"{self.name}, {found['mode']} mode",
+            "context": f"{plan.max_model_len:,} tokens at most",
+            "prompts": f"{queried:,} tokens, {hit:,} of them from the cache",
+            "KV blocks": f"{found['gpu_blocks_used'] + found['gpu_blocks_cached']:,} of {found['gpu_blocks_total']:,} "
+            f"on the device, {found['host_blocks_used'] + found['host_blocks_cached']:,} of "
+            f"{found['host_blocks_total']:,} in host memory",
+        }
+        if found["decode_streamed_bytes"]:
+            shown["streamed"] = f"{found['decode_streamed_bytes'] / GIB:.2f} GiB at {found['link_gbps']:.1f} GB/s"
+        if found["num_decode_steps"]:
+            step_ms = found["decode_seconds"] / found["num_decode_steps"] * 1e3
+            shown["decode steps"] = f"{found['num_decode_steps']:,} of {step_ms:.2f} ms, bound by {found['bound']}"
+        return {**shown, "advice": found["advice"], **({"notes": "; ".join(found["notes"])} if found["notes"] else {})}
+
+
+class EngineRun:
+    """The text of one answer, delta by delta; see `session.Run`.
+
+    Stepping the engine here, and not through `generate_stream`, lets an answer end between the chunks of a long prompt,
+    too, of which a stream yields nothing.
+    """
+
+    def __init__(self, llm: LLM, request: Request, prompt: str, before: DecodeTimes) -> None:
+        self.prompt = prompt
+        self.report: Report | None = None
+        self._engine, self._request, self._before = llm.engine, request, before
+
+    def stop(self) -> None:
+        self._engine.drop([self._request.request_id])  # whoever is inside ends it: this may come in the midst of a step
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the text that each step gains.
+
+        Raises:
+            ValueError: the answer failed, and only it.
+            MemoryError: the GPU's memory is full.
+        """
+        try:
+            while not self._request.is_finished:
+                for output in self._engine.step():
+                    if output.request_id == self._request.request_id:
+                        yield _text(output)
+        except RuntimeError as error:
+            advice = advice_when_full(str(error))
+            if advice is None:
+                raise
+            raise MemoryError(advice) from error
+        finally:
+            self.stop()  # where the caller leaves early
+            while self._engine.has_work:  # the step in flight, whose time belongs to this answer
+                self._engine.step()
+            self.report = self._measured()
+
+    def _measured(self) -> Report:
+        metrics = self._request.output().metrics
+        bound = self._engine.meter.times.since(self._before).bound
+        seconds, limit = metrics.time_per_output_token, self._request.params.max_tokens
+        is_at_limit = limit is not None and metrics.num_generated_tokens >= limit
+        cuts = {"abort": "ended by you", "length": "cut by max_tokens" if is_at_limit else "cut: the context is full"}
+        return Report(
+            num_tokens=metrics.num_generated_tokens,
+            tokens_per_second=1 / seconds if seconds else None,
+            bound=None if bound == "unknown" else bound,
+            num_prompt_tokens=metrics.num_prompt_tokens,
+            num_cached_tokens=metrics.num_cached_tokens,
+            first_token_seconds=metrics.time_to_first_token,
+            cut=cuts.get(self._request.sequences[0].finish_reason),
+        )
+
+
+def _text(output: StreamOutput) -> str:
+    if output.error is not None:
+        raise ValueError(output.error)
+    return output.text_delta

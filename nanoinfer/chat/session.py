@@ -1,0 +1,145 @@
+"""A conversation with a model: its answers as they come, and what of them is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from nanoinfer.chat.conversation import Conversation
+from nanoinfer.chat.settings import Settings
+from nanoinfer.chat.thinking import Piece, Thinking, prompt_messages
+from nanoinfer.common.units import counted
+
+
+@dataclass(frozen=True)
+class Report:
+    """What an answer took.
+
+    Attributes:
+        tokens_per_second: of the tokens behind the first one; None with fewer than two.
+        bound: what the decode steps were bound by; None where too few ran to tell.
+        cut: why it ended before the model ended it; None: it did not.
+    """
+
+    num_tokens: int
+    tokens_per_second: float | None
+    bound: str | None
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    first_token_seconds: float | None
+    cut: str | None
+
+    def line(self) -> str:
+        """Return the report in one line."""
+        parts = [counted(self.num_tokens, "token")]
+        if self.tokens_per_second is not None:
+            parts.append(f"{self.tokens_per_second:.1f} tokens/s")
+        if self.bound is not None:
+            parts.append(f"bound by {self.bound}")
+        if self.first_token_seconds is not None:
+            parts.append(f"the first after {self.first_token_seconds:.2f} s")
+        parts.append(f"prompt {self.num_prompt_tokens:,}, {self.num_cached_tokens:,} of them from the cache")
+        return "; ".join(parts if self.cut is None else [*parts, self.cut])
+
+
+class Run(Protocol):
+    """One answer of a model, as raw text.
+
+    Attributes:
+        prompt: the text behind which the answer stands.
+        report: set when the text has ended.
+    """
+
+    prompt: str
+    report: Report | None
+
+    def __iter__(self) -> Iterator[str]: ...
+
+    def stop(self) -> None:
+        """End the answer soon. May be called at any moment, by a signal handler too."""
+
+
+class Model(Protocol):
+    """What a session needs of a model."""
+
+    name: str
+    thinking: Thinking
+
+    def run(self, messages: list[dict[str, Any]], settings: Settings) -> Run:
+        """Begin an answer; ValueError if the template or the engine refuses the messages."""
+
+    def stats(self) -> Mapping[str, Any]:
+        """Return figures for `/stats`, by what they are called."""
+
+
+class Answer:
+    """An answer: iterate over its pieces.
+
+    Attributes:
+        text, thought: what has come so far.
+    """
+
+    def __init__(self, run: Run, thinking: Thinking) -> None:
+        self.text = self.thought = ""
+        self.has_ended = False
+        self.stop = run.stop
+        self._run, self._splitter = run, thinking.splitter(run.prompt)
+
+    @property
+    def report(self) -> Report | None:
+        return self._run.report
+
+    def __iter__(self) -> Iterator[Piece]:
+        for delta in self._run:
+            for piece in self._splitter.feed(delta):
+                yield self._taken(piece)
+        for piece in self._splitter.flush():
+            yield self._taken(piece)
+        self.has_ended = True
+
+    def _taken(self, piece: Piece) -> Piece:
+        kind, text = piece
+        if kind == "answer":
+            self.text += text
+        else:
+            self.thought += text
+        return piece
+
+
+class Session:
+    """A conversation, its model and its settings.
+
+    Attributes:
+        total_tokens: generated in this session.
+    """
+
+    def __init__(self, model: Model, settings: Settings, system: str | None = None) -> None:
+        self.model, self.settings = model, settings
+        self.conversation = Conversation(system)
+        self.last: Report | None = None
+        self.total_tokens = 0
+
+    def ask(self, question: str) -> Answer:
+        """Begin an answer; it is part of the conversation only after `keep`.
+
+        Raises:
+            ValueError: the template or the engine refuses the messages.
+        """
+        said = [*self.conversation.messages, {"role": "user", "content": question}]
+        messages = prompt_messages(self.conversation.system, said, self.model.thinking)
+        return Answer(self.model.run(messages, self.settings), self.model.thinking)
+
+    def keep(self, question: str, answer: Answer) -> bool:
+        """Add what was answered to the conversation, also where it was ended early; False if there is no answer."""
+        if answer.report is not None:
+            self.last = answer.report
+            self.total_tokens += answer.report.num_tokens
+        if not answer.text.strip():
+            return False
+        # As it was generated, so that the prefix cache has it; behind thinking it begins with empty lines, which
+        # templates leave out.
+        thought = answer.thought.strip()
+        text = answer.text.lstrip("\n") if answer.thought else answer.text
+        self.conversation.add(question, text, thought or None)
+        return True

@@ -1,0 +1,213 @@
+"""`nanoinfer chat` with a tiny model: through a pipe and on a terminal."""
+
+import io
+import signal
+import sys
+import threading
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+from chatting import Terminal
+from engines import COMMON
+from serving import make_served_checkpoint
+
+from nanoinfer import LLM, LLMEngine, SamplingParams
+from nanoinfer.chat.engine_model import EngineModel
+from nanoinfer.chat.session import Session
+from nanoinfer.chat.settings import Settings
+from nanoinfer.commands import main as cli
+
+OPTIONS = [
+    "--device",
+    "cpu",
+    "--dtype",
+    "float32",
+    "--block-size",
+    "16",
+    "--max-model-len",
+    "256",
+    "--temperature",
+    "0",
+]
+ENGINE = COMMON | dict(skip_tokenizer_init=False, max_model_len=256)
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+QUESTION = " ".join(f"w{i}" for i in range(20, 60))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_served_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def llm(checkpoint):
+    with LLM(checkpoint, **ENGINE) as llm:
+        yield llm
+
+
+def ask(session, question):
+    answer = session.ask(question)
+    list(answer)
+    assert session.keep(question, answer)
+    return answer
+
+
+def test_answers_are_those_of_llm_chat_and_the_next_prompt_comes_from_the_cache(llm):
+    session = Session(EngineModel(llm, "tiny"), Settings(GREEDY))
+    first = ask(session, QUESTION)
+    second = ask(session, "w9")
+    messages = [{"role": "user", "content": QUESTION}]
+    for answer in (first, second):
+        (wanted,) = llm.chat(messages, GREEDY, use_tqdm=False)
+        assert answer.text == wanted.outputs[0].text
+        assert answer.report.num_prompt_tokens == len(wanted.prompt_token_ids)
+        messages += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": "w9"}]
+    assert first.report.num_cached_tokens == 0 and second.report.num_cached_tokens == 32
+    assert first.report.num_tokens == 40 and first.report.cut == "cut by max_tokens"
+    assert first.report.bound == "CPU" and first.report.tokens_per_second > 0
+    assert "bound by CPU" in session.model.stats()["decode steps"]
+
+
+def test_an_answer_that_is_stopped_leaves_nothing_behind(llm):
+    session = Session(EngineModel(llm, "tiny"), Settings(replace(GREEDY, max_tokens=None)))
+    answer = session.ask(QUESTION)
+    for place, _ in enumerate(answer):
+        if place == 3:
+            answer.stop()
+    assert answer.report.cut == "ended by you" and 4 <= answer.report.num_tokens <= 6
+    assert not llm.engine.has_work and llm.stats()["gpu_blocks_used"] == 0
+    session.ask("w5")  # never read, as where an interrupt comes in between
+    session.ask("w5")
+    assert len(llm.engine.work.requests) == 1
+    assert ask(session, "w6").report.cut == "cut: the context is full"
+    assert not llm.engine.has_work
+
+
+def test_what_the_engine_or_the_template_refuses_is_no_part_of_the_conversation(llm):
+    session = Session(EngineModel(llm, "tiny"), Settings(GREEDY))
+    with pytest.raises(ValueError, match="the prompt has .* tokens, max_model_len is 256"):
+        session.ask(QUESTION * 9)
+    llm.get_tokenizer().chat_template = "{{ raise_exception('System role not supported') }}"
+    with pytest.raises(ValueError, match="the chat template refuses the messages: System role not supported"):
+        session.ask("w1")
+    assert not session.conversation.messages and not llm.engine.has_work
+    llm.get_tokenizer().chat_template = None
+    with pytest.raises(ValueError, match="tiny has no chat template: complete a finished prompt"):
+        EngineModel(llm, "tiny")
+
+
+def test_markers_that_are_special_tokens_are_seen(llm):
+    tokenizer = llm.get_tokenizer()
+    tokenizer.chat_template = "{{ messages[0].content }}{# [THINK] #}"
+    assert EngineModel(llm, "tiny").thinking.special == ()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]", "w11"]})
+    model = EngineModel(llm, "tiny")
+    assert "[THINK]" in model.thinking.special and "w11" in model.thinking.special
+    run = model.run([{"role": "user", "content": "w1"}], Settings(GREEDY))
+    assert not llm.engine.work.requests["chat-0"].params.skip_special_tokens
+    assert list(model.thinking.splitter(run.prompt).feed("[THINK]x w11[/THINK]y")) == [
+        ("thinking", "x "), ("answer", "y")
+    ]  # fmt: skip
+    llm.engine.abort("chat-0")
+
+
+def test_a_pipe_gets_the_answer_of_the_command(checkpoint, llm, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("/set ignore_eos true\nw5 w6\n"))
+    given = ["--max-tokens", "4", "--system", "w7", "--chat-template-kwargs", '{"loud": true}']
+    assert cli.main(["chat", str(checkpoint), *OPTIONS, *given]) == 0
+    messages = [{"role": "system", "content": "w7"}, {"role": "user", "content": "w5 w6"}]
+    params = replace(GREEDY, max_tokens=4)
+    (wanted,) = llm.chat(messages, params, use_tqdm=False, chat_template_kwargs={"loud": True})
+    captured = capsys.readouterr()
+    assert captured.out == wanted.outputs[0].text + "\n" and "4 tokens;" in captured.err
+
+
+def test_a_pipe_ends_at_an_error_in_the_words_of_the_command(checkpoint, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(QUESTION * 9 + "\n"))
+    assert cli.main(["chat", str(checkpoint), *OPTIONS]) == 2
+    assert "--max-model-len is 256" in capsys.readouterr().err
+
+
+def test_wrong_options_are_refused_before_the_model_is_loaded(monkeypatch, capsys):
+    for given, said in (
+        (["--temperature", "-1"], "--temperature is -1"),
+        (["--chat-template-kwargs", "7"], "--chat-template-kwargs must be an object in JSON"),
+    ):
+        assert cli.main(["chat", "no-such-model", *given]) == 2
+        assert said in capsys.readouterr().err
+
+
+@contextmanager
+def on(terminal):
+    """Run what the process does on this terminal."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TERM", "xterm-256color")
+        patch.setenv("PROMPT_TOOLKIT_NO_CPR", "1")
+        with open(terminal.slave, closefd=False) as stdin, open(terminal.slave, "w", closefd=False) as stdout:
+            for name, file in (("stdin", stdin), ("stdout", stdout), ("stderr", stdout)):
+                patch.setattr(sys, name, file)
+            yield
+
+
+@pytest.mark.parametrize("package", ["prompt_toolkit", "rich"])
+def test_without_the_extra_the_command_says_which_one(package, monkeypatch):
+    for name in ("nanoinfer.chat.terminal", "nanoinfer.chat.markdown"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name in [package, *(name for name in sys.modules if name.startswith(f"{package}."))]:
+        monkeypatch.setitem(sys.modules, name, None)
+    terminal = Terminal()
+    with on(terminal):
+        assert cli.main(["chat", "no-such-model"]) == 2
+    terminal.wait_for(f"nanoinfer chat: {package} is not installed: pip install 'nanoinfer[chat]'")
+    terminal.close()
+
+
+def test_on_a_terminal_the_command_streams_and_ctrl_c_ends_an_answer(checkpoint, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    found, terminal, has_ended = [], Terminal(), threading.Event()
+    steps, step = [], LLMEngine.step
+
+    def interrupted_step(engine):
+        steps.append(engine)
+        if len(steps) == 7:  # this terminal is not the one that controls the process
+            signal.raise_signal(signal.SIGINT)
+        return step(engine)
+
+    monkeypatch.setattr(LLMEngine, "step", interrupted_step)
+
+    def user():
+        try:
+            terminal.wait_for(">>>")
+            terminal.send("/set ignore_eos TRUE\r")
+            terminal.wait_for("ignore_eos true")
+            terminal.wait_for(">>>")
+            terminal.send("w5\r")
+            found.append(terminal.wait_for("ended by you"))
+            terminal.wait_for(">>>")
+            terminal.send("/stats\r")
+            found.append(terminal.wait_for("there is no GPU"))
+            terminal.wait_for(">>>")
+            terminal.send("\x04")
+        except BaseException as error:
+            found.append(error)
+        finally:
+            while not has_ended.wait(0.1):  # again where something went wrong
+                terminal.send("\x03\x04")
+
+    thread = threading.Thread(target=user)
+    thread.start()
+    with on(terminal):
+        try:
+            assert cli.main(["chat", str(checkpoint), *OPTIONS]) == 0
+        finally:
+            has_ended.set()
+            thread.join()
+    terminal.close()
+    assert [type(part) for part in found] == [str, str], found
+    assert (
+        len(steps) <= 9
+        and "from the cache; ended by you" in found[0]
+        and "tiny" not in found[1]
+        and "context 256 tokens" in found[1]
+    )
