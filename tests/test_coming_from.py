@@ -9,7 +9,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from nanoinfer import LLM, EngineConfig, LLMEngine, SamplingParams
+from nanoinfer import LLM, AsyncLLM, EngineConfig, LLMEngine, SamplingParams
 from nanoinfer.commands.main import make_parser
 from nanoinfer.common.other_names import MEANT
 from nanoinfer.serve.app import create_app
@@ -61,8 +61,8 @@ def exists():
             return words[0] in commands() or " ".join(words[:2]) in commands()
         if match := re.fullmatch(r"(GET|POST) (/.*)", name):
             return match[2] in paths
-        if match := re.fullmatch(r"(?:llm|LLM)(\.engine)?\.(\w+)", name):
-            return hasattr(LLMEngine if match[1] else LLM, match[2])
+        if match := re.fullmatch(r"(llm|LLM|AsyncLLM|llm\.engine)\.(\w+)", name):
+            return hasattr({"AsyncLLM": AsyncLLM, "llm.engine": LLMEngine}.get(match[1], LLM), match[2])
         if name.startswith("tools/"):
             return (ROOT / name).is_file()
         return name in options or name in arguments or name in ENVIRONMENT or name == "MODEL"

@@ -1,5 +1,6 @@
 """README's Python runs as it stands, but for the model and how much of it is asked for."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -29,4 +30,4 @@ def test_the_snippet_of_everything_runs(capsys):
 def test_every_snippet_of_the_documents_is_python():
     for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         for snippet in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL):
-            compile(snippet, str(path), "exec")
+            compile(snippet, str(path), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
