@@ -1,6 +1,9 @@
 """Talk with a model: each line that you type is a message, an empty one ends.
 
 python examples/chat.py MODEL --system "Answer in one sentence."
+
+It is where a program of one's own begins; for talking, `nanoinfer chat MODEL` has more: answers as they are generated,
+history, settings, thinking kept apart.
 """
 
 import argparse
