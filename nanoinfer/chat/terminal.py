@@ -23,6 +23,8 @@ from nanoinfer.chat.screens import is_open, unquoted
 from nanoinfer.chat.thinking import Kind
 
 HISTORY = "chat_history"
+# A model may write what a terminal takes for orders: none of it, but new lines and tabs.
+_ORDERS = dict.fromkeys(code for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t")
 
 
 class TerminalScreen:
@@ -95,6 +97,7 @@ class _AnswerOnTerminal:
         self._has_thought = False
 
     def show(self, kind: Kind, text: str) -> None:
+        text = text.translate(_ORDERS)
         if kind == "answer":
             if self._markdown is None and text.strip():
                 self._end_thinking()

@@ -108,6 +108,15 @@ def test_thinking_is_dim_and_markdown_is_drawn(tmp_path):
         assert "• one" in chat.seen and "**" not in chat.seen and "# A" not in chat.seen
 
 
+def test_a_model_gives_the_terminal_no_orders(tmp_path):
+    with Chat(tmp_path) as chat:
+        chat.ask("orders")
+        chat.wait_for("a[31mb")
+        chat.wait_for("c[31md31mef")
+        chat.wait_for(">>>")
+        assert "\x1b[31m" not in chat.raw
+
+
 def test_wide_characters_in_a_narrow_window(tmp_path):
     columns = 24
     question = "漢字は難しい。ひらがな、カタカナ！ 안녕 하세요 세계 and some more"

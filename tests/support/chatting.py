@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = "{% if message.reasoning_content is string %}...{% endif %}content.split('</think>')"
 ANSWERS = {
     "think": "<think>\nfirst this, then that\n</think>\n\nI have *thought*.",
+    "orders": "<think>a\x1b[31mb</think>c\x1b[31md\x9b31me\r\x08f",
     "markdown": "# A title\n\n- **one**\n- two\n\nthe end <b>\n",
 }
 
@@ -116,7 +117,7 @@ class Terminal:
     def send(self, text: str) -> None:
         os.write(self._master, text.encode())
 
-    def wait_for(self, text: str, seconds: float = 8) -> str:
+    def wait_for(self, text: str, seconds: float = 60) -> str:
         """Reads until the text has come behind what was waited for before; returns what came until its end."""
         deadline = time.monotonic() + seconds
         while (place := self.seen.find(text, self._read_until)) < 0:
