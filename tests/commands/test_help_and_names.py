@@ -106,6 +106,7 @@ def test_documents_have_the_names_that_are_shown():
         ("-hf", "give the model, a directory or a hub id, without an option"),
         ("--threads", "is not supported: torch chooses the threads"),
         ("--no-mmap", "is not supported: weights lie on the GPU: leave it out"),
+        ("-cnv", "is not supported: nanoinfer chat MODEL is a conversation"),
         ("--model-draft", "is not supported: there is no speculative decoding"),
         # Ollama
         ("--num-ctx", "did you mean --max-model-len?"),
