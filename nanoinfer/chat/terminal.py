@@ -21,10 +21,9 @@ from nanoinfer.chat.commands import COMMANDS
 from nanoinfer.chat.markdown import MarkdownStream
 from nanoinfer.chat.screens import is_open, unquoted
 from nanoinfer.chat.thinking import Kind
+from nanoinfer.common.terminal import without_orders
 
 HISTORY = "chat_history"
-# A model may write what a terminal takes for orders: none of it, but new lines and tabs.
-_ORDERS = dict.fromkeys(code for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t")
 
 
 class TerminalScreen:
@@ -97,7 +96,7 @@ class _AnswerOnTerminal:
         self._has_thought = False
 
     def show(self, kind: Kind, text: str) -> None:
-        text = text.translate(_ORDERS)
+        text = without_orders(text)
         if kind == "answer":
             if self._markdown is None and text.strip():
                 self._end_thinking()

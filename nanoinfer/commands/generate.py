@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import nanoinfer
+from nanoinfer.common.terminal import without_orders
 from nanoinfer.common.units import counted
 from nanoinfer.options.engine import add_engine_options, engine_arguments
 from nanoinfer.options.parser import Parser, in_options
@@ -43,12 +44,12 @@ def run(options: argparse.Namespace) -> int:
         params = sampling_params(options, llm.engine.sampling_defaults, None if is_chat else _MAX_TOKENS)
         if is_chat:
             prompt = _in_template(llm, prompt, options.system)
-        before = llm.engine.meter.snapshot()
+        before, shown = llm.engine.meter.snapshot(), without_orders if sys.stdout.isatty() else str
         try:
             for output in llm.generate_stream(prompt, params):
                 if output.error is not None:
                     raise ValueError(output.error)
-                print(output.text_delta, end="", flush=True)
+                print(shown(output.text_delta), end="", flush=True)
         except KeyboardInterrupt:
             print()  # so that what the shell prints begins on a new line
             raise

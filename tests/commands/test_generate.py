@@ -17,7 +17,7 @@ SPOKEN = "Records. The pass key of Mira Holt is 48192."
 class FakeLLM:
     """Says two words to every prompt, and keeps what it was asked."""
 
-    asked = None
+    asked, said = None, ("two", " words")
 
     def __init__(self, model, **arguments):
         self.arguments = arguments
@@ -35,7 +35,7 @@ class FakeLLM:
             arrival_time=0.0, time_to_first_token=0.5, time_per_output_token=0.1, num_prompt_tokens=3,
             num_generated_tokens=2,
         )  # fmt: skip
-        for text, last in (("two", None), (" words", metrics)):
+        for text, last in zip(self.said, (None, metrics), strict=True):
             yield StreamOutput(
                 request_id="0", index=0, text_delta=text, token_ids_delta=[1], finished=last is not None, metrics=last
             )
@@ -124,6 +124,14 @@ def test_text_is_on_stdout_and_the_speed_on_stderr(asked, capsys):
         "nanoinfer generate: 3 prompt tokens, first token after 0.50 s, 2 tokens at 10.0 tokens/s; "
         "bound by --gpu-memory-limit\n",
     )
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_model_gives_a_terminal_no_orders(asked, capsys, monkeypatch, is_terminal):
+    monkeypatch.setattr(FakeLLM, "said", ("\x1b[31mred\tone\n", "\x9b2J漢"))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
+    asked("text")
+    assert capsys.readouterr().out == ("[31mred\tone\n2J漢\n" if is_terminal else "\x1b[31mred\tone\n\x9b2J漢\n")
 
 
 def test_a_chat_answers_a_message_in_the_template_of_the_model(capsys):
