@@ -18,7 +18,7 @@ from nanoinfer.common.units import counted, parse_bytes
 from nanoinfer.config import EngineConfig
 from nanoinfer.options.engine import add_engine_options, engine_arguments
 from nanoinfer.options.parser import INTERRUPTED, Parser
-from nanoinfer.serve.log import FORMATS, LEVELS, logging_to
+from nanoinfer.serve.log import FORMATS, LEVELS, START, logging_to
 
 logger = logging.getLogger("nanoinfer")
 
@@ -155,7 +155,7 @@ def server_class(base: type, closing_seconds: float = _CLOSING_SECONDS) -> type:
             await super().startup(sockets)
             host, port = sockets[0].getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
-            logger.info("serving on http://%s:%d", shown, port)
+            logging.getLogger(START).info("serving on http://%s:%d", shown, port)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             self._engine.begin_shutdown()

@@ -12,6 +12,8 @@ from typing import TextIO
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
+START = "nanoinfer.start"
+"""The logger of where the server listens, which is said at every level: programs wait for it."""
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -47,6 +49,7 @@ def logging_to(level: str, form: str, stream: TextIO | None = None) -> Iterator[
     root.addHandler(handler)
     root.setLevel(max(number, logging.WARNING))
     ours.setLevel(number)
+    logging.getLogger(START).setLevel(logging.INFO)
     logging.captureWarnings(True)
     try:
         yield

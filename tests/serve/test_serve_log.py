@@ -12,7 +12,7 @@ from serving import LeavingClient, make_served_checkpoint, serving
 from nanoinfer.engine.meter import DecodeTimes
 from nanoinfer.serve.ended import EndedRequest, bound_of
 from nanoinfer.serve.load import LOAD_SECONDS, LoadMeter
-from nanoinfer.serve.log import LEVELS, logging_to
+from nanoinfer.serve.log import LEVELS, START, logging_to
 from nanoinfer.serve.log_lines import log_request, request_text
 
 ENDED = dict(
@@ -80,10 +80,15 @@ def test_the_level_chooses_and_ends_with_the_server():
     assert "a tokenizer may quote" in "".join(written("debug", "text", *both))
     stream = io.StringIO()
     with logging_to("error", "text", stream):
+        logging.getLogger(START).info("serving on")
+        logging.getLogger("nanoinfer").info("shutting down")
         logging.getLogger("another.library").warning("a warning")
         logging.getLogger("another.library").error("an error")
     logging.getLogger("nanoinfer").error("behind its end")
-    assert stream.getvalue().endswith("ERROR another.library: an error\n") and "warning" not in stream.getvalue()
+    said = [line.split(" ", 2)[2] for line in stream.getvalue().splitlines()]
+    assert said == ["INFO nanoinfer.start: serving on", "ERROR another.library: an error"], (
+        "who waits must see the first"
+    )
 
 
 def test_a_clients_id_stays_within_its_line():
