@@ -320,7 +320,7 @@ def test_a_forecast_counts_packed_bytes(tmp_path):
     arguments = dict(max_model_len=384, max_num_seqs=4, max_num_batched_tokens=64, block_size=16)
     for name, head in BOTH:
         options = dict(quantization=name, head_quantization=head)
-        memory = plan(source, gpu_memory="1GiB", host_memory="1GiB", context=384, **arguments, **options).memory
+        memory = plan(source, gpu_memory="1GiB", host_memory="1GiB", **arguments, **options).memory
         assert memory.weight_bytes == make_engine(source, **arguments, **options, dtype="auto").plan.weight_bytes
 
 

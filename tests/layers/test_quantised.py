@@ -249,12 +249,12 @@ def test_a_product_takes_no_more_than_the_plan_says(written, name):
 def test_a_forecast_counts_what_the_engine_holds(tmp_path):
     packed, dense = write(tmp_path, CASES["ct-int4-group"]())
     arguments = dict(max_model_len=384, max_num_seqs=4, max_num_batched_tokens=64, block_size=16, dtype="float32")
-    memory = plan(packed, gpu_memory="1GiB", host_memory="1GiB", context=384, **arguments).memory
+    memory = plan(packed, gpu_memory="1GiB", host_memory="1GiB", **arguments).memory
     assert memory.weight_bytes == make_engine(packed, **arguments).plan.weight_bytes
-    wide = plan(dense, gpu_memory="1GiB", host_memory="1GiB", context=384, **arguments).memory
+    wide = plan(dense, gpu_memory="1GiB", host_memory="1GiB", **arguments).memory
     assert memory.graph_bytes == wide.graph_bytes
     with pytest.raises(ValueError, match="quantization='awq' does not fit"):
-        plan(packed, gpu_memory="1GiB", host_memory="1GiB", context=300, quantization="awq", **arguments)
+        plan(packed, gpu_memory="1GiB", host_memory="1GiB", quantization="awq", **arguments)
 
 
 def test_weights_that_are_not_there_yet_have_scales_of_the_models_dtype(tmp_path):
