@@ -40,7 +40,7 @@ class Linear(nn.Module):
         self.merged = out_features if isinstance(out_features, dict) else None
         sizes = self.merged or {"": out_features}
         self.num_rows, self.in_features = sum(sizes.values()), in_features
-        self.weights = merged([formats.of(name) for name in sizes], list(sizes.values()))
+        self.weights = merged([formats.of_held(name) for name in sizes], list(sizes.values()))
         self.operations, self.library_counts, self.scratch = operations_of(device), frozenset(), None
         self.weights.allocate(self, self.num_rows, in_features, dtype=dtype, device=device)
         self.bias = None

@@ -1,6 +1,7 @@
 """Checkpoints that hold q, k and v as one tensor, and gate and up: the model is that of the parts."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -33,7 +34,25 @@ NAMED = {
     "awq-merged-left-out": lambda: awq(32, "qkv_proj"),
     "fp8-merged-left-out": lambda: fp8_blocks("layers.1.mlp.gate_up_proj"),
     "modelopt-merged-left-out": lambda: modelopt_nvfp4("qkv_proj"),
+    # Configs that name the parts of what is merged in the file.
+    "awq-parts-left-out": lambda: named(awq(32, "qkv_proj"), modules_to_not_convert=["q_proj", "k_proj", "v_proj"]),
+    "fp8-parts-left-out": lambda: named(
+        fp8_blocks("layers.1.mlp.gate_up_proj"),
+        modules_to_not_convert=["model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj"],
+    ),
+    "modelopt-parts-left-out": lambda: named(
+        modelopt_nvfp4("qkv_proj"), ignore=["lm_head", "*q_proj*", "*k_proj*", "*v_proj*"]
+    ),
+    "ct-parts-ignored": lambda: named(
+        compressed("pack-quantized", **INT4, ignore=["model.layers.0.self_attn.qkv_proj"]),
+        ignore=["lm_head", *(f"model.layers.0.self_attn.{one}_proj" for one in "qkv")],
+    ),
 }  # fmt: skip
+
+
+def named(case, **settings):
+    """The case with a config that says the same in other words."""
+    return replace(case, settings=case.settings | settings)
 
 
 def biases(model) -> dict[str, torch.Tensor]:

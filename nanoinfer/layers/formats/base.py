@@ -87,6 +87,10 @@ class Stack:
     part: Callable[[int, int], Filling]
 
 
+MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Projections that a checkpoint may hold as one tensor: its name, and theirs."""
+
+
 class Formats(ABC):
     """The formats of a model's projections, by their names in the checkpoint."""
 
@@ -96,6 +100,15 @@ class Formats(ABC):
     @abstractmethod
     def of(self, name: str) -> WeightFormat:
         """Return the format of one projection, such as "model.layers.0.mlp.down_proj"; ValueError: not supported."""
+
+    def of_held(self, name: str) -> WeightFormat:
+        """As `of`, of what the checkpoint holds. Where that is one tensor, a config may also name all of its parts."""
+        found = self.of(name)
+        if name in MERGED and found == self.of("another_proj"):  # nothing is said of it
+            apart = [self.of(part) for part in MERGED[name]]
+            if all(part == apart[0] for part in apart):
+                return apart[0]
+        return found
 
     def of_embeddings(self, name: str) -> WeightFormat:
         """Return the format of the embeddings, which has `lookup` as `Dense` has; ValueError: not supported."""
