@@ -195,7 +195,10 @@ class Forecaster:
             if batch * num_full > memory.num_host_blocks:
                 gib, limit = format_gib(batch * num_full * layout.block_bytes), format_gib(memory.host_bytes)
                 needed = f"{batch} x {context} tokens need {gib} GiB of host memory for KV blocks"
-                return replace(asked, problem=f"{needed}, the limit is {limit} GiB")
+                limit = f"the limit is {limit} GiB"
+                if config.host_memory_limit is None:
+                    limit += " (of what is available here: state host_memory_limit for another machine)"
+                return replace(asked, problem=f"{needed}, {limit}")
             resident = max(0, room - batch - promotion_margin(batch))
             if memory.max_resident_blocks is not None:
                 resident = min(resident, memory.max_resident_blocks)
@@ -238,7 +241,10 @@ class Forecaster:
 
         missing = -(-(step.kv_bytes - step.resident_kv_bytes) // GIB)
         for gib in sorted({1, missing}):
-            consider(self._with_gpu(gib * GIB).step(context, batch), f"{gib} GiB more GPU memory")
+            more = self._with_gpu(gib * GIB).step(context, batch)
+            consider(more, f"{gib} GiB more GPU memory")
+            if not more.streamed_bytes_per_step:
+                break
         if batch > 1:
             half = self.step(context, batch // 2)
             if (half.tokens_per_second or 0.0) > 1.005 * step.tokens_per_second:
