@@ -132,7 +132,7 @@ def test_integers_are_not_taken_for_numbers(checkpoints):
 def test_any_formats_may_be_those_of_a_merged_projection():
     ours = Int8Rows(dict(bits=8))
     assert merged([ours, ours], [64, 32]) is ours
-    formats = SimpleNamespace(of=dict(a=DENSE, b=ours).get)
+    formats = SimpleNamespace(of_held=dict(a=DENSE, b=ours).get)
     held = Linear(16, dict(a=64, b=32), dtype=torch.float32, device="cpu", formats=formats)
     share_scratch(held, dtype=torch.float32, device="cpu")
     held.fill_with_noise(torch.Generator().manual_seed(0))
