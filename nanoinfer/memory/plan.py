@@ -62,11 +62,10 @@ def make_plan(
         plan = _with_host(config, plan, host_available_bytes)
         if plan.num_gpu_blocks < _min_blocks(config, plan):
             continue
+        fitting.append(plan)
         if config.max_model_len is None or tokens < _LEAST_TO_STREAM_NOTHING:
-            fitting.append(plan)
             break
         # The largest step is the fastest, but where a smaller one leaves room for all KV, nothing streams.
-        fitting.append(plan)
         if plan.num_gpu_blocks > -(-config.max_model_len // config.block_size) * plan.max_num_seqs:
             return _with_model_len(config, plan)
     if not fitting:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from nanoinfer.options.parser import Parser
@@ -75,17 +75,25 @@ def _paths(found: list[Command]) -> str:
     return "|".join(command.path for command in found[1:])
 
 
-def _bash(name: str, found: list[Command]) -> str:
-    words, values, free = [], [], []
+def _after_options(found: list[Command], offer: Callable[[Sequence[str]], str]) -> tuple[list[str], list[str]]:
+    """Return a shell's cases behind options whose values are known, and the patterns of those that take anything."""
+    values, free = [], []
     for command in found:
-        names = [*command.below, *(one for option in command.options for one in option.names)]
-        words.append(f"        {command.path or '/'}) words={shlex.quote(' '.join(names))} ;;")
         for option in command.options:
             pattern = "|".join(f"{command.path or '/'}:{one}" for one in option.names)
             if option.values:
-                values.append(f"        {pattern}) words={shlex.quote(' '.join(option.values))} ;;")
+                values.append(f"        {pattern}) {offer(option.values)} ;;")
             elif not option.is_switch:
                 free.append(pattern)
+    return values, free
+
+
+def _bash(name: str, found: list[Command]) -> str:
+    words = []
+    for command in found:
+        names = [*command.below, *(one for option in command.options for one in option.names)]
+        words.append(f"        {command.path or '/'}) words={shlex.quote(' '.join(names))} ;;")
+    values, free = _after_options(found, lambda words: f"words={shlex.quote(' '.join(words))}")
     return f"""# Completions of {name} for bash, written by: {name} completion bash
 _{name}() {{
     local current=${{COMP_WORDS[COMP_CWORD]}} before=$((COMP_CWORD - 1)) command= words= word
@@ -120,14 +128,7 @@ def _zsh(name: str, found: list[Command]) -> str:
         below = " ".join(shlex.quote(f"{one}:{text}") for one, text in command.below.items())
         options = " ".join(shlex.quote(f"{one}:{o.text}") for o in command.options for one in o.names)
         cases.append(f"        {command.path or '/'}) below=({below}) options=({options}) ;;")
-    values, free = [], []
-    for command in found:
-        for option in command.options:
-            pattern = "|".join(f"{command.path or '/'}:{one}" for one in option.names)
-            if option.values:
-                values.append(f"        {pattern}) compadd -- {' '.join(map(shlex.quote, option.values))}; return ;;")
-            elif not option.is_switch:
-                free.append(pattern)
+    values, free = _after_options(found, lambda words: f"compadd -- {' '.join(map(shlex.quote, words))}; return")
     return f"""#compdef {name}
 # Completions of {name} for zsh, written by: {name} completion zsh
 _{name}() {{
