@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("packed", type=Path)
     parser.add_argument("--shape", default="qwen3-30b-a3b")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--once", action="store_true", help="start each once: the second needs to compile nothing")
     arguments = parser.parse_args()
 
     from gpu_startup import write_checkpoint
@@ -60,7 +61,7 @@ def main() -> None:
             begin = time.time()
             quantise_checkpoint(arguments.wide, model, "int4", device=arguments.device, progress=False)
             say("quantised", begin)
-        for turn in ("first start", "again"):
+        for turn in ("first start",) if arguments.once else ("first start", "again"):
             begin = time.time()
             command = [sys.executable, "-c", START, str(model), arguments.device, quantization, str(begin)]
             found = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT).stdout
