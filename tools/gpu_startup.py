@@ -59,11 +59,16 @@ def write_checkpoint(directory: Path, shape: str, device: object) -> int:
         total += view.nbytes
     files = {f"model-{number:05}-of-{len(shards):05}.safetensors": names for number, names in enumerate(shards, 1)}
     with ThreadPoolExecutor(max_workers=8) as pool:
-        list(pool.map(lambda file: _write_shard(directory / file, {name: views[name] for name in files[file]}), files))
+        waiting = [
+            pool.submit(_write_shard, directory / file, {name: views[name] for name in names})
+            for file, names in files.items()
+        ]
+        for one in waiting:
+            one.result()
     weight_map = {name: file for file, names in files.items() for name in names}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    del model, views, view
+    del model, views, view, waiting
     free_memory()
     return total
 
