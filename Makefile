@@ -11,7 +11,7 @@ ARGS ?=
 # Processes that run tests.
 JOBS ?= 2
 
-.PHONY: setup lint test fuzz bench gpu-test gpu-bench clean
+.PHONY: setup lint test fuzz templates-test bench gpu-test gpu-bench clean
 
 setup: $(STAMP)
 
@@ -36,6 +36,10 @@ test: $(STAMP)
 # What `make test` takes a sample of, whole: seeds, cases, an exception at every line of a step. An hour.
 fuzz: $(STAMP)
 	$(TEST_ENV) $(VENV)/bin/python -m pytest tests --fuzz -m sampled -n $(JOBS) --dist worksteal $(ARGS)
+
+# TEMPLATES=DIR: a chat with each template (*.jinja) of this folder asks what transformers would ask.
+templates-test: $(STAMP)
+	TEMPLATES=$(abspath $(TEMPLATES)) $(TEST_ENV) $(VENV)/bin/python -m pytest tests/chat/test_chat_templates.py $(ARGS)
 
 bench: $(STAMP)
 	$(VENV)/bin/python bench_offload.py $(ARGS)

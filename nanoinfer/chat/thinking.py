@@ -66,7 +66,8 @@ class Thinking:
     @classmethod
     def of(cls, template: str, special: Collection[str] = (), vocabulary: Collection[str] = ()) -> Thinking:
         """Find out from the text of a chat template, the special tokens, and all tokens that were added."""
-        known = (m for m in _KNOWN if m.begin in template or m.begin in vocabulary and m.end[0] in vocabulary)
+        written = template.replace("\\n", "\n")  # as a string in Jinja has it
+        known = (m for m in _KNOWN if m.begin in written or m.begin in vocabulary and m.end[0] in vocabulary)
         markers = next(known, _USUAL)
         is_special = any(token in text for text in (markers.begin, *markers.end) for token in special if token)
         return cls(

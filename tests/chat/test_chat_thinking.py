@@ -97,6 +97,7 @@ def test_what_cannot_become_a_marker_is_shown_at_once():
     [
         ("plain", (), (), "<think>", False, None),
         ("plain", (), ("<seed:think>", "</seed:think>"), "<seed:think>", False, None),
+        (r"{{ '<|channel>thought\n<channel|>' }}", (), (), "<|channel>thought\n", False, None),
         ("{{ block['thinking'] }} [THINK][/THINK]", ("[THINK]",), (), "[THINK]", True, None),
         ("{{ message.get('reasoning') }}<think>", ("</s>",), (), "<think>", False, "reasoning"),
         ("{% if 'reasoning_content' in message %}", ("<think>",), (), "<think>", True, "reasoning_content"),
