@@ -71,6 +71,7 @@ class OffloadEngine:
         places: where transfers lie that do not pass through the ring.
 
     Attributes:
+        copy, write: the streams of fills and of write-through. While a link is emulated, they take its time.
         prefetched: (cut, transfer) of each transfer of the next step that is on the GPU already.
         unread: for each rule of those who wait, operations whose copies may not have run, with an event behind each.
     """
@@ -87,7 +88,7 @@ class OffloadEngine:
     ) -> None:
         self.runtime, self.host, self.layout, self.ring, self.compute = runtime, host, host.layout, ring, compute
         self.cuts, self.places = cuts, places
-        self.copy, self.write = runtime.stream("copy"), runtime.stream("write")
+        self.copy, self.write = self._streams = runtime.stream("copy"), runtime.stream("write")
         self.counters = OffloadCounters()
         self._timeline = NoTimeline()  # of the newest step
         self._gpu_kv = gpu_kv
@@ -224,6 +225,22 @@ class OffloadEngine:
                 self.copy.copy(on_gpu, on_host)
                 self.counters.streamed_bytes += on_host.nbytes
         self.runtime.synchronize()
+
+    def emulate_link(self, bytes_per_second: float | None) -> None:
+        """From now on, copies take the time of a link of this rate in each direction; None: of the machine's own.
+
+        For benchmarks, between steps; it waits for all streams. See `runtime/throttle.py`.
+        """
+        self.runtime.synchronize()
+        self.copy, self.write = self._streams
+        if bytes_per_second is not None:
+            from offload.runtime.throttle import throttled  # imports triton
+
+            assert bytes_per_second > 0, f"a link of {bytes_per_second} bytes per second"
+            self.copy, self.write = (
+                throttled(stream, bytes_per_second, self.runtime.device) for stream in self._streams
+            )
+            self.runtime.synchronize()
 
     def drain(self) -> None:
         """Wait until no copy is in flight, and drop the prefetch."""

@@ -64,6 +64,15 @@ class _Run:
                 "weights: leave it out, or write the checkpoint with nanoinfer quantize and give --model DIR without "
                 "these options"
             )
+        if options.link_gbps is not None:
+            if not 0 < options.link_gbps < float("inf"):
+                raise ValueError(f"--link-gbps {options.link_gbps:g} must be a positive number of GB/s")
+            if references:
+                raise ValueError(
+                    f"--link-gbps slows the copies of our modes only, --mode is {','.join(self.modes)}: leave "
+                    f"{references[0]} out"
+                )
+        self.link = None if options.link_gbps is None else options.link_gbps * 1e9
         check_at_least(options, output_len=1)
         check_can_write(options.json, options.plot, options.profile)
         check_can_plot(options.plot)
@@ -91,15 +100,23 @@ class _Run:
         Floors are measured before a mode's engine is made and after it is closed. Otherwise their buffers would take
         memory that the engine has reserved for its activations.
         """
-        first = before = measure_floors(self.device)
+        first = before = self._floors()
+        if self.link is not None and self.link > first.own_link:
+            raise ValueError(
+                f"--link-gbps {self.options.link_gbps:g} is more than this machine's link has "
+                f"({first.own_link / 1e9:.1f} GB/s): an emulated link can only be slower"
+            )
         rows = []
         for mode in self.modes:
             found = self._rows(mode)
-            after = measure_floors(self.device)
+            after = self._floors()
             for row in found:
                 row.add_floor(before, after)
             rows, before = rows + found, after
         return rows, first
+
+    def _floors(self) -> Floors:
+        return measure_floors(self.device).emulating(self.link)
 
     def _rows(self, mode: str) -> list[Row]:
         """Run all cases of a mode. A case that does not fit gives a row with the reason."""
@@ -123,13 +140,14 @@ class _Run:
         output_len, last = self.options.output_len, [self.contexts[-1]] * self.batches[-1]
 
         def add_trace(engine: LLMEngine) -> None:
-            self.traces += engine.stop_trace(mode, 1 + self.modes.index(mode))
+            name = mode if self.link is None else f"{mode}, emulated link of {self.options.link_gbps:g} GB/s"
+            self.traces += engine.stop_trace(name, 1 + self.modes.index(mode))
 
         def case(lengths: list[int]) -> Row:
             if lengths[0] in refused:
                 raise ValueError(refused[lengths[0]])
             row = measure(llm, lengths, output_len, **self._arguments)
-            row.mode = mode
+            row.mode, row.emulated_link_gbps = mode, self.options.link_gbps
             if self.checks:
                 num_checked = min(output_len, CHECKED_TOKENS)
                 row.outputs = measure(llm, lengths, num_checked, with_logprobs=True, **self._arguments).outputs
@@ -172,6 +190,7 @@ class _Run:
             except _DOES_NOT_FIT as error:
                 refused[context] = _reason(error)
             else:
+                llm.engine.runner.offload.emulate_link(self.link)
                 with suppress(*_DOES_NOT_FIT):  # the case itself will give the reason
                     # Compiles the prefill kernels.
                     measure(llm, [self.contexts[0]], min(4, self.options.output_len), seed=self.options.seed + 1)

@@ -21,6 +21,8 @@ COLUMNS = {
     "link GB/s": "{link_gbps:,.1f}",
     "floor ms": "{floor_seconds!m:,.2f}",
     "x floor": "{ratio_to_floor:,.3f}",
+    "forecast ms": "{forecast_seconds!m:,.2f}",
+    "x forecast": "{ratio_to_forecast:,.3f}",
     "bound by": "{bound}",
     "GPU GiB": "{peak_gpu_bytes!g:,.2f}",
     "host GiB": "{host_bytes!g:,.2f}",
@@ -46,7 +48,16 @@ def compare(rows: list[Row]) -> None:
 
 def report(rows: list[Row]) -> str:
     """Return the rows as a table, what kept some from being measured, and how far the link can be trusted."""
-    text = [table(map(vars, rows), COLUMNS.items())]
+    emulated = next((row.emulated_link_gbps for row in rows if row.emulated_link_gbps), None)
+    figures, columns = [vars(row) for row in rows], COLUMNS
+    text = []
+    if emulated is not None:
+        text.append(
+            f"the link is emulated: {emulated:g} GB/s in each direction, of which floors and forecasts are, too"
+        )
+        columns = {title.replace("link", "emulated link"): cell for title, cell in COLUMNS.items()}
+        figures = [row | {"bound": (row["bound"] or "-").replace("link", "emulated link")} for row in figures]
+    text.append(table(figures, columns.items()))
     text += [f"{row.mode}, {row.batch} x {row.context}: {row.problem}" for row in rows if row.problem]
     moved = [row.link_moved for row in rows if row.link_moved is not None and row.link_moved > 0.02]
     if moved:
@@ -60,7 +71,8 @@ def plot(path: str | Path, rows: list[Row]) -> None:
     for row in rows:
         if row.seconds_per_token:
             point = row.context, row.seconds_per_token, row.floor_seconds
-            lines.setdefault(f"{row.mode} x{row.batch}", []).append(point)
+            link = f", emulated link of {row.emulated_link_gbps:g} GB/s" if row.emulated_link_gbps else ""
+            lines.setdefault(f"{row.mode} x{row.batch}{link}", []).append(point)
     draw_steps(path, lines)
 
 

@@ -9,6 +9,7 @@ import json
 import platform
 import string
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,10 @@ def explain(floors: Floors, device: torch.device) -> str:
         else "main memory {link!G:.1f} GB/s (one large copy) stands for the link and {device!G:.1f} GB/s (read + "
         "written) for the device; without a GPU this shows that it runs, not how fast"
     )
-    return "floors of this run: " + say(text, vars(floors))
+    own = floors if floors.own_link is None else replace(floors, link=floors.own_link)
+    if own is not floors:
+        text += f"; the link is emulated, at {floors.link / 1e9:g} GB/s in each direction"
+    return "floors of this run: " + say(text, vars(own))
 
 
 def versions(device: torch.device) -> dict[str, str | None]:
@@ -100,4 +104,6 @@ def write_figures(
         content["versions"] = versions(device)
     if floors is not None:
         content["floors"] = {"link_bytes_per_second": floors.link, "device_bytes_per_second": floors.device}
+        if floors.own_link is not None:
+            content["floors"] |= {"link_is_emulated": True, "own_link_bytes_per_second": floors.own_link}
     Path(path).write_text(json.dumps(content | figures, indent=1) + "\n")

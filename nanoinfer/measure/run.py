@@ -15,6 +15,7 @@ from nanoinfer.engine.engine import LLMEngine
 from nanoinfer.llm import LLM
 from nanoinfer.measure.answers import Answer, answer_of
 from nanoinfer.memory.floors import Floors, bytes_read_per_step
+from nanoinfer.memory.streamed import streamed_bytes
 from nanoinfer.requests.request import Request
 from nanoinfer.sampling_params import SamplingParams
 
@@ -43,7 +44,10 @@ class Row:
     link_gbps: float | None = None
     floor_seconds: float | None = None
     ratio_to_floor: float | None = None
+    forecast_seconds: float | None = None  # the planner's, with these bandwidths
+    ratio_to_forecast: float | None = None
     link_floor_gbps: float | None = None
+    emulated_link_gbps: float | None = None  # of a slower link than the machine's; see offload/runtime/throttle.py
     link_moved: float | None = None  # relative change of the link's bandwidth during the case
     peak_gpu_bytes: int | None = None
     host_bytes: int | None = None
@@ -55,10 +59,12 @@ class Row:
     outputs: list[Answer] = field(default_factory=list, repr=False)
     steps: list[float] = field(default_factory=list, repr=False)  # the steps that the median is computed from
     least_bytes: tuple[float, float] | None = field(default=None, repr=False)  # streamed and read, for `add_floor`
+    planned_bytes: tuple[float, float] | None = field(default=None, repr=False)  # the same as planned
 
     def figures(self) -> dict:
         """Return what is written as JSON: no tokens, no single steps."""
-        return {name: value for name, value in vars(self).items() if name not in ("outputs", "steps", "least_bytes")}
+        others = ("outputs", "steps", "least_bytes", "planned_bytes")
+        return {name: value for name, value in vars(self).items() if name not in others}
 
     def take_steps(self, steps: list[float]) -> None:
         """Fill in the figures that follow from `steps`: seconds of the decode steps of the whole batch, in order."""
@@ -68,13 +74,30 @@ class Row:
             self.seconds_per_token = statistics.median(self.steps)
             self.tokens_per_second = self.batch / self.seconds_per_token
 
+    def take_bytes(self, engine: LLMEngine, streamed: list[int], lengths: list[int]) -> None:
+        """Fill in the bytes of the steps that were taken.
+
+        Args:
+            streamed: what each decode step streamed, in order.
+            lengths: tokens of each sequence in the middle of these steps.
+        """
+        self.streamed_bytes_per_step = statistics.median(streamed[WARM_UP_STEPS:] or streamed)
+        self.link_gbps = self.streamed_bytes_per_step / self.seconds_per_token / 1e9
+        spec = engine.runner.spec
+        read = bytes_read_per_step(spec, lengths)
+        self.least_bytes = self.streamed_bytes_per_step, read
+        self.planned_bytes = streamed_bytes(engine.config, spec, engine.plan, lengths), read
+
     def add_floor(self, before: Floors, after: Floors) -> None:
-        """Compare the step with the better of the bandwidths measured before and after it."""
+        """Compare the step with the better of the bandwidths measured before and after it, and with the forecast."""
         if self.seconds_per_token is None:
             return
         best = Floors(max(before.link, after.link), max(before.device, after.device))
         self.floor_seconds = best.offload_step(*self.least_bytes)
         self.ratio_to_floor = self.seconds_per_token / self.floor_seconds
+        if self.planned_bytes is not None:
+            self.forecast_seconds = best.offload_step(*self.planned_bytes)
+            self.ratio_to_forecast = self.seconds_per_token / self.forecast_seconds
         self.link_floor_gbps = best.link / 1e9
         self.link_moved = abs(before.link - after.link) / best.link
 
@@ -166,10 +189,7 @@ def measure(
     row.prefill_tokens_per_second = sum(lengths) / row.time_to_first_token
     row.take_steps(steps)
     if steps:
-        row.streamed_bytes_per_step = statistics.median(streamed[WARM_UP_STEPS:] or streamed)
-        row.link_gbps = row.streamed_bytes_per_step / row.seconds_per_token / 1e9
-        middle = [length + output_len // 2 for length in lengths]
-        row.least_bytes = row.streamed_bytes_per_step, bytes_read_per_step(engine.runner.spec, middle)
+        row.take_bytes(engine, streamed, [length + output_len // 2 for length in lengths])
     else:
         row.problem = _why_no_step(llm, lengths, output_len)
     row.bound = engine.meter.times.since(before).bound

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -24,10 +24,18 @@ class Floors:
     Attributes:
         link: one large copy from pinned host memory to the GPU. On the CPU: a copy in main memory.
         device: one large copy on the device, bytes read and written counted.
+        own_link: the machine's link, where `link` is an emulated one; None: it is not.
     """
 
     link: float
     device: float
+    own_link: float | None = None
+
+    def emulating(self, bytes_per_second: float | None) -> Floors:
+        """Return the floors beside an emulated link (see `offload/runtime/throttle.py`); None: there is none."""
+        if bytes_per_second is None:
+            return self
+        return replace(self, link=min(bytes_per_second, self.link), own_link=self.link)
 
     def offload_step(self, streamed_bytes: float, read_bytes: float) -> float:
         """Return the least seconds that a step which streams and reads so many bytes can take."""

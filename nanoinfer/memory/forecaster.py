@@ -20,7 +20,6 @@ import torch
 from nanoinfer.common.other_names import takes_also
 from nanoinfer.common.units import GIB, format_gib
 from nanoinfer.config import EngineConfig
-from nanoinfer.kv.residency import promotion_margin
 from nanoinfer.memory.cards import card_named
 from nanoinfer.memory.floors import bytes_read_per_step
 from nanoinfer.memory.forecast import Forecast
@@ -28,6 +27,7 @@ from nanoinfer.memory.machine import device_memory
 from nanoinfer.memory.plan import gpu_budget, make_plan
 from nanoinfer.memory.proposals import Proposal, Proposer
 from nanoinfer.memory.setup import Specs
+from nanoinfer.memory.streamed import num_blocks, num_streamed, streamed_bytes
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.models.shapes import SHAPES, write_shape
 from nanoinfer.weights.load import read_checkpoint
@@ -185,40 +185,33 @@ class Forecaster:
             )
         except ValueError as error:
             return replace(asked, problem=str(error))
-        num_full, num_blocks = context // layout.block_size, -(-context // layout.block_size)
-        room = memory.num_gpu_blocks - 1  # without scratch
-        num_streamed, is_offload = 0, config.enable_cpu_offload is True or batch * num_blocks > room
-        if batch * num_blocks > room:
+        lengths, room = [context] * batch, memory.num_gpu_blocks - 1  # without scratch
+        num_full, num_all = num_blocks(self.spec, lengths)
+        is_offload = config.enable_cpu_offload is True or num_all > room
+        if num_all > room:
             if not config.may_offload:
-                needed = f"{batch} x {context} tokens need {batch * num_blocks} KV blocks"
+                needed = f"{batch} x {context} tokens need {num_all} KV blocks"
                 return replace(asked, problem=f"{needed}, {room} fit on the GPU")
-            if batch * num_full > memory.num_host_blocks:
-                gib, limit = format_gib(batch * num_full * layout.block_bytes), format_gib(memory.host_bytes)
+            if num_full > memory.num_host_blocks:
+                gib, limit = format_gib(num_full * layout.block_bytes), format_gib(memory.host_bytes)
                 needed = f"{batch} x {context} tokens need {gib} GiB of host memory for KV blocks"
                 limit = f"the limit is {limit} GiB"
                 if config.host_memory_limit is None:
                     limit += " (of what is available here: state host_memory_limit for another machine)"
                 return replace(asked, problem=f"{needed}, {limit}")
-            resident = max(0, room - batch - promotion_margin(batch))
-            if memory.max_resident_blocks is not None:
-                resident = min(resident, memory.max_resident_blocks)
-            num_streamed = max(0, batch * num_full - resident)
-        elif config.enable_cpu_offload is True and memory.max_resident_blocks is not None:
-            num_streamed = max(0, batch * num_full - memory.max_resident_blocks)
-        full_layers = sum(window is None for window in self.spec.windows)
-        streamed = num_streamed * full_layers * layout.layer_block_bytes
-        read = bytes_read_per_step(self.spec, [context] * batch)
+        streamed = streamed_bytes(config, self.spec, memory, lengths)
+        read = bytes_read_per_step(self.spec, lengths)
         times = {"link": streamed / (asked.link_gbps * 1e9)}
         if asked.device_gbps is not None:
             times["device memory"] = read / (asked.device_gbps * 1e9)
         bound = max(times, key=times.get)
-        kv_bytes = batch * num_blocks * layout.block_bytes
+        kv_bytes = num_all * layout.block_bytes
         return replace(
             asked,
             memory=memory,
             kv_bytes=kv_bytes,
-            resident_kv_bytes=kv_bytes - num_streamed * layout.block_bytes,
-            host_kv_bytes=batch * num_full * layout.block_bytes if is_offload else 0,
+            resident_kv_bytes=kv_bytes - num_streamed(config, self.spec, memory, lengths) * layout.block_bytes,
+            host_kv_bytes=num_full * layout.block_bytes if is_offload else 0,
             streamed_bytes_per_step=streamed,
             read_bytes_per_step=read,
             ms_per_token=times[bound] * 1e3 if times[bound] else None,

@@ -11,7 +11,7 @@ from nanoinfer.options.parser import Parser, length
 # Each task's options that have other defaults in the other task, or no meaning there. These defaults are not the
 # parser's, so that it is known which options were given.
 TASKS = {
-    "decode": dict(mode="streamed,resident", batch="1", output_len=28, check=None, profile=None),
+    "decode": dict(mode="streamed,resident", batch="1", output_len=28, check=None, profile=None, link_gbps=None),
     "recall": recall.DEFAULTS,
 }
 
@@ -41,6 +41,12 @@ def add_arguments(parser: Parser) -> None:
         "--check",
         action=argparse.BooleanOptionalAction,
         help="compare tokens and log-probabilities of our modes; default: where at least two of them run",
+    )
+    parser.add_argument(
+        "--link-gbps",
+        type=float,
+        help="emulate a slower link, of so many GB/s in each direction: 25 = PCIe 4 x16, 12.5 = PCIe 3 x16 (default: "
+        "the machine's own)",
     )
     parser.add_argument("--json", metavar="FILE", help="write all figures")
     parser.add_argument(

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import runpy
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from nanoinfer.memory.floors import Floors, bytes_read_per_step
 from nanoinfer.options import measuring as bench_options
 from nanoinfer.options import offload as offload_options
 from nanoinfer.options.parser import Parser
+from offload.runtime import throttle
 
 TINY = ["--shape", "tiny", "--context", "64,300", "--batch", "1,2", "--output-len", "6", "--no-progress"]
 TINY += ["--block-size", "32", "--device", "cpu"]
@@ -63,6 +65,32 @@ def test_the_table_has_all_columns_a_floor_and_the_check(tmp_path, capsys):
             assert row["check"] == "identical to streamed"
 
 
+def test_an_emulated_link_is_named_wherever_its_figures_are(tmp_path, monkeypatch, capsys):
+    slept = []
+    monkeypatch.setattr(throttle, "HostLink", partial(throttle.HostLink, sleep=slept.append))
+    monkeypatch.setattr(offload, "measure_floors", lambda device: Floors(link=2e9, device=1e12))
+    written, profile = tmp_path / "bench.json", tmp_path / "trace.json"
+    arguments = [*TINY, "--context", "64", "--batch", "1", "--mode", "streamed,resident", "--profile", str(profile)]
+    assert main([*arguments, "--link-gbps", "0.5", "--json", str(written)]) == 0
+    printed = capsys.readouterr().out
+    assert "the link is emulated: 0.5 GB/s in each direction" in printed and "emulated link GB/s" in printed
+    assert "link 2.0 GB/s" in printed or "main memory 2.0 GB/s" in printed, "the machine's own"
+    content = json.loads(written.read_text())
+    assert content["floors"]["link_is_emulated"] and content["floors"]["own_link_bytes_per_second"] == 2e9
+    streamed, resident = content["rows"]
+    assert (
+        streamed["emulated_link_gbps"]
+        == streamed["link_floor_gbps"]
+        == content["floors"]["link_bytes_per_second"] / 1e9
+    )
+    assert streamed["floor_seconds"] == streamed["streamed_bytes_per_step"] / 0.5e9 == streamed["forecast_seconds"]
+    assert streamed["ratio_to_forecast"] == streamed["seconds_per_token"] / streamed["forecast_seconds"]
+    assert resident["check"] == "identical to streamed" and slept
+    assert "streamed, emulated link of 0.5 GB/s" in profile.read_text()
+    assert main([*arguments, "--link-gbps", "2.5"]) == 2
+    assert "--link-gbps 2.5 is more than this machine's link has (2.0 GB/s)" in capsys.readouterr().err
+
+
 def test_a_budget_streams_less_and_auto_nothing_where_all_fits():
     """4 layers, blocks of 32 KiB each: at 300 tokens 9 full blocks, of which the limit leaves some on the GPU."""
     arguments = ["--context", "300", "--batch", "2", "--output-len", "16"]
@@ -72,6 +100,7 @@ def test_a_budget_streams_less_and_auto_nothing_where_all_fits():
     spec_bytes = 4 * 2 * 9 * 2 * 32 * 4 * 32 * 4
     assert rows["streamed"].streamed_bytes_per_step == spec_bytes
     assert all(row.bound in ("link", "CPU", "device memory") for row in rows.values())
+    assert all(row.forecast_seconds == row.floor_seconds for row in rows.values()), "the planner knew what streams"
 
 
 def test_a_profile_has_the_lanes_of_every_mode(tmp_path):
@@ -199,6 +228,9 @@ def test_a_failed_case_leaves_no_request_behind(tmp_path):
         (["--gpu-memory-limit", "12Gib of it"], "--gpu-memory-limit '12Gib of it' is no size"),
         (["--model", "/no/such/model"], "model '/no/such/model' does not exist"),
         (["--json", "/no/such/directory/x.json"], "the directory of '/no/such/directory/x.json' does not exist"),
+        (["--link-gbps", "0"], "--link-gbps 0 must be a positive number of GB/s"),
+        (["--link-gbps", "25", "--mode", "streamed,hf"], "--mode is streamed,hf: leave hf out"),
+        (["--link-gbps", "25", "--task", "recall"], "--link-gbps has no meaning with --task recall"),
         (["--device", "abacus"], "--device 'abacus' is no device"),
     ],
 )

@@ -15,12 +15,12 @@ pytest.importorskip("triton")
 from nanoinfer.kernels.launch.compile_ahead import compile_ahead
 
 TESTS = Path(__file__).resolve().parents[1]
-KERNELS = TESTS.parent / "nanoinfer" / "kernels"
+KERNELS = (*(TESTS.parent / "nanoinfer" / "kernels").rglob("*.py"), *(TESTS.parent / "offload").rglob("*.py"))
 
 
 def kernel_names() -> set[str]:
     """Those that are launched: what is called from them has another ending."""
-    texts = "\n".join(path.read_text() for path in KERNELS.rglob("*.py"))
+    texts = "\n".join(path.read_text() for path in KERNELS)
     return set(re.findall(r"^def (\w+_kernel)\(", texts, flags=re.MULTILINE))
 
 

@@ -103,6 +103,7 @@ from nanoinfer.layers.experts import Experts, share_pools
 from nanoinfer.layers.formats.base import DENSE
 from nanoinfer.layers.formats.scaled import PackedScaled as Packed
 from nanoinfer.sampling.settings import RowSampling
+from offload.runtime.throttle import DeviceLink
 
 for name, module in list(sys.modules.items()):
     if name.startswith("nanoinfer.kernels.") and hasattr(module, "launch_options"):
@@ -253,6 +254,9 @@ def compile_step() -> None:
     vocab_size = 8_192 if is_brief else 151_936
     state, rows = make_state([RowSampling(temperature=1.0)] * 2, vocab_size, sample)
     state.sample(zeros(2, vocab_size), rows, torch.zeros(2, dtype=torch.int64))
+    link = DeviceLink("cpu")
+    link.begin()
+    link.end(1_000)
 
 
 def compile_experts() -> None:

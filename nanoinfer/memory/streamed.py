@@ -1,0 +1,34 @@
+"""What a plan lets a decode step stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nanoinfer.config import EngineConfig
+from nanoinfer.execution.memory import MemoryPlan
+from nanoinfer.kv.residency import promotion_margin
+from nanoinfer.models.base import ModelSpec
+
+
+def num_blocks(spec: ModelSpec, lengths: Sequence[int]) -> tuple[int, int]:
+    """Return the KV blocks of rows of so many tokens: those that are full, and all."""
+    size = spec.layout.block_size
+    return sum(length // size for length in lengths), sum(-(-length // size) for length in lengths)
+
+
+def num_streamed(config: EngineConfig, spec: ModelSpec, memory: MemoryPlan, lengths: Sequence[int]) -> int:
+    """Return how many full blocks of rows of so many tokens stay in host memory alone."""
+    num_full, num_all = num_blocks(spec, lengths)
+    room, most = memory.num_gpu_blocks - 1, num_full  # without scratch
+    if num_all > room and config.may_offload:
+        most = max(0, room - len(lengths) - promotion_margin(len(lengths)))
+    elif config.enable_cpu_offload is not True:
+        return 0
+    resident = most if memory.max_resident_blocks is None else min(most, memory.max_resident_blocks)
+    return max(0, num_full - resident)
+
+
+def streamed_bytes(config: EngineConfig, spec: ModelSpec, memory: MemoryPlan, lengths: Sequence[int]) -> int:
+    """Return what each decode step of rows of so many tokens moves over the link."""
+    full_layers = sum(window is None for window in spec.windows)
+    return num_streamed(config, spec, memory, lengths) * full_layers * spec.layout.layer_block_bytes
