@@ -85,6 +85,9 @@ class EngineRun:
         self.report: Report | None = None
         self._engine, self._request, self._before = llm.engine, request, before
 
+    def prompt_tokens(self) -> tuple[int, int]:
+        return self._engine.work.prompt_tokens()
+
     def stop(self) -> None:
         self._engine.drop([self._request.request_id])  # whoever is inside ends it: this may come in the midst of a step
 

@@ -48,7 +48,7 @@ def _answer(session: Session, screen: Screen, question: str, stops_answers: bool
     answer = session.ask(question)
     with closing(iter(answer)) as pieces, _interrupt_calls(answer.stop) if stops_answers else nullcontext():
         try:
-            with screen.answering() as show:
+            with screen.answering(answer.prompt_tokens) as show:
                 for kind, text in pieces:
                     show(kind, text)
         except KeyboardInterrupt:

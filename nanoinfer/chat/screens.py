@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Protocol, TextIO
 
 from nanoinfer.chat.thinking import Kind
+from nanoinfer.common.progress import PromptProgress, Share, on_terminal
 
 QUOTES = '"""'
 
@@ -27,8 +28,10 @@ class Screen(Protocol):
     def complain(self, text: str) -> bool:
         """Show what went wrong; return whether the chat goes on."""
 
-    def answering(self) -> object:
-        """Return a context manager around one answer, which gives `show(kind, text)`."""
+    def answering(self, prompt_tokens: Callable[[], Share]) -> object:
+        """Return a context manager around one answer, which gives `show(kind, text)`; until its first call a terminal
+        shows how many tokens of the prompt are read.
+        """
 
 
 def is_open(text: str) -> bool:
@@ -71,11 +74,13 @@ class PlainScreen:
         return False
 
     @contextmanager
-    def answering(self) -> Iterator:
+    def answering(self, prompt_tokens: Callable[[], Share]) -> Iterator:
         is_thinking, was_thinking = False, False  # the latter until the first line of the answer
 
         def show(kind: Kind, text: str) -> None:
             nonlocal is_thinking, was_thinking
+            if progress is not None:
+                progress.end()
             if is_thinking != (kind == "thinking"):
                 is_thinking, was_thinking = not is_thinking, is_thinking
                 self._answers.write("<think>" if is_thinking else "</think>\n\n")
@@ -85,8 +90,11 @@ class PlainScreen:
             self._answers.write(text)
             self._answers.flush()
 
+        is_seen = self._notes.isatty()  # also where only the answers go elsewhere
+        waiting = PromptProgress(prompt_tokens, *on_terminal(self._notes)) if is_seen else nullcontext()
         try:
-            yield show
+            with waiting as progress:
+                yield show
         finally:
             self._answers.write("</think>\n" if is_thinking else "\n")
             self._answers.flush()

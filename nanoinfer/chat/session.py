@@ -59,6 +59,9 @@ class Run(Protocol):
     def stop(self) -> None:
         """End the answer soon. May be called at any moment, by a signal handler too."""
 
+    def prompt_tokens(self) -> tuple[int, int]:
+        """Return how many tokens of the prompt are read, and of how many. May be called by any thread."""
+
 
 class Model(Protocol):
     """What a session needs of a model."""
@@ -83,7 +86,7 @@ class Answer:
     def __init__(self, run: Run, thinking: Thinking) -> None:
         self.text = self.thought = ""
         self.has_ended = False
-        self.stop = run.stop
+        self.stop, self.prompt_tokens = run.stop, run.prompt_tokens
         self._run, self._splitter = run, thinking.splitter(run.prompt)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import termios
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from nanoinfer.chat.commands import COMMANDS
 from nanoinfer.chat.markdown import MarkdownStream
 from nanoinfer.chat.screens import is_open, unquoted
 from nanoinfer.chat.thinking import Kind
+from nanoinfer.common.progress import PromptProgress, Share
 from nanoinfer.common.terminal import without_orders
 
 HISTORY = "chat_history"
@@ -31,10 +32,11 @@ class TerminalScreen:
 
     Args:
         directory: where the history lies; it is made.
+        patience: seconds after which it is shown how far a prompt is read.
     """
 
-    def __init__(self, directory: Path, console: Console | None = None) -> None:
-        self._console = Console(highlight=False) if console is None else console
+    def __init__(self, directory: Path, *, patience: float = 1.0) -> None:
+        self._console, self._patience = Console(highlight=False), patience
         self._session = PromptSession(
             history=self._history(directory),
             multiline=True,  # Enter sends all the same, by the bindings
@@ -78,11 +80,21 @@ class TerminalScreen:
         return True
 
     @contextmanager
-    def answering(self) -> Iterator:
-        answer = _AnswerOnTerminal(self._console)
+    def answering(self, prompt_tokens: Callable[[], Share]) -> Iterator:
+        answer, status = _AnswerOnTerminal(self._console), self._console.status("", spinner_style="dim")
+
+        def show_progress(line: str) -> None:
+            status.update(Text(line, style="dim"))
+            status.start()
+
+        def show(kind: Kind, text: str) -> None:
+            progress.end()
+            answer.show(kind, text)
+
         with _no_echo():
             try:
-                yield answer.show
+                with PromptProgress(prompt_tokens, show_progress, status.stop, after=self._patience) as progress:
+                    yield show
             finally:
                 answer.end()
 

@@ -11,11 +11,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import nanoinfer
+from nanoinfer.common.progress import PromptProgress, on_terminal
 from nanoinfer.common.terminal import without_orders
 from nanoinfer.common.units import counted
 from nanoinfer.options.engine import add_engine_options, engine_arguments
 from nanoinfer.options.parser import Parser, in_options
 from nanoinfer.options.sampling import add_sampling_options, sampling_params
+from nanoinfer.outputs import StreamOutput
 
 _STDIN = "-"
 _MAX_TOKENS = 128
@@ -46,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
             prompt = _in_template(llm, prompt, options.system)
         before, shown = llm.engine.meter.snapshot(), without_orders if sys.stdout.isatty() else str
         try:
-            for output in llm.generate_stream(prompt, params):
+            for output in _with_progress(llm, llm.generate_stream(prompt, params)):
                 if output.error is not None:
                     raise ValueError(output.error)
                 print(shown(output.text_delta), end="", flush=True)
@@ -74,6 +76,17 @@ def _prompt(options: argparse.Namespace) -> str:
         if not text:
             raise ValueError("nothing came from stdin: give a prompt, or pipe one into the command")
     return text
+
+
+def _with_progress(llm: Any, outputs: Iterator[StreamOutput]) -> Iterator[StreamOutput]:
+    """Yield the outputs; until the first one say on a terminal how far the prompt is read."""
+    if not sys.stderr.isatty():
+        yield from outputs
+        return
+    with PromptProgress(llm.engine.work.prompt_tokens, *on_terminal(sys.stderr)) as progress:
+        for output in outputs:
+            progress.end()
+            yield output
 
 
 def _in_template(llm: Any, text: str, system: str | None) -> list[int]:

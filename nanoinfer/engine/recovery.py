@@ -47,6 +47,21 @@ class Work:
     def sequences(self) -> list[Sequence]:
         return [sequence for request in self.requests.values() for sequence in request.sequences]
 
+    def prompt_tokens(self) -> tuple[int, int]:
+        """Return how many tokens of the requests' prompts are read, and of how many. Any thread may call this, at any
+        moment: the figures are as old as the last step.
+        """
+        done, total = 0, 0
+        for request in list(self.requests.values()):
+            length = len(request.prompt_token_ids)
+            total += length
+            done += min(length, max(sequence.num_computed for sequence in request.sequences))
+        if (
+            self.in_flight is not None and self._built.runner.runtime.device.type != "cpu"
+        ):  # launched, and not computed yet
+            done -= sum(chunk.end - chunk.begin for chunk in self.in_flight.batch.chunks)
+        return done, total
+
     @torch.inference_mode()
     def abort(self, request_ids: Iterable[str]) -> bool:
         """End requests and free what they hold; return False if none of these is there."""

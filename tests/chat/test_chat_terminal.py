@@ -108,6 +108,17 @@ def test_thinking_is_dim_and_markdown_is_drawn(tmp_path):
         assert "• one" in chat.seen and "**" not in chat.seen and "# A" not in chat.seen
 
 
+def test_a_long_prompt_is_counted_until_the_answer_begins(tmp_path):
+    with Chat(tmp_path) as chat:
+        chat.ask("long")
+        chat.wait_for("reading the prompt: 1,000 of 5,000 tokens")
+        chat.wait_for("reading the prompt: 2,000 of 5,000 tokens")
+        chat.wait_for("You: long")
+        chat.wait_for(">>>")
+        place = chat.raw.rindex("reading the prompt")
+        assert "\x1b[2K" in chat.raw[place : chat.raw.index("You:", place)], "the line was not taken away"
+
+
 def test_a_model_gives_the_terminal_no_orders(tmp_path):
     with Chat(tmp_path) as chat:
         chat.ask("orders")

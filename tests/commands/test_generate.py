@@ -2,12 +2,16 @@
 
 import io
 import re
+import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 import nanoinfer
+from nanoinfer.commands import generate
 from nanoinfer.commands.main import main
+from nanoinfer.common.progress import PromptProgress
 from nanoinfer.outputs import RequestMetrics, StreamOutput
 from nanoinfer.sampling_params import SamplingParams
 
@@ -17,11 +21,23 @@ SPOKEN = "Records. The pass key of Mira Holt is 48192."
 class FakeLLM:
     """Says two words to every prompt, and keeps what it was asked."""
 
-    asked, said = None, ("two", " words")
+    asked, said, is_long, is_watched = None, ("two", " words"), False, {}
 
     def __init__(self, model, **arguments):
         self.arguments = arguments
-        self.engine = SimpleNamespace(sampling_defaults=self.recommended, meter=SimpleNamespace(snapshot=lambda: None))
+        self.num_looks, self.is_read = 0, threading.Event()
+        self.engine = SimpleNamespace(
+            sampling_defaults=self.recommended,
+            meter=SimpleNamespace(snapshot=lambda: None),
+            work=SimpleNamespace(prompt_tokens=self.look),
+        )
+
+    def look(self):
+        """The prompt of 5,000 tokens is read when it was looked at twice."""
+        self.num_looks += 1
+        if self.num_looks == 2:
+            self.is_read.set()
+        return 1000 * self.num_looks, 5000
 
     def __enter__(self):
         return self
@@ -31,6 +47,8 @@ class FakeLLM:
 
     def generate_stream(self, prompt, params):
         type(self).asked = prompt, params
+        if self.is_long:
+            self.is_read.wait()
         metrics = RequestMetrics(
             arrival_time=0.0, time_to_first_token=0.5, time_per_output_token=0.1, num_prompt_tokens=3,
             num_generated_tokens=2,
@@ -39,6 +57,7 @@ class FakeLLM:
             yield StreamOutput(
                 request_id="0", index=0, text_delta=text, token_ids_delta=[1], finished=last is not None, metrics=last
             )
+            self.is_watched[text] = any(thread.name == "nanoinfer-progress" for thread in threading.enumerate())
 
 
 class Stdin(io.StringIO):
@@ -132,6 +151,17 @@ def test_a_model_gives_a_terminal_no_orders(asked, capsys, monkeypatch, is_termi
     monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
     asked("text")
     assert capsys.readouterr().out == ("[31mred\tone\n2J漢\n" if is_terminal else "\x1b[31mred\tone\n\x9b2J漢\n")
+
+
+def test_a_terminal_shows_how_far_a_long_prompt_is_read(asked, capsys, monkeypatch):
+    monkeypatch.setattr(generate, "PromptProgress", partial(PromptProgress, after=0))
+    monkeypatch.setattr(FakeLLM, "is_long", True)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    asked("text")
+    text, said = capsys.readouterr()
+    lines = "\rreading the prompt: 1,000 of 5,000 tokens\x1b[K\rreading the prompt: 2,000 of 5,000 tokens\x1b[K"
+    assert not FakeLLM.is_watched["two"], "the line might come back in the midst of the answer"
+    assert text == "two words\n" and said.startswith(f"{lines}\r\x1b[Knanoinfer generate: 3 prompt tokens")
 
 
 def test_a_chat_answers_a_message_in_the_template_of_the_model(capsys):

@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,13 +35,23 @@ ANSWERS = {
 class ScriptedRun:
     """The text of `ANSWERS`, or the question again; "endless" goes on until it is stopped, "deaf" only hears it.
 
-    "slow" comes word by word. "interrupted" is a Ctrl-C before the answer begins.
+    "slow" comes word by word. "interrupted" is a Ctrl-C before the answer begins. The answer to "long" comes when its
+    prompt was looked at twice.
     """
 
     prompt = "the prompt"
 
     def __init__(self, question: str) -> None:
         self.report, self._question, self._is_stopped = None, question, False
+        self._num_looks, self._is_read = 0, threading.Event()
+
+    def prompt_tokens(self) -> tuple[int, int]:
+        if self._question != "long":
+            return 0, 0
+        self._num_looks += 1
+        if self._num_looks == 2:
+            self._is_read.set()
+        return 1000 * self._num_looks, 5000
 
     def stop(self) -> None:
         self._is_stopped = True
@@ -48,6 +59,8 @@ class ScriptedRun:
     def __iter__(self) -> Iterator[str]:
         number = 0
         try:
+            if self._question == "long":
+                self._is_read.wait()
             if self._question in ("endless", "deaf", "slow"):
                 while number < 300 if self._question == "slow" else self._question == "deaf" or not self._is_stopped:
                     yield f"heard{number} " if self._is_stopped else f"word{number} "
@@ -84,7 +97,7 @@ def main() -> None:
     """A chat with the scripted model on this process's terminal."""
     from nanoinfer.chat.terminal import TerminalScreen
 
-    converse(Session(ScriptedModel(), Settings()), TerminalScreen(state_directory()), stops_answers=True)
+    converse(Session(ScriptedModel(), Settings()), TerminalScreen(state_directory(), patience=0), stops_answers=True)
     print("ended well")
 
 
