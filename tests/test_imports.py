@@ -12,7 +12,7 @@ LAYERS = (
     "offload.runtime",
     "nanoinfer.common",
     "nanoinfer.outputs nanoinfer.sampling_params nanoinfer.config",
-    "nanoinfer.requests nanoinfer.sampling",
+    "nanoinfer.requests nanoinfer.sampling nanoinfer.gguf",
     "nanoinfer.kernels",
     "nanoinfer.attention nanoinfer.layers",
     "nanoinfer.models",
