@@ -22,35 +22,38 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from nanoinfer.kernels.linear import expand, packed
+from nanoinfer.kernels.linear import forms, packed
 from nanoinfer.kernels.linear.launches import tiles_of
-from nanoinfer.kernels.linear.packing import Packing, empty_packed
+from nanoinfer.kernels.linear.packed_weight import empty_packed
+from nanoinfer.kernels.linear.packing import Packing
+from nanoinfer.layers.formats.gguf_blocks import BLOCKS
 
 FORMATS = {
-    "int4": dict(kind="int", bits=4, columns=128, has_zeros=True),
-    "int4-symmetric": dict(kind="int", bits=4, columns=128),
-    "int8": dict(kind="int", bits=8, columns=None),
-    "fp8": dict(kind="fp8", bits=8, columns=None),
+    "int4": Packing(kind="int", bits=4, columns=128, scale_dtype=torch.bfloat16, has_zeros=True),
+    "int4-symmetric": Packing(kind="int", bits=4, columns=128, scale_dtype=torch.bfloat16),
+    "int8": Packing(kind="int", bits=8, columns=None, scale_dtype=torch.bfloat16),
+    "fp8": Packing(kind="fp8", bits=8, columns=None, scale_dtype=torch.bfloat16),
 }
+BLOCKS_OF_GGUF = {name: block.packing for name, block in BLOCKS.items() if block.packing.scale_words is not None}
 NUM_ROWS, SIZE = 6144, 2560
-_TYPES = {torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64", torch.bfloat16: "*bf16"}
+_TYPES = {torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8", torch.bfloat16: "*bf16"}
 
 
 def compiled(packing: Packing, architecture: int) -> tuple[bytes, int]:
     """The program, and the weights that each of its threads makes in one step of the loop."""
     kernel, cuda = packed.packed_linear_kernel, torch.device("cuda")
     weight = empty_packed(packing, NUM_ROWS, SIZE, "meta")
-    form = expand.form_of(weight, cuda, torch.bfloat16)
+    form = forms.form_of(weight, cuda, torch.bfloat16)
     x, out = torch.empty(1, SIZE, device="meta"), torch.empty(1, NUM_ROWS, device="meta")
-    tiles = tiles_of(f"{form.bits} bits", x, out, False, 1)  # of one row they are the same on every GPU
+    tiles = tiles_of(f"{max(form.bits, 4)} bits", x, out, False, 1)  # of one row they are the same on every GPU
     unroll = tiles.columns // form.block
     types = dict(x="*bf16", bias="*bf16", out="*bf16", num_tokens="i32", num_rows="i32")
     values = dict(
         FORM=form, PART_SIZE=SIZE, UNROLL=unroll, BIAS=False, GATED=False, GELU=False, EVEN=True, EVEN_SIZE=True,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.stages, AHEAD=2, PDL=architecture >= 90, x_rows=None,
     )  # fmt: skip
-    names = ("words", "scales", "zeros", "global_scale", "group_index")
-    for name, tensor in zip(names, expand.tensors_of(weight), strict=True):
+    names = ("words", "scales", "zeros", "global_scale", "group_index", "high_bits", "factors")
+    for name, tensor in zip(names, forms.tensors_of(weight), strict=True):
         if tensor is None:
             values[name] = None
         else:
@@ -91,10 +94,10 @@ def instructions_of_loop(program: bytes) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("architecture", nargs="?", type=int, default=90, help="compute capability without its point")
-    parser.add_argument("--format", choices=FORMATS, help="all if it is not given")
+    parser.add_argument("--format", choices=FORMATS | BLOCKS_OF_GGUF, help="all but GGUF's if not given")
     options = parser.parse_args()
     for name in [options.format] if options.format else FORMATS:
-        program, weights = compiled(Packing(scale_dtype=torch.bfloat16, **FORMATS[name]), options.architecture)
+        program, weights = compiled((FORMATS | BLOCKS_OF_GGUF)[name], options.architecture)
         count = instructions_of_loop(program)
         print(f"{name}: {count} instructions for {weights} weights of a thread, {count / weights:.1f} each")
 

@@ -23,6 +23,7 @@ from expert_cases import (
     plain_shared,
     same,
 )
+from packings import PACKINGS
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanoinfer.kernels import fused
@@ -36,7 +37,7 @@ HALF, FULL = torch.float16, torch.float32
 FORMATS = [
     "dense", "int4 in pairs of groups", "int4 in pairs with zeros", "int4 with zeros", "int4 of 32", "int4 by row",
     "int4 by row with zeros", "int4 with wide scales", "int8 by row", "int8 with zeros", "fp8 by row", "fp8 in blocks",
-    "nvfp4", "mxfp4", "int4 out of order",
+    "nvfp4", "mxfp4", "int4 out of order", "Q4_1", "Q5_0", "Q4_K", "Q6_K", "Q2_K", "IQ4_XS",
 ]  # fmt: skip
 IN_AN_ORDINARY_RUN = [
     "dense", "int4 in pairs of groups", "int4 by row", "int8 with zeros", "fp8 in blocks", "mxfp4", "int4 out of order",
@@ -45,7 +46,7 @@ PLANES, BLOCKS = product.Tiles(8, 128, 64, 4, 1), product.Tiles(16, 128, 64, 4, 
 """Tiles whose operands are planes, and blocks where the weight allows."""
 HOPPER = Gpu(9, 227 * 1024)
 """Where blocks are operands."""
-IN_BLOCKS = ["int4 in pairs of groups", "int8 with zeros", "fp8 by row", "nvfp4"]
+IN_BLOCKS = ["int4 in pairs of groups", "int8 with zeros", "fp8 by row", "nvfp4", "Q5_0", "Q4_K"]
 
 
 @pytest.fixture(autouse=True)
@@ -96,14 +97,26 @@ def run(experts, x, ids, weights, shared=None, operation=product.expert_mlp, **c
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.sampled(
-    *FORMATS[:2], "int4 with zeros", "int4 by row", "int8 with zeros", "fp8 in blocks", "mxfp4", FORMATS[-1]
+    *FORMATS[:2],
+    "int4 with zeros",
+    "int4 by row",
+    "int8 with zeros",
+    "fp8 in blocks",
+    "mxfp4",
+    "int4 out of order",
+    "Q5_0",
+    "Q6_K",
+    "Q2_K",
 )
 def test_experts_of_every_format_have_the_bits_of_plain_sums(name, launches, monkeypatch):
     """An expert without rows, with one, with more than a tile has; one that is not here; a row that is no token."""
     tiled(monkeypatch, BLOCKS if name in IN_BLOCKS else PLANES)
     monkeypatch.setattr(product, "gpu_of", lambda device: HOPPER)
-    experts = make_experts(name, 128, 128 if name in ("fp8 in blocks", "int4 with zeros") else 64, 5, missing=(1,))
-    x, weights = torch.randn(18, 128).half(), torch.randn(18, 2)
+    hidden, size = 128, 128 if name in ("fp8 in blocks", "int4 with zeros") else 64
+    if PACKINGS.get(name, {}).get("factor_columns"):
+        hidden = size = 256
+    experts = make_experts(name, hidden, size, 5, missing=(1,))
+    x, weights = torch.randn(18, hidden).half(), torch.randn(18, 2)
     ids = torch.tensor([[0, 2]] * 17 + [[1, 4]], dtype=torch.int32)
     ids[3], ids[4, 1] = -1, 4
     wanted = run(experts, x, ids, weights, operation=plain_mlp)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from nanoinfer.kernels.linear.instructions import EXPANSIONS, PAIR_OF_BYTES, number_of
-from nanoinfer.kernels.linear.packing import Packing, empty_packed
+from nanoinfer.kernels.linear.packed_weight import empty_packed
+from nanoinfer.kernels.linear.packing import Packing
 from nanoinfer.layers.formats.bits import E2M1_VALUES
 
 BF16, HALF = torch.bfloat16, torch.float16

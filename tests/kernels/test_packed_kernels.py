@@ -19,10 +19,17 @@ from nanoinfer.kernels.linear.counts import MAX_ROWS
 from nanoinfer.kernels.linear.expand import expand, form_of, tensors_of
 from nanoinfer.kernels.linear.launches import Gpu, tiles_of
 from nanoinfer.kernels.linear.packed import packed_linear
-from nanoinfer.kernels.linear.packing import Packing, empty_packed
+from nanoinfer.kernels.linear.packed_weight import empty_packed
+from nanoinfer.kernels.linear.packing import Packing
 from nanoinfer.layers.formats.base import DENSE
 from nanoinfer.layers.formats.packed import Packed
 from nanoinfer.layers.formats.parted import Parted
+
+
+def can_have(packing: Packing, in_features: int) -> bool:
+    """Whether weights of a packing may have so many columns."""
+    columns = packing.factor_columns or packing.columns
+    return columns is None or packing.rows > 1 or in_features % columns == 0
 
 
 def matrix_of(weights: Packed, module: Bare) -> torch.Tensor:
@@ -30,12 +37,26 @@ def matrix_of(weights: Packed, module: Bare) -> torch.Tensor:
 
 
 # Blocks of 256, of 128 and of 64 columns; a last one with columns too many; two parts, of odd numbers of blocks.
-@pytest.mark.parametrize("in_features", [192, 200, 256, 2304])
+SIZES = (96, 192, 200, 256, 2304)
+
+
+def expanded_cases() -> list[str]:
+    """Of each packing the smallest sizes that it may have; of some, and of all with words of scales, a long one."""
+    found = []
+    for number, (name, settings) in enumerate(PACKINGS.items()):
+        packing = Packing(**settings)
+        is_long = packing.scale_words is not None or number % 3 == 0
+        sizes = [size for size in SIZES if can_have(packing, size)]
+        found += [f"{name}-{size}" for size in sizes[:1] + [192, 2304][: 1 + is_long] if size in sizes]
+    return list(dict.fromkeys(found))
+
+
+@pytest.mark.parametrize("in_features", SIZES)
 @pytest.mark.parametrize("name", list(PACKINGS))
-@pytest.mark.sampled(*[f"{name}-192" for name in PACKINGS], *[f"{name}-2304" for name in list(PACKINGS)[::3]])
+@pytest.mark.sampled(*expanded_cases())
 def test_the_kernel_expands_to_the_references_matrix(name, in_features):
     packing = Packing(**PACKINGS[name])
-    if packing.columns and in_features % packing.columns and packing.rows == 1:
+    if not can_have(packing, in_features):
         pytest.skip("no such weight")
     weights, module = filled(packing, 40, in_features)
     out = torch.full((40, in_features), torch.nan, dtype=HALF)
@@ -45,10 +66,10 @@ def test_the_kernel_expands_to_the_references_matrix(name, in_features):
 
 @pytest.mark.parametrize("num_tokens", [1, 16, 40])
 @pytest.mark.parametrize("name", list(PACKINGS))
-@pytest.mark.sampled(*[f"{name}-{count}" for name, count in zip(PACKINGS, 7 * (1, 16, 40))])
+@pytest.mark.sampled(*[f"{name}-{count}" for name, count in zip(PACKINGS, 11 * (1, 16, 40))])
 def test_products_are_those_with_the_expanded_matrix(name, num_tokens):
     packing = Packing(**PACKINGS[name])
-    size = 384
+    size = 384 if can_have(packing, 384) else 512
     weights, module = filled(packing, 40, size)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(num_tokens, size, generator=generator).to(HALF)
@@ -141,7 +162,10 @@ class Watched:
         return self._memory.load(pointers, mask, other, dtype)
 
 
-@pytest.mark.parametrize("name, size", [("int4 of 32", 96), ("nvfp4", 80), ("mxfp4", 96)])
+@pytest.mark.parametrize(
+    "name, size",
+    [("int4 of 32", 96), ("nvfp4", 80), ("mxfp4", 96), ("Q4_1", 96), ("Q5_0", 96), ("Q8_0", 160), ("Q2_K", 256)],
+)
 def test_blocks_with_columns_too_many_read_no_scales_beyond_the_last(name, size, monkeypatch):
     from triton.runtime import interpreter
 

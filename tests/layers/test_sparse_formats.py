@@ -17,7 +17,7 @@ from transformers_reference import greedy_tokens
 
 from nanoinfer import SamplingParams
 from nanoinfer.kernels.experts import product
-from nanoinfer.kernels.linear.packing import PackedWeight
+from nanoinfer.kernels.linear.packed_weight import PackedWeight
 from nanoinfer.layers.formats.base import DENSE
 from nanoinfer.layers.formats.compressed_tensors import CompressedTensors
 from nanoinfer.layers.formats.online import QuantisedWhileRead

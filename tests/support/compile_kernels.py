@@ -69,7 +69,9 @@ def compile_only(kernel, grid):
 def loaded_ahead(scales, *, FORM, BLOCK_M, BLOCK_N, UNROLL, STAGES, **_):
     """The bytes that triton 3.6 takes for steps of a product that are loaded ahead; 3.9 holds words once less."""
     scale_bytes = scales.element_size() * (1 + (FORM.has_zeros and not FORM.has_words)) / FORM.group
-    return STAGES * UNROLL * FORM.block * (2 * BLOCK_M + BLOCK_N * (FORM.bits / 8 + scale_bytes))
+    if FORM.mode == SCALE_WORDS.value:  # those of a block, and its factor
+        scale_bytes = max(4 / FORM.block, 4 / (FORM.group * FORM.groups_of_word)) + bool(FORM.factor) * 4 / FORM.block
+    return STAGES * UNROLL * FORM.block * (2 * BLOCK_M + BLOCK_N * ((FORM.bits + FORM.high_bits) / 8 + scale_bytes))
 
 
 def first_stages(backend=None, stages=None, *_):
@@ -94,13 +96,16 @@ from nanoinfer.kernels.experts import tiles as expert_tiles
 from nanoinfer.kernels.experts.routing import SIGMOID, GatedActivation, Routing
 from nanoinfer.kernels.layer.activation import act_and_mul
 from nanoinfer.kernels.layer.head_steps import HeadSteps
-from nanoinfer.kernels.linear import expand, launches, packed, rows
+from nanoinfer.kernels.linear import expand, forms, launches, packed, rows
+from nanoinfer.kernels.linear.forms import SCALE_WORDS
 from nanoinfer.kernels.linear.launches import HOPPER, Gpu
-from nanoinfer.kernels.linear.packing import Packing, empty_packed
+from nanoinfer.kernels.linear.packed_weight import empty_packed
+from nanoinfer.kernels.linear.packing import Packing
 from nanoinfer.kernels.step import rows as step_rows
 from nanoinfer.kernels.step import sample
 from nanoinfer.layers.experts import Experts, share_pools
 from nanoinfer.layers.formats.base import DENSE
+from nanoinfer.layers.formats.gguf_blocks import BLOCKS
 from nanoinfer.layers.formats.scaled import PackedScaled as Packed
 from nanoinfer.sampling.settings import RowSampling
 from offload.runtime.throttle import DeviceLink
@@ -110,7 +115,7 @@ for name, module in list(sys.modules.items()):
         module.launch_options = lambda x, fuses=True: dict(
             PDL=gpu.has_pdl, launch_pdl=gpu.has_pdl, enable_fp_fusion=fuses
         )
-expand.has_instructions = lambda device: True
+forms.has_instructions = lambda device: True
 for module in (launches, packed, rows, product, expert_tiles):
     module.gpu_of = lambda device: gpu.numbers
 
@@ -172,6 +177,7 @@ def compile_packed() -> None:
             layers.packed_linear(zeros(64, 1024), weight, zeros(256), activation="silu")
         if not is_brief:
             expand.expand(weight, zeros(256, 1024))
+    compile_blocks()
     is_hopper = gpu.numbers.major == HOPPER
     if is_hopper:  # the widest scales, beside the most rows of x
         widest = nibbles | dict(columns=32, scale_dtype=torch.float32, has_zeros=True)
@@ -188,6 +194,19 @@ def compile_packed() -> None:
         return
     layers.packed_linear(zeros(16, 2304), empty_packed(Packing(**cases[0]), 256, 2304, "cpu"), num_parts=2)
     expand.expand(empty_packed(Packing(**cases[1]), 256, 1024, "cpu"), floats(256, 1024))
+
+
+def compile_blocks() -> None:
+    """The block types of GGUF: each way in which codes and scales lie, for one row, few and many."""
+    for name, block in BLOCKS.items():
+        if name == "MXFP4" or (is_brief and (name not in ("Q4_K", "Q6_K") or gpu.architecture != architectures[0])):
+            continue
+        weight = empty_packed(block.packing, 256, 1024, "cpu")
+        for num_tokens in (1,) if is_brief else (1, 16, 64, 300):
+            layers.packed_linear(zeros(num_tokens, 1024), weight)
+        if not is_brief:
+            layers.packed_linear(zeros(1, 1024), weight, activation="silu")
+            expand.expand(weight, zeros(256, 1024))
 
 
 def compile_attention(head_dim: int, kv_dtype: torch.dtype, *, is_common: bool) -> None:
@@ -263,10 +282,13 @@ def compile_experts() -> None:
     """Wide experts and packed ones, for one row, few and many, also with biases and a clamp, and in parts."""
     silu, clamp = GatedActivation(name="silu"), GatedActivation(name="clamped", limit=7.0, alpha=1.702)
     nibbles = Packed(Packing(kind="int", bits=4, scale_dtype=torch.bfloat16, columns=128, has_zeros=True))
+    q6_k = Packed(BLOCKS["Q6_K"].packing)
     fp4 = Packed(Packing(kind="fp4", bits=4, scale_dtype=torch.uint8, columns=32, product_dtype=torch.bfloat16))
+    q6_k = Packed(BLOCKS["Q6_K"].packing)
     is_again = is_brief and gpu.architecture != architectures[0]
     many = (1, 4, 16, 40, 200, 2000)
     cases = [(DENSE, silu, many), (DENSE, clamp, many), (nibbles, silu, many), (fp4, silu, many), (fp4, clamp, many)]
+    cases += [(q6_k, silu, many)]
     if is_brief:  # a pair, an expert's rows and a tile of them, each wide and packed; and what Hopper multiplies itself
         cases = [(DENSE, silu, (40, 2000)), (DENSE, clamp, (1,)), (nibbles, silu, (1, 200))]
     for formats, activation, numbers in [(DENSE, silu, (2000,)), (nibbles, silu, (40,))] if is_again else cases:

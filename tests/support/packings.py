@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from nanoinfer.kernels.linear.packing import Packing
+from nanoinfer.layers.formats.gguf_blocks import BLOCKS
 from nanoinfer.layers.formats.packed import Packed
 from nanoinfer.layers.linear import Linear
 
@@ -34,6 +35,11 @@ PACKINGS = {
     "mxfp4": dict(kind="fp4", bits=4, scale_dtype=torch.uint8, columns=32, product_dtype=torch.bfloat16),
     "int4 in blocks with zeros": dict(kind="int", bits=4, scale_dtype=HALF, columns=32, rows=24, has_zeros=True),
 }  # fmt: skip
+
+
+for _name, _block in BLOCKS.items():
+    if _name != "MXFP4":  # which is "mxfp4"
+        PACKINGS[_name] = vars(_block.packing)
 
 
 class Bare(Linear):
@@ -71,11 +77,18 @@ def fill(module, generator: torch.Generator, *, largest: float = 1.0, zeros_fold
     """
     packing, num_rows, in_features = module.packed.packing, module.num_rows, module.in_features
     device = module.packed.codes.device
-    codes = torch.randint(0, 2**packing.bits, (num_rows, in_features), generator=generator, dtype=torch.uint8)
+    num_codes = 2 ** (packing.bits + packing.high_bits)
+    codes = torch.randint(0, num_codes, (num_rows, in_features), generator=generator, dtype=torch.uint8)
     if packing.kind == "fp8":
         codes[(codes & 127) == 127] = 126
     codes = codes.to(device)
     module.packed.put_codes(0, codes)
+    ids = torch.tensor([num_rows - 1, 0, num_rows // 2], device=device)
+    assert torch.equal(module.packed.codes_of(slice(0, num_rows)), codes)
+    assert torch.equal(module.packed.codes_of(ids), codes[ids])
+    if packing.scale_words is not None:
+        _fill_scale_words(module, generator, largest / num_codes)
+        return
     groups, scale_rows = packing.num_groups(in_features), -(-num_rows // packing.rows)
     if packing.has_exponents:  # those up to 128 can be folded
         scales = torch.randint(100, 129, (scale_rows, groups), generator=generator, dtype=torch.uint8)
@@ -99,7 +112,38 @@ def fill(module, generator: torch.Generator, *, largest: float = 1.0, zeros_fold
         module.packed.global_scale.copy_(torch.rand(num_rows, generator=generator) + 0.5)
     if packing.has_group_index:
         module.packed.group_index.copy_(torch.randint(0, groups, (in_features,), generator=generator))
-    assert torch.equal(module.packed.codes_of(slice(0, num_rows)), codes)
-    ids = torch.tensor([num_rows - 1, 0, num_rows // 2], device=device)
-    assert torch.equal(module.packed.codes_of(ids), codes[ids])
     assert packing.rows > 1 or torch.equal(module.packed.scales_of(ids).float(), scales.float()[ids])
+
+
+def _fill_scale_words(module, generator: torch.Generator, largest: float) -> None:
+    """All integers that are scales and minima; numbers in float16 up to about `largest`, of both signs."""
+    packed, num_rows = module.packed, module.num_rows
+    packing, words, device = packed.packing, packed.packing.scale_words, packed.codes.device
+
+    def numbers(count: int, largest: float) -> torch.Tensor:
+        return (largest * torch.randn(num_rows, count, generator=generator)).half().to(device)
+
+    def integers(count: int) -> torch.Tensor:
+        begin, end = (0, 2 ** min(words.bits, 6)) if words.has_minima else (-128, 128)
+        found = torch.randint(begin, end, (num_rows, count), generator=generator)
+        return found.to(torch.uint8 if words.has_minima else torch.int8).to(device)
+
+    groups, factors = packing.num_groups(module.in_features), []
+    if words.has_factors:
+        least = largest / 2 ** min(words.bits, 6)
+        factors = [numbers(module.in_features // packing.factor_columns, one) for one in (least, 8 * least)]
+        values = [integers(groups), integers(groups)]
+    else:
+        values = [numbers(groups, largest), numbers(groups, 8 * largest)]
+    if not words.has_minima:
+        factors, values = factors[:1], [values[0], None]
+    packed.put_scale_words(0, num_rows, *values, *factors)
+    wanted = [one if one is None else one.float() for one in values]
+    if factors:
+        times = packing.factor_columns // packing.columns
+        for place, factor in enumerate(factors):
+            wanted[place] = wanted[place] * factor.float().repeat_interleave(times, 1)
+    ids = torch.tensor([num_rows - 1, 0, num_rows // 2], device=device)
+    for rows in (slice(0, num_rows), ids):
+        for got, want in zip(packed.float_scales_of(rows), wanted, strict=True):
+            assert (got is None and want is None) or torch.equal(got, want[rows])

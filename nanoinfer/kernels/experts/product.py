@@ -24,10 +24,12 @@ from nanoinfer.kernels.experts.tiles import Tiles, tiles_of
 from nanoinfer.kernels.launch.pdl import launch_options, let_next_in, wait_for_inputs
 from nanoinfer.kernels.layer.activation import ACTIVATIONS, act_and_mul, activate, clamped
 from nanoinfer.kernels.layer.rms_norm import rounded
-from nanoinfer.kernels.linear.expand import COLUMN, expanded_plane, first_blocks, form_of, scales_of_rows
+from nanoinfer.kernels.linear.expand import expanded_plane, scales_of_rows
+from nanoinfer.kernels.linear.forms import COLUMN, first_blocks, form_of
 from nanoinfer.kernels.linear.launches import HOPPER, gpu_of
 from nanoinfer.kernels.linear.packed import expanded_block, waited_for
 from nanoinfer.kernels.linear.tiles import biased
+from nanoinfer.kernels.linear.wide_products import scales_of_block, with_high_bits
 
 RESERVED_BYTES = 8 * 1024
 """Of a program's shared memory, for what is not loaded ahead."""
@@ -42,6 +44,8 @@ class Places(NamedTuple):
     zeros: int
     global_scale: int
     group_index: int
+    high_bits: int
+    factors: int
     bias: int
 
 
@@ -69,7 +73,7 @@ def expert_product_kernel(
     table,  # [EXPERTS]: an expert's place, -1: it is not here
     order,  # [num_pairs]: what `sort_pairs` returns; None: each pair is a tile
     tiles,  # [num_tiles, 4]
-    words, scales, zeros, global_scale, group_index, bias,  # the pool in each tensor's dtype; `words` also of wide rows
+    words, scales, zeros, global_scale, group_index, high_bits, factors, bias,  # the pool in each tensor's dtype
     x_rows,  # x as a descriptor of boxes of BLOCK_M rows and a step's columns; None: x is loaded by rows
     first_row,  # of the weight, that column 0 of `out` belongs to
     width,  # columns of `out`
@@ -142,6 +146,12 @@ def expert_product_kernel(
         index_at = group_index
         if group_index is not None:
             index_at = tensor_of(group_index, place, PLACES.group_index, PLACES.stride)
+        high_bits_at = high_bits
+        if high_bits is not None:
+            high_bits_at = tensor_of(high_bits, place, PLACES.high_bits, PLACES.stride)
+        factors_at = factors
+        if factors is not None:
+            factors_at = tensor_of(factors, place, PLACES.factors, PLACES.stride)
         of_row = scales_of_rows(scales_at, zeros_at, global_at, row, FORM)
         word_tile = words_at + row[:, None] * PLANE + tl.arange(0, PLANE)[None, :]
         # A part may begin within a step, whose other columns are 0.
@@ -176,6 +186,8 @@ def expert_product_kernel(
                 if not EVEN:
                     block = tl.minimum(block, (SIZE - 1) // BLOCK)
                 words_tile = tl.load(word_tile + block * NUM_ROWS * PLANE)
+                words_tile = with_high_bits(words_tile, high_bits_at, block, row, NUM_ROWS, FORM)
+                held = scales_of_block(scales_at, factors_at, of_row, row, NUM_ROWS, block, FORM)
                 if WHOLE:
                     at = start + u * BLOCK + tl.arange(0, BLOCK)
                     if x_rows is not None:
@@ -183,7 +195,7 @@ def expert_product_kernel(
                     else:
                         value = tl.load(x_at + at[:, None], mask=live[None, :], other=0.0)
                     weight = expanded_block(
-                        words_tile, scales_at, zeros_at, global_at, index_at, of_row, row, NUM_ROWS, first, u, x,
+                        words_tile, scales_at, zeros_at, global_at, index_at, held, row, NUM_ROWS, first, u, x,
                         FORM, ALIGNED, EVEN,
                     )  # fmt: skip
                     acc = added(weight, value, acc, FORM, PRECISION)
@@ -191,7 +203,7 @@ def expert_product_kernel(
                     for p in tl.static_range(16 // FORM.bits):
                         at = start + u * BLOCK + p * PLANE + tl.arange(0, PLANE)
                         weight = expanded_plane(
-                            words_tile, scales_at, zeros_at, global_at, index_at, of_row, row, NUM_ROWS, first,
+                            words_tile, scales_at, zeros_at, global_at, index_at, held, row, NUM_ROWS, first,
                             u * BLOCK + p * PLANE, x, p, FORM, ALIGNED, EVEN,
                         )  # fmt: skip
                         if EVEN:
@@ -326,12 +338,12 @@ def _launch(
         unroll = _blocks_of_step(form, tiles.columns)
         stages = 1 if form.mode == COLUMN.value else stages
     gpu, gated = gpu_of(x.device), activation is not None
-    step, bits = (tiles.columns, 16) if form is None else (unroll * form.block, form.bits)
+    step, bits = (tiles.columns, 16) if form is None else (unroll * form.block, form.bits + form.high_bits)
     step_bytes = step * (tiles.block_m * x.element_size() + tiles.block_n * bits // 8)
     stages = max(1, min(stages, (gpu.shared_memory - RESERVED_BYTES) // step_bytes))
     is_whole = form is not None and part == size and size % (unroll * form.block) == 0 and form.mode != COLUMN.value
     # Other matrix units, and Hopper's for smaller tiles, take the columns of a longer operand in another order.
-    is_whole = is_whole and gpu.major == HOPPER and tiles.block_m >= 16 and tiles.block_n >= 64
+    is_whole = is_whole and gpu.major == HOPPER and tiles.block_m >= 16 and tiles.block_n >= 64 and form.bits >= 4
     x_rows = None
     if gpu.major == HOPPER and not gathers and tiles.block_m >= 64 and part == size and size % step == 0:
         if form is None or is_whole:  # the copy unit loads rows that lie together

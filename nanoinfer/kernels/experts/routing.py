@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from nanoinfer.kernels.linear.packing import PackedWeight
+from nanoinfer.kernels.linear.packed_weight import PackedWeight
 
 WORKSPACE_BYTES = 128 * 2**20
 """About as many bytes of float32 products lie beside each other before they are added."""
@@ -59,7 +59,7 @@ class GatedActivation:
     alpha: float = 1.0
 
 
-NAMES = ("codes", "scales", "zeros", "global_scale", "group_index", "bias")
+NAMES = ("codes", "scales", "zeros", "global_scale", "group_index", "high_bits", "factors", "bias")
 """The tensors of a weight. A wide one's rows are its `codes`."""
 
 

@@ -7,76 +7,30 @@ matrix. Where scales lie in words, it takes the instructions of `instructions`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.launch.pdl import launch_options, let_next_in, wait_for_inputs
-from nanoinfer.kernels.linear.instructions import EXPANSIONS, PAIR_OF_BYTES, PRODUCT_OF_HALVES, number_of
-from nanoinfer.kernels.linear.packing import PackedWeight
+from nanoinfer.kernels.linear.forms import (
+    COLUMN,
+    EXPONENTS,
+    FP8,
+    INT,
+    PAIRS,
+    ROW,
+    SCALE_WORDS,
+    WORDS,
+    first_blocks,
+    form_of,
+    tensors_of,
+)
+from nanoinfer.kernels.linear.instructions import EXPANSIONS, PAIR_OF_BYTES, PRODUCT_OF_HALVES
+from nanoinfer.kernels.linear.packed_weight import PackedWeight
+from nanoinfer.kernels.linear.wide_products import scales_of_block, wide, wide_plane, with_high_bits
 
-INT, FP8, FP4 = (tl.constexpr(number) for number in range(3))  # kinds of codes
-ROW, PAIRS, WORDS, EXPONENTS, TABLE, COLUMN = (tl.constexpr(number) for number in range(6))
-"""Where a weight's scale is: one for a row; of two groups in a word; of one, with its zero, in a word; its exponent, of
-four groups in a word; in a table; in a table, and another one for each column of a plane."""
-
-_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-_KINDS = {"int": INT.value, "fp8": FP8.value, "fp4": FP4.value}
 _EXPANSIONS = tl.constexpr(EXPANSIONS)
 _PRODUCT_OF_HALVES, _PAIR_OF_BYTES = tl.constexpr(PRODUCT_OF_HALVES), tl.constexpr(PAIR_OF_BYTES)
-
-
-class Form(NamedTuple):
-    """What kernels must know of a packed weight when they are compiled.
-
-    Attributes:
-        size: columns of the weight.
-        bits, kind: of a code.
-        plane, block, group, rows: columns of each, and rows that share a scale; see `packing`.
-        mode: where scales are.
-        has_words, has_zeros: whether scales lie in words; whether each has a zero.
-        has_float8_scales: whether scales are e4m3 numbers.
-        factor: whether a global scale multiplies (1) or divides (2) the scales.
-        expansion: which instructions; -1: those that triton chooses; -2: the interpreter.
-        fold, fold_zero: see `Packing.folded`.
-        fold_products: whether zeros are multiplied with their scales; see `Folding.zeros`.
-        product, result: the dtype of the product, and one that it is rounded to besides, or None.
-    """
-
-    size: int
-    bits: int
-    kind: int
-    plane: int
-    block: int
-    group: int
-    rows: int
-    mode: int
-    has_words: bool
-    has_zeros: bool
-    has_float8_scales: bool
-    factor: int
-    expansion: int
-    fold: int
-    fold_zero: int
-    fold_products: bool
-    product: tl.dtype
-    result: tl.dtype | None
-
-
-@triton.jit
-def wide(value, FORM: tl.constexpr):
-    """8-bit values that were loaded, as int32, in a way that the compiler does not see through.
-
-    It would take them for the operand of a product, and change the order of the columns as it does for operands of 8
-    bits.
-    """
-    value = value.to(tl.int32)
-    if FORM.expansion == -1:
-        value = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1)
-    return value
 
 
 @triton.jit
@@ -112,9 +66,9 @@ def scale_value(scale, factor, FORM: tl.constexpr):
         value = float8_value(wide(scale, FORM))
     else:
         value = scale.to(tl.float32)
-    if FORM.factor == 1:
+    if FORM.global_factor == 1:
         value = value * factor
-    elif FORM.factor == 2:
+    elif FORM.global_factor == 2:
         value = tl.div_rn(value, factor)
     return value
 
@@ -253,9 +207,9 @@ def scales_of_rows(scales, zeros, global_scale, row, FORM: tl.constexpr):
 
 @triton.jit
 def expanded_plane(
-    words,  # [rows, plane] int16
+    words,  # [rows, plane], from `with_high_bits`
     scales, zeros, global_scale, group_index,  # see `PackedWeight`
-    of_row,  # from `scales_of_rows`
+    of_row,  # from `scales_of_rows`, by way of `scales_of_block`
     row, num_rows, first,
     offset: tl.constexpr,  # see `scales_of_plane`
     like,  # a pointer to weights
@@ -263,6 +217,8 @@ def expanded_plane(
     FORM: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Return the weights of one plane: [rows, plane] in the model's dtype."""
+    if FORM.mode == SCALE_WORDS:
+        return wide_plane(words, of_row, offset % FORM.block, p, FORM).to(like.dtype.element_ty)
     scale, zero = scales_of_plane(
         scales, zeros, global_scale, group_index, of_row, row, num_rows, first, offset, FORM, ALIGNED, EVEN
     )
@@ -291,58 +247,9 @@ def beside(left, right):
     return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), [left.shape[0], 2 * left.shape[1]])
 
 
-def has_instructions(device: torch.device) -> bool:
-    """Whether kernels may be made of instructions of a GPU; the interpreter knows none."""
-    return device.type == "cuda"
-
-
-def form_of(weight: PackedWeight, device: torch.device, dtype: torch.dtype) -> Form:
-    """Return what kernels that run on a device must know of a weight. dtype: the model's."""
-    packing, size = weight.packing, weight.in_features
-    plane, table = packing.plane(size), packing.table(size)
-    if packing.columns is None:
-        mode = ROW
-    elif packing.has_group_index or packing.columns % plane:
-        mode = COLUMN
-    else:
-        mode = {"pairs": PAIRS, "words": WORDS, "exponents": EXPONENTS, "plain": TABLE}[table]
-    scale_dtype = packing.scale_dtype
-    product = packing.product_dtype or (scale_dtype if scale_dtype in _TYPES else torch.float32)
-    fits = packing.has_words and has_instructions(device)
-    folds = fits and weight.folding.scales and dtype == torch.bfloat16 and packing.folded[0] > 0
-    fold_products = folds and packing.has_zeros and weight.folding.zeros
-    number = number_of(packing, dtype, folds, fold_products) if fits else -1 if has_instructions(device) else -2
-    return Form(
-        size=size,
-        bits=packing.bits,
-        kind=_KINDS[packing.kind],
-        plane=plane,
-        block=packing.block(plane),
-        group=packing.columns or size,
-        rows=packing.rows,
-        mode=mode.value,
-        has_words=table == "words",
-        has_zeros=packing.has_zeros,
-        has_float8_scales=scale_dtype == torch.float8_e4m3fn,
-        factor=0 if not packing.has_global_scale else 2 if packing.divides_global_scale else 1,
-        expansion=number,
-        fold=packing.folded[0] if folds else 0,
-        fold_zero=packing.folded[1] if folds else 0,
-        fold_products=fold_products,
-        product=_TYPES[product],
-        result=None if packing.result_dtype is None else _TYPES[packing.result_dtype],
-    )
-
-
-def tensors_of(weight: PackedWeight) -> tuple[Tensor | None, ...]:
-    """Return the arguments of kernels that hold a weight: words, scales, zeros, global_scale, group_index."""
-    scales = weight.scales.view(torch.uint8) if weight.scales.dtype == torch.float8_e4m3fn else weight.scales
-    return weight.codes, scales, weight.zeros, weight.global_scale, weight.group_index
-
-
 @triton.jit(do_not_specialize=["count"])
 def expand_kernel(
-    words, scales, zeros, global_scale, group_index,
+    words, scales, zeros, global_scale, group_index, high_bits, factors,
     ids,  # [count], which rows; None: the first ones
     out,  # [count, SIZE]
     num_rows,
@@ -367,10 +274,11 @@ def expand_kernel(
     for u in tl.static_range(UNROLL):
         if (first + u) * BLOCK < SIZE:
             start = ((first + u).to(tl.int64) * num_rows + row[:, None]) * PLANE
-            tile = tl.load(words + start + at[None, :])
+            tile = with_high_bits(tl.load(words + start + at[None, :]), high_bits, first + u, row, num_rows, FORM)
+            held = scales_of_block(scales, factors, of_row, row, num_rows, first + u, FORM)
             for p in tl.static_range(PLANES):
                 weight = expanded_plane(
-                    tile, scales, zeros, global_scale, group_index, of_row, row, num_rows, first, u * BLOCK + p * PLANE,
+                    tile, scales, zeros, global_scale, group_index, held, row, num_rows, first, u * BLOCK + p * PLANE,
                     out, p, FORM, (UNROLL * BLOCK) % FORM.group == 0, SIZE % BLOCK == 0,
                 )  # fmt: skip
                 column = (first + u) * BLOCK + p * PLANE + at
@@ -393,8 +301,3 @@ def expand(weight: PackedWeight, out: Tensor, ids: Tensor | None = None) -> Tens
         **launch_options(out),
     )  # fmt: skip
     return out
-
-
-def first_blocks(form: Form) -> int:
-    """Return how many blocks a program must take at a time: with pairs, whole ones."""
-    return max(1, 2 * form.group // form.block) if form.mode == PAIRS.value else 1

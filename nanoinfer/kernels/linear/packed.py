@@ -20,19 +20,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nanoinfer.kernels.launch.pdl import ask_for, let_next_in, wait_for_inputs
 from nanoinfer.kernels.layer.activation import ACTIVATIONS
 from nanoinfer.kernels.linear.counts import MAX_ROWS
-from nanoinfer.kernels.linear.expand import (
-    COLUMN,
-    Form,
-    beside,
-    expanded_plane,
-    first_blocks,
-    form_of,
-    scales_of_rows,
-    tensors_of,
-)
+from nanoinfer.kernels.linear.expand import beside, expanded_plane, scales_of_rows
+from nanoinfer.kernels.linear.forms import COLUMN, SCALE_WORDS, Form, first_blocks, form_of, tensors_of
 from nanoinfer.kernels.linear.launches import HOPPER, PROGRAMS, arguments, gpu_of, tiles_of
-from nanoinfer.kernels.linear.packing import PackedWeight
+from nanoinfer.kernels.linear.packed_weight import PackedWeight
 from nanoinfer.kernels.linear.tiles import finished_product
+from nanoinfer.kernels.linear.wide_products import scales_of_block, with_high_bits
 
 MAX_PLANES = 8
 """The most planes of one step of the loop."""
@@ -75,7 +68,7 @@ def waited_for(acc):
 def packed_linear_kernel(
     x,  # [num_tokens, SIZE]
     x_rows,  # x as a descriptor of boxes of BLOCK_M x BLOCK; None: the planes are multiplied one by one
-    words, scales, zeros, global_scale, group_index,  # see `PackedWeight`; with GATED rows of gate, then of up
+    words, scales, zeros, global_scale, group_index, high_bits, factors,  # see `PackedWeight`; GATED: gate, then up
     bias,  # one value per row of weight, read with BIAS
     out,  # [num_tokens, num_rows], or [parts, num_tokens, num_rows] float32 where PART_SIZE < SIZE
     num_tokens,
@@ -131,9 +124,11 @@ def packed_linear_kernel(
             if not EVEN_SIZE:  # beyond the last, x is 0
                 block = tl.minimum(block, (SIZE - 1) // BLOCK)
             tile = tl.load(word_tile + block.to(tl.int64) * all_rows * PLANE)
+            tile = with_high_bits(tile, high_bits, block, row, all_rows, FORM)
+            held = scales_of_block(scales, factors, of_row, row, all_rows, block, FORM)
             if x_rows is not None:
                 weight = expanded_block(
-                    tile, scales, zeros, global_scale, group_index, of_row, row, all_rows, first, u, x, FORM, ALIGNED,
+                    tile, scales, zeros, global_scale, group_index, held, row, all_rows, first, u, x, FORM, ALIGNED,
                     EVEN_SIZE,
                 )  # fmt: skip
                 value = x_rows.load([first_token, start + u * BLOCK]).T
@@ -146,7 +141,7 @@ def packed_linear_kernel(
                     else:
                         value = tl.load(x_tile + column, mask=live[None, :] & (column + at < end)[:, None], other=0.0)
                     weight = expanded_plane(
-                        tile, scales, zeros, global_scale, group_index, of_row, row, all_rows, first,
+                        tile, scales, zeros, global_scale, group_index, held, row, all_rows, first,
                         u * BLOCK + p * PLANE, x, p, FORM, ALIGNED, EVEN_SIZE,
                     )  # fmt: skip
                     if not EVEN_SIZE:  # what lies beyond may be infinite, and its product with 0 no number
@@ -200,7 +195,7 @@ def packed_linear(
         return out
     form, part_size, gpu = form_of(weight, x.device, x.dtype), size // num_parts, gpu_of(x.device)
     least_step = first_blocks(form) * form.block
-    tiles = tiles_of(f"{form.bits} bits", x, out, gated, num_parts, least_step=least_step)
+    tiles = tiles_of(f"{max(form.bits, 4)} bits", x, out, gated, num_parts, least_step=least_step)
     unroll = _blocks_of_step(part_size, tiles.columns, form)
     step, stages = unroll * form.block, tiles.stages
     if step > tiles.columns:  # as many columns are loaded ahead, in fewer steps
@@ -208,17 +203,20 @@ def packed_linear(
     x_rows, is_even = None, part_size % step == 0
     if form.mode == COLUMN.value:  # a tile of scales for each plane would take all shared memory
         stages = 1
-    elif gpu.major == HOPPER and is_even and tiles.block_m >= 16 and tiles.block_n >= 64:
+    elif gpu.major == HOPPER and is_even and tiles.block_m >= 16 and tiles.block_n >= 64 and form.bits >= 4:
         x_rows = TensorDescriptor(x, [num_tokens, size], [size, 1], [tiles.block_m, form.block])
     grid = (triton.cdiv(num_tokens, tiles.block_m), triton.cdiv(weight.num_rows, tiles.block_n), num_parts)
     if x_rows is not None:
-        step_bytes = step * (2 * tiles.block_m + tiles.block_n * form.bits // 8)
-        word_bytes = step * tiles.block_n * form.bits // 8
+        word_bytes = step * tiles.block_n * (form.bits + form.high_bits) // 8
+        step_bytes = step * 2 * tiles.block_m + word_bytes
         if prod(grid) <= PROGRAMS:  # two on a core, beside an empty one, would take longer
             stages = max(stages, 1 + (HALF_SHARED_MEMORY + word_bytes) // step_bytes)
         # Small groups with wide scales and zeros take as much as a tenth of a step.
         num_scales = step // form.group * tiles.block_n
         scale_bytes = num_scales * min(4, weight.scales.element_size()) * (2 if form.has_zeros else 1)
+        if form.mode == SCALE_WORDS.value:
+            words_of_block = max(1, form.block // (form.group * form.groups_of_word)) + (1 if form.factor else 0)
+            scale_bytes = 4 * step // form.block * words_of_block * tiles.block_n
         stages = min(stages, (gpu.shared_memory - 1024) // (step_bytes + scale_bytes))
     packed_linear_kernel[grid](
         x, x_rows, *tensors_of(weight), FORM=form, UNROLL=unroll, EVEN=weight.num_rows % tiles.block_n == 0,

@@ -23,10 +23,12 @@ class CheckpointTensors:
     Attributes:
         dtype: what the config says that the model computes in.
         dtypes: dtype of each tensor by name; None: the files are not there.
+        block_types: what blocks each tensor of GGUF is made of, such as "Q4_K", by the name of the tensor in the model.
     """
 
     dtype: torch.dtype
     dtypes: Mapping[str, torch.dtype] | None = None
+    block_types: Mapping[str, str] | None = None
 
     def dtype_of(self, name: str, default: torch.dtype | None = None) -> torch.dtype:
         """Return the dtype of scales: one of `FLOATS`, or a ValueError. If unknown: the default, or the model's."""

@@ -1,4 +1,4 @@
-"""Weights of 4 or 8 bits with scales, held packed, and expanded inside kernels or to a matrix for each product.
+"""Weights of 2 to 8 bits with scales, held packed, and expanded inside kernels or to a matrix for each product.
 
 The matrix is what the reference of a checkpoint's method computes, in its arithmetic and its order of rounding, and is
 rounded to the model's dtype last. So a product has the bits of the product with a dense checkpoint that holds this
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.kernels.linear.counts import MAX_ROWS
-from nanoinfer.kernels.linear.packing import Packing, empty_packed
+from nanoinfer.kernels.linear.packed_weight import PackedWeight, empty_packed
+from nanoinfer.kernels.linear.packing import IQ4_VALUES, Packing
 from nanoinfer.layers.formats.base import ExpandedFormat, Filling
 from nanoinfer.layers.formats.bits import E2M1_VALUES
 
@@ -24,7 +25,7 @@ from nanoinfer.layers.formats.bits import E2M1_VALUES
 EXPANDED_AT_ONCE = 2**22
 _BYTES_WHILE_EXPANDING = 18
 # The largest codes of kinds that are no integers.
-_LARGEST = {"fp8": 448, "fp4": 6}
+_LARGEST = {"fp8": 448, "fp4": 6, "iq4": 127}
 _OF_ACTIVATIONS = ("input_scale", "input_zero_point", "input_global_scale")
 
 
@@ -45,7 +46,7 @@ class Packed(ExpandedFormat):
     def allocate(self, module: nn.Module, num_rows: int, in_features: int, *, dtype: torch.dtype, device) -> None:
         self.check_size(num_rows, in_features)
         module.dtype, module.packed = dtype, empty_packed(self.packing, num_rows, in_features, device)
-        for name in ("codes", "scales", "zeros", "global_scale", "group_index"):
+        for name in ("codes", "scales", "zeros", "global_scale", "group_index", "high_bits", "factors"):
             if (tensor := getattr(module.packed, name)) is not None:
                 setattr(module, name, nn.Parameter(tensor, requires_grad=False))
 
@@ -82,9 +83,7 @@ class Packed(ExpandedFormat):
 
         Only rows of which the largest code would make such a weight are expanded.
         """
-        packing, scales = self.packing, self._scales(module, slice(begin, end)).amax(-1)
-        largest = scales.to(packing.product_dtype or scales.dtype) * _LARGEST.get(packing.kind, 2**packing.bits - 1)
-        largest = largest.to(packing.result_dtype or largest.dtype).to(module.dtype)
+        largest = self._largest(module, slice(begin, end)).to(module.dtype)
         doubtful = torch.nonzero(~largest.isfinite())
         if module.packed.stacked:
             for number in doubtful[:, 0].unique().tolist():
@@ -99,6 +98,18 @@ class Packed(ExpandedFormat):
                     "corrupt, download it again, or give a dtype of wider range"
                 )
 
+    def _largest(self, module: nn.Module, rows: slice) -> Tensor:
+        """Return for each row what no magnitude of its weights is above, before it is rounded to the model's dtype."""
+        packing = self.packing
+        largest = _LARGEST.get(packing.kind, 2 ** (packing.bits + packing.high_bits) - 1)
+        if packing.scale_words is not None:
+            scales, minima = module.packed.float_scales_of(rows)
+            found = scales.abs() * largest
+            return (found if minima is None else found + minima.abs()).amax(-1)
+        scales = self._scales(module, rows).amax(-1)
+        found = scales.to(packing.product_dtype or scales.dtype) * largest
+        return found.to(packing.result_dtype or found.dtype)
+
     def fill_with_noise(self, module: nn.Module, generator: torch.Generator) -> None:
         packing, packed = self.packing, module.packed
         device, (num_rows, in_features) = packed.codes.device, (module.num_rows, module.in_features)
@@ -109,6 +120,11 @@ class Packed(ExpandedFormat):
                 packed.put_codes(rows.start, values.view(torch.uint8))
         else:
             packed.codes.random_(-(2**15), 2**15, generator=generator)
+            if packed.high_bits is not None:
+                packed.high_bits.random_(0, 2**8, generator=generator)
+        if packing.scale_words is not None:
+            self._fill_with_even_scales(packed)
+            return
         # The standard deviation of the codes.
         deviation = {"fp8": 1.0, "fp4": 2.81, "int": 2**packing.bits / 12**0.5}[packing.kind]
         scale = 1.0 if packing.has_global_scale else 0.02 / deviation
@@ -122,6 +138,24 @@ class Packed(ExpandedFormat):
             packed.global_scale.fill_(deviation / 0.02 if packing.divides_global_scale else 0.02 / deviation)
         if packing.has_group_index:
             packed.group_index.copy_(torch.arange(in_features, device=device) // (packing.columns or in_features))
+
+    def _fill_with_even_scales(self, packed: PackedWeight) -> None:
+        """Give all groups one scale, and the minimum that makes the mean of the weights about 0."""
+        packing, words, size = self.packing, self.packing.scale_words, (*packed.stacked, packed.num_rows)
+        codes = 2 ** (packing.bits + packing.high_bits)
+        scale = 0.02 / (72.0 if packing.kind == "iq4" else codes / 12**0.5)
+        minimum, step, factors = scale * (codes - 1) / 2, 1, []
+        groups, device = packing.num_groups(packed.in_features), packed.codes.device
+        dtype = torch.float16
+        if words.has_factors:
+            step, dtype = 2 ** (words.bits - 2), torch.uint8 if words.has_minima else torch.int8
+            blocks = *size, packed.in_features // packing.factor_columns
+            factors = [torch.full(blocks, one / step, device=device).half() for one in (scale, minimum)]
+            scale = minimum = step
+        scales, minima = (torch.full((*size, groups), one, device=device).to(dtype) for one in (scale, minimum))
+        if not words.has_minima:
+            minima, factors = None, factors[:1]
+        packed.put_scale_words(0, packed.num_rows, scales, minima, *factors)
 
     def product(
         self, module: nn.Module, x: Tensor, out: Tensor | None = None, activation: str | None = None, parts: int = 1
@@ -160,7 +194,10 @@ class Packed(ExpandedFormat):
 
     def expand(self, module: nn.Module, rows: slice | Tensor) -> Tensor:
         """Return rows of the matrix as the reference has it: [n, in_features]. rows: from one to another, or [n]."""
-        packing, packed, scales = self.packing, module.packed, self._scales(module, rows)
+        packing, packed = self.packing, module.packed
+        if packing.scale_words is not None:
+            return self._expand_wide(packed, rows)
+        scales = self._scales(module, rows)
         dtype = scales.dtype if packing.product_dtype is None else packing.product_dtype
         codes = packed.codes_of(rows)
         if packing.kind == "fp8":
@@ -176,6 +213,19 @@ class Packed(ExpandedFormat):
             values = values.to(dtype)
         weights = self._by_group(torch.mul, values, scales.to(dtype), module)
         return weights if packing.result_dtype is None else weights.to(packing.result_dtype)
+
+    def _expand_wide(self, packed: PackedWeight, rows: slice | Tensor) -> Tensor:
+        """As `expand`, in float32: products are exact, and a minimum is subtracted."""
+        packing, codes = self.packing, packed.codes_of(rows)
+        if packing.kind == "iq4":
+            values = torch.tensor(IQ4_VALUES, dtype=torch.float32, device=codes.device)[codes.int()]
+        else:
+            values = codes.float() - packing.zero
+        scales, minima = packed.float_scales_of(rows)
+        weights = values.unflatten(-1, (-1, packing.columns)) * scales.unsqueeze(-1)
+        if minima is not None:
+            weights -= minima.unsqueeze(-1)
+        return weights.flatten(-2)
 
     def _scales(self, module: nn.Module, rows: slice | Tensor) -> Tensor:
         scales = module.packed.scales_of(rows)

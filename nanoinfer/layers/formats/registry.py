@@ -8,12 +8,13 @@ from nanoinfer.common.errors import did_you_mean, shown
 from nanoinfer.layers.formats.base import DENSE, CheckpointTensors, Formats
 from nanoinfer.layers.formats.compressed_tensors import CompressedTensors
 from nanoinfer.layers.formats.fp8 import FP8, ModelOpt
+from nanoinfer.layers.formats.gguf import GGUF
 from nanoinfer.layers.formats.gptq_awq import AWQ, GPTQ, AutoRound
 from nanoinfer.layers.formats.mxfp4 import MXFP4
 from nanoinfer.layers.formats.text_part import TextPart
 
 FORMATS: dict[str, type[Formats]] = {
-    reader.name: reader for reader in (CompressedTensors, GPTQ, AutoRound, AWQ, FP8, ModelOpt, MXFP4)
+    reader.name: reader for reader in (CompressedTensors, GPTQ, AutoRound, AWQ, FP8, ModelOpt, MXFP4, GGUF)
 }
 """By `quant_method`, the class that reads such a checkpoint from its quantization_config and `CheckpointTensors`."""
 

@@ -1,0 +1,264 @@
+"""Weights that lie as `packing` says: tensors that are filled by rows, and read back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from nanoinfer.kernels.linear.packing import Packing
+
+# What a kernel adds to a code for its zero, by the scales' dtype: bits beside the zero, and where its lowest bit is.
+# In bfloat16 minus the zero times 2**-129, in float16 minus (1024 + zero). See `instructions`.
+_MINUS_ZERO = {torch.bfloat16: (0x8000, 4), torch.float16: (0xE400, 0)}
+
+
+@dataclass
+class Folding:
+    """What the scales and zeros that were put into a weight allow; weights that one kernel multiplies share it.
+
+    Attributes:
+        scales: whether all scales can be folded; see `Packing.can_fold`.
+        zeros: whether the product of every zero with its scale is a bfloat16, so that it needs no rounding.
+    """
+
+    scales: bool = True
+    zeros: bool = True
+
+
+@dataclass
+class PackedWeight:
+    """The tensors of a weight, [num_rows, in_features]; or of several, stacked along dimensions before these.
+
+    Attributes:
+        codes: [blocks, num_rows, plane] int16.
+        scales: see `Packing.table`.
+        zeros: likewise, uint8; None: none, or in the words.
+        global_scale: [num_rows] float32; None: none.
+        group_index: [in_features] int32; None: none.
+        high_bits: [blocks / blocks_of_byte, num_rows, plane] uint8; None: none.
+        factors: [in_features / factor_columns, num_rows] int32, see `ScaleWords.packed_factors`; None: none.
+        folding: what was put in allows.
+    """
+
+    packing: Packing
+    num_rows: int
+    in_features: int
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+    global_scale: Tensor | None = None
+    group_index: Tensor | None = None
+    high_bits: Tensor | None = None
+    factors: Tensor | None = None
+    folding: Folding = field(default_factory=Folding)
+
+    @property
+    def stacked(self) -> torch.Size:
+        """The dimensions along which weights are stacked; (): it is one."""
+        return self.codes.shape[:-3]
+
+    def of(self, number: int) -> PackedWeight:
+        """Return one of several weights that are stacked along one dimension."""
+        tensors = {name: one[number] for name, one in vars(self).items() if isinstance(one, Tensor)}
+        return replace(self, **tensors)
+
+    def put_codes(self, begin: int, codes: Tensor) -> None:
+        """Write rows from `begin` on: [n, in_features] uint8."""
+        bits, (blocks, _, plane) = self.packing.bits, self.codes.shape[-3:]
+        padding = blocks * self.packing.block(plane) - self.in_features
+        codes = torch.nn.functional.pad(codes, (0, padding)) if padding else codes
+        planes = codes.unflatten(-1, (blocks, -1, plane)).unbind(-2)
+        if self.high_bits is not None:
+            self._put_high_bits(begin, [codes >> bits for codes in planes])
+            planes = [codes & (1 << bits) - 1 for codes in planes]
+        target = self.codes[..., begin : begin + codes.shape[-2], :]
+        # The bytes of a word, lowest first.
+        if self.packing.kind == "fp8":
+            first, second = planes
+            low_and_high = [
+                first << 4 | second & 15,
+                first & 128 | first >> 4 & 7 | second >> 4 & 8 | second & 112,
+            ]
+        else:
+            low_and_high = [_joined(planes[i : i + 8 // bits], bits) for i in range(0, len(planes), 8 // bits)]
+        target.view(torch.uint8).unflatten(-1, (plane, 2)).copy_(torch.stack(low_and_high, -1).transpose(-4, -3))
+
+    def codes_of(self, rows: slice | Tensor) -> Tensor:
+        """Return codes of some rows: [n, in_features] uint8."""
+        words = self.codes[..., rows, :].transpose(-3, -2).contiguous()  # [n, blocks, plane]
+        halves = words.view(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
+        if self.packing.kind == "fp8":
+            low, high = halves
+            planes = high & 128 | (high & 7) << 4 | low >> 4, (high & 8) << 4 | high & 112 | low & 15
+        else:
+            planes = [part for half in halves for part in _split(half, self.packing.bits)]
+        if self.high_bits is not None:
+            planes = [
+                low | high << self.packing.bits for low, high in zip(planes, self._high_bits_of(rows), strict=True)
+            ]
+        return torch.stack(planes, -2).flatten(-3)[..., : self.in_features]
+
+    def _put_high_bits(self, begin: int, planes: list[Tensor]) -> None:
+        """Write those of each plane: [n, blocks, plane] uint8."""
+        packing, count = self.packing, self.packing.blocks_of_byte
+        fields = _joined(planes, packing.high_bits)
+        fields = torch.nn.functional.pad(fields, (0, 0, 0, -fields.shape[-2] % count))
+        fields = _joined(fields.unflatten(-2, (-1, count)).unbind(-2), packing.high_bits * packing.planes)
+        self.high_bits[..., begin : begin + fields.shape[-3], :].copy_(fields.transpose(-3, -2))
+
+    def _high_bits_of(self, rows: slice | Tensor) -> list[Tensor]:
+        """Return those of each plane: [n, blocks, plane] uint8."""
+        packing, blocks = self.packing, self.codes.shape[-3]
+        fields = _split(self.high_bits[..., rows, :].transpose(-3, -2), 8 // packing.blocks_of_byte)
+        fields = torch.stack(fields[: packing.blocks_of_byte], -2).flatten(-3, -2)[..., :blocks, :]
+        return _split(fields, packing.high_bits)[: packing.planes]
+
+    def put_scale_words(self, begin: int, end: int, scales: Tensor, minima: Tensor | None, *factors: Tensor) -> None:
+        """Write scales of rows [begin, end), [n, groups], as float16 or integers, minima likewise, and factors."""
+        words = self.packing.scale_words
+        padding = self.scales.shape[-2] * words.groups - scales.shape[-1]
+        if padding:
+            scales = torch.nn.functional.pad(scales, (0, padding))
+            minima = None if minima is None else torch.nn.functional.pad(minima, (0, padding))
+        self.scales[..., begin:end].copy_(words.packed(scales, minima).mT)
+        if words.has_factors:
+            self.factors[..., begin:end].copy_(words.packed_factors(*factors, *[None] * (2 - len(factors))).mT)
+
+    def float_scales_of(self, rows: slice | Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return scales and minima of some rows, [n, groups] float32: the products with the factors are exact."""
+        packing, groups = self.packing, self.packing.num_groups(self.in_features)
+        found = [
+            one if one is None else one[..., :groups].float()
+            for one in packing.scale_words.unpacked(self.scales[..., rows].mT)
+        ]
+        if packing.scale_words.has_factors:
+            factors = packing.scale_words.unpacked_factors(self.factors[..., rows].mT)
+            times = packing.factor_columns // packing.columns
+            found = [
+                one if one is None else one * factor.repeat_interleave(times, -1)
+                for one, factor in zip(found, factors, strict=True)
+            ]
+        return tuple(found)
+
+    def put_scales(self, begin: int, end: int, scales: Tensor) -> None:
+        """Write those of rows [begin, end): [rows of scales, groups], or what broadcasts to it."""
+        packing = self.packing
+        self.folding.scales = self.folding.scales and packing.can_fold(scales)
+        if packing.table(self.in_features) == "plain":
+            self.scales[..., begin // packing.rows : -(-end // packing.rows)].copy_(scales.mT)
+            return
+        if packing.has_exponents:
+            exponents = self._exponents()[..., begin:end, :, :]
+            padding = exponents.shape[-2] * 4 - scales.shape[-1]
+            exponents.copy_(torch.nn.functional.pad(scales, (0, padding)).unflatten(-1, (-1, 4)))
+            return
+        words = self._words()
+        words[..., begin:end, :, :, 0].copy_(scales.unflatten(-1, words.shape[-3:-1]))
+        self._check_zeros(begin, end)
+
+    def scales_of(self, rows: slice | Tensor) -> Tensor:
+        """Return scales of some rows of the weight: [n, groups]."""
+        if self.packing.table(self.in_features) == "plain":
+            return self._by_row(self.scales, rows)
+        if self.packing.has_exponents:
+            found = self._exponents()[..., rows, :, :].flatten(-2)
+            return found[..., : self.packing.num_groups(self.in_features)].contiguous()
+        return self._words()[..., rows, :, :, 0].flatten(-2)
+
+    def put_zeros(self, begin: int, end: int, zeros: Tensor) -> None:
+        """Write those of rows [begin, end): [rows of scales, groups] integers, or what broadcasts to it."""
+        if self.zeros is not None:
+            self.zeros[..., begin // self.packing.rows : -(-end // self.packing.rows)].copy_(zeros.mT)
+            return
+        beside, place = _MINUS_ZERO[self.packing.scale_dtype]
+        bits = (zeros.to(torch.int32) << place | beside) - 2**16  # they begin with a sign
+        words = self._words().view(torch.int16)
+        words[..., begin:end, :, :, 1].copy_(bits.unflatten(-1, words.shape[-3:-1]))
+        self._check_zeros(begin, end)
+
+    def _check_zeros(self, begin: int, end: int) -> None:
+        """Whether the rows that were put in, whose scales or zeros may still be 0, leave `folding.zeros` true."""
+        if self.packing.has_zeros and self.packing.folded[0] > 0 and self.folding.zeros:
+            products = self.scales_of(slice(begin, end)).float() * self.zeros_of(slice(begin, end))
+            self.folding.zeros = bool((products == products.bfloat16()).all())
+
+    def zeros_of(self, rows: slice | Tensor) -> Tensor:
+        """Return zeros of some rows of the weight: [n, groups] uint8."""
+        if self.zeros is not None:
+            return self._by_row(self.zeros, rows)
+        _, place = _MINUS_ZERO[self.packing.scale_dtype]
+        words = self._words().view(torch.int16)[..., rows, :, :, 1].flatten(-2)
+        return (words >> place & 15).to(torch.uint8)
+
+    def _words(self) -> Tensor:
+        """Return scales that lie in words as a view: [rows, words, groups of a word, scale and what is beside it]."""
+        groups = 2 if self.packing.table(self.in_features) == "pairs" else 1
+        values = self.scales.view(self.packing.scale_dtype)
+        return values.unflatten(-1, (self.num_rows, groups, -1)).transpose(-4, -3)
+
+    def _exponents(self) -> Tensor:
+        """Return exponents that lie in words as a view: [rows, words, exponents of a word]."""
+        return self.scales.view(torch.uint8).unflatten(-1, (self.num_rows, 4)).transpose(-3, -2)
+
+    def _by_row(self, table: Tensor, rows: slice | Tensor) -> Tensor:
+        if self.packing.rows > 1:
+            if isinstance(rows, slice):
+                rows = torch.arange(rows.start, rows.stop, device=table.device)
+            rows = rows // self.packing.rows
+        # As bytes: torch gathers no float8 on the CPU.
+        if table.element_size() == 1:
+            return table.view(torch.uint8)[..., rows].view(table.dtype).mT
+        return table[..., rows].mT
+
+
+def empty_packed(packing: Packing, num_rows: int, in_features: int, device: torch.device | str) -> PackedWeight:
+    """Return a weight that is not yet filled, but for the columns that its blocks have too many, whose codes are 0."""
+    plane, groups, table = packing.plane(in_features), packing.num_groups(in_features), packing.table(in_features)
+    num_blocks, scale_rows = -(-in_features // packing.block(plane)), -(-num_rows // packing.rows)
+    make = torch.empty if in_features % packing.block(plane) == 0 else torch.zeros
+    scales = {
+        "plain": ((groups, scale_rows), packing.scale_dtype),
+        "exponents": ((-(-groups // 4), num_rows), torch.int32),
+        "pairs": ((groups // 2, num_rows), torch.int64 if packing.has_zeros else torch.int32),
+        "words": ((groups, num_rows), torch.int32),
+        "scale words": ((0, num_rows), torch.int32),
+    }[table]
+    options = dict(device=device)
+    high_bits = factors = None
+    if packing.high_bits:
+        size = -(-num_blocks // packing.blocks_of_byte), num_rows, plane
+        high_bits = make(size, dtype=torch.uint8, **options)
+    if packing.scale_words is not None:
+        columns = num_blocks * packing.block(plane)
+        scales = (-(-columns // (packing.columns * packing.scale_words.groups)), num_rows), torch.int32
+        if packing.scale_words.has_factors:
+            factors = torch.empty(in_features // packing.factor_columns, num_rows, dtype=torch.int32, **options)
+    has_table_of_zeros = packing.has_zeros and table == "plain"
+    return PackedWeight(
+        packing,
+        num_rows,
+        in_features,
+        make((num_blocks, num_rows, plane), dtype=torch.int16, **options),
+        (torch.zeros if table == "words" or packing.has_zeros else torch.empty)(scales[0], dtype=scales[1], **options),
+        torch.empty((groups, scale_rows), dtype=torch.uint8, **options) if has_table_of_zeros else None,
+        torch.empty(num_rows, dtype=torch.float32, **options) if packing.has_global_scale else None,
+        torch.empty(in_features, dtype=torch.int32, **options) if packing.has_group_index else None,
+        high_bits,
+        factors,
+    )
+
+
+def _joined(parts: Sequence[Tensor], bits: int) -> Tensor:
+    """Return bytes of which each of the parts has so many bits, the first the lowest."""
+    found = parts[0]
+    for number, part in enumerate(parts[1:], 1):
+        found = found | part << bits * number
+    return found
+
+
+def _split(fields: Tensor, bits: int) -> list[Tensor]:
+    """Return the parts of bytes that have so many bits each, the lowest first."""
+    return [fields] if bits == 8 else [fields >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)]
