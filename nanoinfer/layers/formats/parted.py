@@ -13,19 +13,32 @@ from nanoinfer.layers.formats.packed import Packed
 
 
 def merged(formats: list[WeightFormat], sizes: list[int]) -> WeightFormat:
-    """Return the format of merged projections, of so many rows each, that have these formats in the checkpoint."""
-    first = formats[0]
-    is_one = all(other == first for other in formats) and (not isinstance(first, Packed) or first.can_merge(sizes))
-    return first if is_one or len(formats) == 1 else Parted(formats, sizes)
+    """Return the format of merged projections, of so many rows each, that have these formats in the checkpoint.
+
+    Neighbours of one format are one part: so q and k are one product where v alone has another type.
+    """
+    parts: list[tuple[WeightFormat, list[int]]] = []
+    for weight_format, size in zip(formats, sizes, strict=True):
+        if parts and parts[-1][0] == weight_format and _can_merge(weight_format, [*parts[-1][1], size]):
+            parts[-1][1].append(size)
+        else:
+            parts.append((weight_format, [size]))
+    if len(parts) == 1:
+        return parts[0][0]
+    return Parted([weight_format for weight_format, _ in parts], [sum(rows) for _, rows in parts])
+
+
+def _can_merge(weight_format: WeightFormat, sizes: list[int]) -> bool:
+    return not isinstance(weight_format, Packed) or weight_format.can_merge(sizes)
 
 
 class Parted(ExpandedFormat):
-    """Projections one below the other, each in its own format.
+    """Parts of some projections one below the other, each in its own format.
 
-    On a GPU few rows are multiplied with each projection by itself, many with the matrix of all. The bits are the same.
+    On a GPU few rows are multiplied with each part by itself, many with the matrix of all. The bits are the same.
 
-    `held` of a module has for each projection its format, and what that takes for a module. The parameters are the
-    module's as well.
+    `held` of a module has for each part its format, and what that takes for a module. The parameters are the module's
+    as well.
     """
 
     def __init__(self, formats: list[WeightFormat], sizes: list[int]) -> None:
@@ -41,10 +54,13 @@ class Parted(ExpandedFormat):
                     module.register_parameter(f"{name}_of_projection_{index}", value)
 
     def views(self, module: nn.Module, begin: int, end: int) -> dict[str, Tensor | Filling]:
-        index = next(i for i in range(len(self._sizes)) if sum(self._sizes[:i]) == begin)
-        assert end - begin == self._sizes[index], "a projection is filled as a whole"
-        weight_format, projection = module.held[index]
-        return weight_format.views(projection, 0, projection.num_rows)
+        first = 0
+        for (weight_format, projection), size in zip(module.held, self._sizes, strict=True):
+            if begin < first + size:
+                assert end <= first + size, "a projection lies in one part"
+                return weight_format.views(projection, begin - first, end - first)
+            first += size
+        raise AssertionError(f"there are no rows {begin} to {end}")
 
     def fill_with_noise(self, module: nn.Module, generator: torch.Generator) -> None:
         for weight_format, projection in module.held:
