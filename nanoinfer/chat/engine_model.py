@@ -10,7 +10,7 @@ from typing import Any
 from nanoinfer.chat.session import Report
 from nanoinfer.chat.settings import Settings
 from nanoinfer.chat.thinking import Thinking
-from nanoinfer.common.units import GIB
+from nanoinfer.common.units import GIB, counted
 from nanoinfer.engine.meter import DecodeTimes
 from nanoinfer.llm import LLM
 from nanoinfer.memory.machine import advice_when_full
@@ -119,7 +119,9 @@ class EngineRun:
         bound = self._engine.meter.times.since(self._before).bound
         seconds, limit = metrics.time_per_output_token, self._request.params.max_tokens
         is_at_limit = limit is not None and metrics.num_generated_tokens >= limit
-        cuts = {"abort": "ended by you", "length": "cut by max_tokens" if is_at_limit else "cut: the context is full"}
+        full = f"stopped, the context of {self._engine.plan.max_model_len:,} tokens is full: /clear begins anew"
+        at_limit = f"stopped at {counted(metrics.num_generated_tokens, 'token')}: /set max_tokens gives more"
+        cuts = {"abort": "ended by you", "length": at_limit if is_at_limit else full}
         return Report(
             num_tokens=metrics.num_generated_tokens,
             tokens_per_second=1 / seconds if seconds else None,

@@ -56,8 +56,10 @@ def run(options: argparse.Namespace) -> int:
             print()  # so that what the shell prints begins on a new line
             raise
         print(flush=True)
-        said = in_options(_speed(llm, output.metrics, before), options.parser)
-        print(f"{options.parser.prog}: {said}", file=sys.stderr)
+        said = _speed(llm, output.metrics, before)
+        if output.finish_reason == "length":
+            said += f"; {_cut(llm, output.metrics.num_generated_tokens, params.max_tokens)}"
+        print(f"{options.parser.prog}: {in_options(said, options.parser)}", file=sys.stderr)
     return 0
 
 
@@ -106,6 +108,12 @@ def _speed(llm: Any, metrics: Any, before: Any) -> str:
         f"{metrics.time_to_first_token:.2f} s, {counted(metrics.num_generated_tokens, 'token')}{rate}; "
         f"{bound_line(llm.engine, before)}"
     )
+
+
+def _cut(llm: Any, num_tokens: int, limit: int | None) -> str:
+    if limit is not None and num_tokens >= limit:
+        return f"stopped at {counted(num_tokens, 'token')}: -n gives more"
+    return f"stopped, the context of {llm.engine.plan.max_model_len:,} tokens is full: max_model_len gives more"
 
 
 @contextmanager

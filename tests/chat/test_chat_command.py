@@ -64,7 +64,7 @@ def test_answers_are_those_of_llm_chat_and_the_next_prompt_comes_from_the_cache(
         assert answer.report.num_prompt_tokens == len(wanted.prompt_token_ids)
         messages += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": "w9"}]
     assert first.report.num_cached_tokens == 0 and second.report.num_cached_tokens == 32
-    assert first.report.num_tokens == 40 and first.report.cut == "cut by max_tokens"
+    assert first.report.num_tokens == 40 and first.report.cut == "stopped at 40 tokens: /set max_tokens gives more"
     assert first.report.bound == "CPU" and first.report.tokens_per_second > 0
     assert "bound by CPU" in session.model.stats()["decode steps"]
 
@@ -80,7 +80,7 @@ def test_an_answer_that_is_stopped_leaves_nothing_behind(llm):
     session.ask("w5")  # never read, as where an interrupt comes in between
     session.ask("w5")
     assert len(llm.engine.work.requests) == 1
-    assert ask(session, "w6").report.cut == "cut: the context is full"
+    assert ask(session, "w6").report.cut == "stopped, the context of 256 tokens is full: /clear begins anew"
     assert not llm.engine.has_work
 
 

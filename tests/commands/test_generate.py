@@ -22,6 +22,7 @@ class FakeLLM:
     """Says two words to every prompt, and keeps what it was asked."""
 
     asked, said, is_long, is_watched = None, ("two", " words"), False, {}
+    reason = "stop"
 
     def __init__(self, model, **arguments):
         self.arguments = arguments
@@ -29,6 +30,7 @@ class FakeLLM:
         self.engine = SimpleNamespace(
             sampling_defaults=self.recommended,
             meter=SimpleNamespace(snapshot=lambda: None),
+            plan=SimpleNamespace(max_model_len=2048),
             work=SimpleNamespace(prompt_tokens=self.look),
         )
 
@@ -55,8 +57,9 @@ class FakeLLM:
         )  # fmt: skip
         for text, last in zip(self.said, (None, metrics), strict=True):
             yield StreamOutput(
-                request_id="0", index=0, text_delta=text, token_ids_delta=[1], finished=last is not None, metrics=last
-            )
+                request_id="0", index=0, text_delta=text, token_ids_delta=[1], finished=last is not None, metrics=last,
+                finish_reason=None if last is None else self.reason,
+            )  # fmt: skip
             self.is_watched[text] = any(thread.name == "nanoinfer-progress" for thread in threading.enumerate())
 
 
@@ -143,6 +146,21 @@ def test_text_is_on_stdout_and_the_speed_on_stderr(asked, capsys):
         "nanoinfer generate: 3 prompt tokens, first token after 0.50 s, 2 tokens at 10.0 tokens/s; "
         "bound by --gpu-memory-limit\n",
     )
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["-n", "2"], "; stopped at 2 tokens: -n gives more\n"),
+        ([], "; stopped, the context of 2,048 tokens is full: --max-model-len gives more\n"),
+    ],
+)
+def test_an_answer_that_was_cut_is_called_cut(asked, capsys, monkeypatch, words, said):
+    asked("text", *words)
+    assert "stopped" not in capsys.readouterr().err
+    monkeypatch.setattr(FakeLLM, "reason", "length")
+    asked("text", *words)
+    assert capsys.readouterr().err.endswith(said)
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
