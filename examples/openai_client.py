@@ -1,6 +1,6 @@
 """Ask the server through OpenAI's client. Start the server first, in another terminal:
 
-pip install '.[serve]' openai
+pip install -e '.[serve]' openai
 nanoinfer serve MODEL --port 8000
 python examples/openai_client.py MODEL "What is a KV cache?"
 """

@@ -85,6 +85,18 @@ def test_the_versions_of_libraries_are_those_that_are_asked_for_and_tested_with(
     assert re.findall(r"^\| (\d+\.\d) \|", SUPPORTED, re.MULTILINE) == [f"{one / 10}" for one in architectures]
 
 
+def test_what_is_to_be_installed_is_installed_from_the_clone():
+    """No index has the package."""
+    paths = [*PAGES, *SOURCES, *(ROOT / "tools").glob("*.py"), *(ROOT / "examples").glob("*.py")]
+    found = {
+        (path.name, extras)
+        for path in paths
+        for extras in re.findall(r"pip install ([^\n`]*\[.*?\].?)", path.read_text())
+    }
+    assert {name for name, _ in found} >= {"README.md", "chat.md", "serve.py", "openai_client.py"}
+    assert [one for one in sorted(found) if not re.fullmatch(r"-e '\.\[[a-z,]+\]'", one[1])] == []
+
+
 DOCUMENTS = [*PAGES, *sorted((ROOT / "examples").iterdir())]
 
 

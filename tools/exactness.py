@@ -228,7 +228,7 @@ def _ask_own_server(
                 except ValueError as error:  # not fatal: the same engine has answered without HTTP before
                     conditions[-1].failure = str(error)
     except ModuleNotFoundError as error:
-        left_out = f"{error.name} is not installed: pip install 'nanoinfer[serve]'"
+        left_out = f"{error.name} is not installed: in the clone, pip install -e '.[serve]'"
         conditions.append(Condition("server", left_out=left_out))
     return conditions
 

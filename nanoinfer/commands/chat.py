@@ -55,7 +55,7 @@ def _terminal() -> Any:
         from nanoinfer.chat.terminal import TerminalScreen
     except ModuleNotFoundError as error:
         package = str(error.name).partition(".")[0]
-        raise ValueError(f"{package} is not installed: pip install 'nanoinfer[chat]'") from error
+        raise ValueError(f"{package} is not installed: in the clone, pip install -e '.[chat]'") from error
     return TerminalScreen(state_directory())
 
 

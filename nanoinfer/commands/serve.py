@@ -80,7 +80,7 @@ def _run(options: argparse.Namespace) -> int:
         from nanoinfer.serve.connection import server_config
         from nanoinfer.serve.gate import allowed_origins
     except ModuleNotFoundError as error:
-        raise ValueError(f"{error.name} is not installed: pip install 'nanoinfer[serve]'") from error
+        raise ValueError(f"{error.name} is not installed: in the clone, pip install -e '.[serve]'") from error
     if options.api_key == "":  # as of a variable that is not set: anybody could guess it
         raise ValueError("--api-key is empty: give a key, or leave the option out to serve without one")
     if not options.shutdown_timeout >= 0:  # also where it is NaN

@@ -24,7 +24,7 @@ from nanoinfer.serve.request_stream import RequestStream
 class AsyncLLM:
     """An LLM whose requests come from asyncio tasks. Its steps run on a thread of their own, all requests together.
 
-    It needs `pip install 'nanoinfer[serve]'`. Use it on one event loop.
+    It needs, in the clone, `pip install -e '.[serve]'`. Use it on one event loop.
 
     Args:
         model, arguments: as of `nanoinfer.LLM`.

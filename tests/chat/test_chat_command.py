@@ -159,7 +159,7 @@ def test_without_the_extra_the_command_says_which_one(package, monkeypatch):
     terminal = Terminal()
     with on(terminal):
         assert cli.main(["chat", "no-such-model"]) == 2
-    terminal.wait_for(f"nanoinfer chat: {package} is not installed: pip install 'nanoinfer[chat]'")
+    terminal.wait_for(f"nanoinfer chat: {package} is not installed: in the clone, pip install -e '.[chat]'")
     terminal.close()
 
 

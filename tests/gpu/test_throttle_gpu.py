@@ -35,9 +35,7 @@ def seconds_of(runtime: CudaRuntime, stream, copies) -> float:
     return end.seconds_since(begin)
 
 
-@pytest.mark.parametrize(
-    "num_copies, num_bytes", [(1, 64 * MIB), (4, 16 * MIB), (64, MIB), (64, MIB + 4)]
-)
+@pytest.mark.parametrize("num_copies, num_bytes", [(1, 64 * MIB), (4, 16 * MIB), (64, MIB), (64, MIB + 4)])
 def test_copies_take_their_bytes_over_the_rate_and_bring_the_same_bits(runtime, num_copies, num_bytes):
     stream = throttled(runtime.stream("copy"), RATE, runtime.device)
     runtime.synchronize()

@@ -292,4 +292,4 @@ def test_the_package_needs_no_server_packages():
         "sys.modules['fastapi'] = None; sys.exit(nanoinfer.commands.main.main(['serve', 'x']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 2 and "pip install 'nanoinfer[serve]'" in done.stderr
+    assert done.returncode == 2 and "pip install -e '.[serve]'" in done.stderr
