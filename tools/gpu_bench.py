@@ -3,7 +3,8 @@
 
 make gpu-bench            or            python tools/gpu_bench.py --only resident,kernels
 
-With --part sparse it measures sparse models, and keeps them in the same file beside the rest, as "sparse".
+With --part sparse it measures sparse models, with --part links slower links, emulated. Each part is kept in the same
+file beside the rest, under its name.
 
 With --llama-cpp DIR it measures ours, transformers and llama.cpp side by side, and writes peers.json beside that file.
 """
@@ -25,6 +26,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 import measured  # noqa: E402
 import torch  # noqa: E402
 from gpu_cases import CASES, PEERS, Bench  # noqa: E402
+from gpu_links import LINKS  # noqa: E402
+from gpu_links import report as links_report  # noqa: E402
 from gpu_sparse import SPARSE, report  # noqa: E402
 
 from nanoinfer.common.errors import nearest  # noqa: E402
@@ -34,9 +37,10 @@ from nanoinfer.memory.floors import measure_floors  # noqa: E402
 
 LATEST = ROOT / "docs" / "measurements" / "latest.json"
 BESIDE = LATEST.with_name("peers.json")
+BESIDE_DENSE = ("sparse", "links")  # parts with a record of their own in the file
 # What one looks at first, printed after each case.
 SHOWN = (
-    "seconds_per_token", "ratio_to_floor", "ratio_to_resident", "kv_resident_share", "bound",
+    "seconds_per_token", "ratio_to_floor", "ratio_to_forecast", "ratio_to_resident", "kv_resident_share", "bound",
     "prefill_tokens_per_second", "prefill_ratio_to_resident", "seconds_per_gib", "tokens_per_second", "planned_to_peak",
     "under_limit", "bit_identical_to_resident", "bit_identical", "num_preemptions", "ring_bytes_at_32k",
     "bytes_ratio", "tokens_per_second_ratio",
@@ -57,7 +61,7 @@ def source_sha256() -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     known = ", ".join(CASES)
-    parser.add_argument("--part", choices=["dense", "sparse"], default="dense", help="default: %(default)s")
+    parser.add_argument("--part", choices=["dense", *BESIDE_DENSE], default="dense", help="default: %(default)s")
     parser.add_argument("--only", help=f"cases, separated by commas, of {known}; with --llama-cpp {', '.join(PEERS)}")
     parser.add_argument("--out", help=f"default: {LATEST.name}, or {BESIDE.name} with --llama-cpp")
     parser.add_argument(
@@ -67,8 +71,8 @@ def main() -> int:
     parser.add_argument("--llama-cpp", type=Path, metavar="DIR", help="folder of llama-bench, to measure beside it")
     parser.add_argument("--scale", type=int, default=1, help="divide contexts and sizes, to try the code")
     options = parser.parse_args()
-    is_sparse = options.part == "sparse"
-    cases = PEERS if options.llama_cpp else SPARSE if is_sparse else CASES
+    part = None if options.part == "dense" else options.part
+    cases = PEERS if options.llama_cpp else {None: CASES, "sparse": SPARSE, "links": LINKS}[part]
     names = options.only.split(",") if options.only else list(cases)
     unknown = [name for name in names if name not in cases]
     if unknown:
@@ -96,7 +100,7 @@ def main() -> int:
         "cases": {},
     }
     whole = json.loads(out.read_text()) if out.exists() else {}
-    if options.resume and (before := whole.get("sparse") if is_sparse else whole):
+    if options.resume and (before := whole.get(part) if part else whole):
         record = _resumed(before, record)
         names = [name for name in names if name not in record["cases"]]
     start = time.perf_counter()
@@ -109,17 +113,18 @@ def main() -> int:
             record["cases"][name] = {"failed": f"{type(error).__name__}: {error}"}
             free_memory()
         record["cases"][name]["case_seconds"] = round(time.perf_counter() - begin, 1)
-        if is_sparse:
-            whole = whole | {"sparse": record}
+        if part:
+            whole = whole | {part: record}
         else:
-            whole = record | ({"sparse": whole["sparse"]} if "sparse" in whole else {})
+            whole = record | {name: whole[name] for name in BESIDE_DENSE if name in whole}
         out.write_text(json.dumps(whole, indent=1) + "\n")
         case = record["cases"][name]
         print(f"{name} ({case['case_seconds']:.1f} s): {_summary(case)}", flush=True)
     if table := measured.kernels(record):
         print(table)
-    if is_sparse:
-        print(report({name: row for case in record["cases"].values() for name, row in case.items()}))
+    if part:
+        shown = {"sparse": report, "links": links_report}[part]
+        print(shown({name: row for case in record["cases"].values() for name, row in case.items()}))
     print(f"{len(names)} cases in {time.perf_counter() - start:.0f} s, written to {out}", flush=True)
     return 0 if all("failed" not in case for case in record["cases"].values()) else 1
 

@@ -56,7 +56,16 @@ class Bench:
 
     def measure(self, llm: LLM, lengths: list[int], output_len: int) -> None:
         """One case, whose figures `release` gives: floors are measured while there is no engine."""
-        self._open.append(measure(llm, lengths, output_len))
+        self.add(measure(llm, lengths, output_len))
+
+    @property
+    def link(self) -> float:
+        """The machine's own, in bytes per second, as it was measured last."""
+        return self._before.link
+
+    def add(self, row: Row) -> None:
+        """A case that was measured in another way."""
+        self._open.append(row)
 
     def release(self, llm: LLM) -> list[dict]:
         """Closes the engine and returns what it measured, beside the floors before it was made and now."""

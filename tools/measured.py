@@ -156,6 +156,25 @@ def sparse_planner(record: dict) -> str:
     return _table(["shape, layers", "planned, GiB", "peak, GiB", "ratio"], rows) if rows else ""
 
 
+def links(record: dict) -> str:
+    """Steps in 4 bits within small budgets, over the machine's link and over slower ones that are emulated."""
+    found = record.get("links", {})
+    cases = [case for part in found.get("cases", {}).values() for case in part.values() if isinstance(case, dict)]
+    rows = [
+        [case["case"], case["link"], f"{case['seconds_per_token'] * 1e3:.1f}", f"{case['tokens_per_second']:.1f}",
+         case["bound"], f"{case['kv_resident_share']:.0%}", f"{case['forecast_seconds'] * 1e3:.1f}",
+         f"{case['ratio_to_forecast']:.3f}"]
+        if "seconds_per_token" in case
+        else [case["case"], case["link"], "left out", *[""] * 5]
+        for case in cases
+    ]  # fmt: skip
+    if not rows:
+        return ""
+    head = ["one sequence", "link", "ms a token", "tokens/s", "bound by", "KV on the GPU", "forecast, ms", "ratio"]
+    where = f'One {found["versions"]["device"]}, `make gpu-bench ARGS="--part links"`:'
+    return f"{where}\n\n{_table(head, rows)}"
+
+
 def prefill_32k(record: dict) -> str:
     """Prefill of a prompt of 32,768 tokens in both modes."""
     case = record["cases"].get("one_sequence_32k", {})
@@ -502,6 +521,7 @@ PARTS: dict[str, Callable[[dict], str]] = {
         resident,
         sparse,
         sparse_planner,
+        links,
         latency,
         arrivals,
         kernels,

@@ -100,23 +100,20 @@ class _Run:
         Floors are measured before a mode's engine is made and after it is closed. Otherwise their buffers would take
         memory that the engine has reserved for its activations.
         """
-        first = before = self._floors()
-        if self.link is not None and self.link > first.own_link:
+        first = before = measure_floors(self.device)
+        if self.link is not None and self.link > first.link:
             raise ValueError(
                 f"--link-gbps {self.options.link_gbps:g} is more than this machine's link has "
-                f"({first.own_link / 1e9:.1f} GB/s): an emulated link can only be slower"
+                f"({first.link / 1e9:.1f} GB/s): an emulated link can only be slower"
             )
         rows = []
         for mode in self.modes:
             found = self._rows(mode)
-            after = self._floors()
+            after = measure_floors(self.device)
             for row in found:
                 row.add_floor(before, after)
             rows, before = rows + found, after
-        return rows, first
-
-    def _floors(self) -> Floors:
-        return measure_floors(self.device).emulating(self.link)
+        return rows, first.emulating(self.link)
 
     def _rows(self, mode: str) -> list[Row]:
         """Run all cases of a mode. A case that does not fit gives a row with the reason."""

@@ -89,9 +89,14 @@ class Row:
         self.planned_bytes = streamed_bytes(engine.config, spec, engine.plan, lengths), read
 
     def add_floor(self, before: Floors, after: Floors) -> None:
-        """Compare the step with the better of the bandwidths measured before and after it, and with the forecast."""
+        """Compare the step with the better of the bandwidths measured before and after it, and with the forecast.
+
+        before, after: of the machine; where a link was emulated, that one takes the place of its own.
+        """
         if self.seconds_per_token is None:
             return
+        link = None if self.emulated_link_gbps is None else self.emulated_link_gbps * 1e9
+        before, after = before.emulating(link), after.emulating(link)
         best = Floors(max(before.link, after.link), max(before.device, after.device))
         self.floor_seconds = best.offload_step(*self.least_bytes)
         self.ratio_to_floor = self.seconds_per_token / self.floor_seconds

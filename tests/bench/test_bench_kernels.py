@@ -236,18 +236,21 @@ def test_cases_of_resident_mode_run_without_a_gpu(tmp_path, monkeypatch, capsys,
         assert start[name]["graph_batch_sizes"] == [1, 2, 4, 8, 16, 32, 48, 64], "the default below 32 GiB"
 
 
-def test_sparse_models_are_a_part_of_the_record_that_keeps_the_rest(tmp_path, monkeypatch, capsys):
+def test_sparse_models_and_links_are_parts_of_the_record_that_keep_the_rest(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(TOOLS)
     gpu_bench, out = load("gpu_bench"), tmp_path / "record.json"
     monkeypatch.setattr(gpu_bench, "CASES", {"dense": lambda bench: {"one": {"seconds_per_token": 1.0}}})
     monkeypatch.setattr(gpu_bench, "SPARSE", {"sparse": lambda bench: {"other": {"microseconds_per_layer": 46.25}}})
-    for arguments in (["--part", "sparse"], []):
+    monkeypatch.setattr(gpu_bench, "LINKS", {"links": lambda bench: {"more": {"case": "more", "link": "slow"}}})
+    for arguments in (["--part", "sparse"], ["--part", "links"], []):
         monkeypatch.setattr(sys, "argv", ["gpu_bench.py", "--scale", "256", "--out", str(out), *arguments])
         assert gpu_bench.main() == 0
     record = json.loads(out.read_text())
     assert set(record["cases"]) == {"dense"} and "--part" not in record["command"]
     assert set(record["sparse"]["cases"]) == {"sparse"} and "--part sparse" in record["sparse"]["command"]
-    assert re.search(r"^other +46\.2", capsys.readouterr().out, re.MULTILINE)
+    assert set(record["links"]["cases"]) == {"links"} and "--part links" in record["links"]["command"]
+    printed = capsys.readouterr().out
+    assert re.search(r"^other +46\.2", printed, re.MULTILINE) and re.search(r"^more +slow", printed, re.MULTILINE)
 
 
 def test_sparse_cases_run_without_a_gpu(monkeypatch):
@@ -258,3 +261,27 @@ def test_sparse_cases_run_without_a_gpu(monkeypatch):
     bench = Bench(None, 256, torch.device("cpu"))
     (found,) = sys.modules["gpu_sparse"].sparse_gpt_oss(bench).values()
     assert found["microseconds_per_layer"] == found["seconds_per_token"] * 1e6 / 4
+
+
+def test_slower_links_are_measured_without_a_gpu_until_the_time_is_over(monkeypatch):
+    monkeypatch.syspath_prepend(TOOLS)
+    links = load("gpu_links")
+    from gpu_common import Bench
+
+    bench = Bench(None, 256, torch.device("cpu"))
+    found = links.LINKS["links_qwen3-8b_8gib"](bench)
+    short, *long = found.values()
+    assert short["link"] == "nothing streams" and short["streamed_bytes_per_step"] == 0
+    own, *emulated = [case for case in long if case["case"] == "qwen3-8b, 8 GiB, 131,072 tokens"]
+    assert "emulated_link_gbps" not in own and own["link"].endswith(" GB/s") and own["kv_resident_share"] == 0.5
+    assert [case["link"].split(",")[1] for case in emulated] == [" emulated"] * 2
+    for case, rate in zip(emulated, links.RATES, strict=True):
+        assert case["forecast_seconds"] == case["floor_seconds"] == case["streamed_bytes_per_step"] / (rate / 256)
+    assert len(links.report(found).splitlines()) == 2 + len(found)
+    monkeypatch.setattr(links, "SLOWER_PREFILL", float("inf"))
+    left_out = links.LINKS["links_qwen3-8b_8gib"](bench)
+    assert ["skipped" in case for case in left_out.values()] == [False, True, True], "after the first there is a rate"
+    monkeypatch.setattr(links, "MOST_SECONDS", 0)
+    found = links.LINKS["links_qwen3-4b_12gib"](bench)
+    assert [case["skipped"] for case in found.values()] == ["0 s for all were over"] * 3
+    assert "qwen3-4b, 12 GiB, 131,072 tokens" in links.report(found)

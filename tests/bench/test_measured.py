@@ -56,6 +56,21 @@ def test_a_table_follows_the_record():
     assert found.startswith("before\n<!-- measured: resident -->\n") and found.endswith("\n<!-- end -->\nafter\n")
 
 
+def test_steps_over_slower_links_are_named_emulated_and_what_is_left_out_says_so():
+    measured, step = load("measured"), dict(bound="link", kv_resident_share=0.25, ratio_to_forecast=1.02)
+    cases = {
+        "a": dict(case="4B, 8 GiB, 131,072 tokens", link="25 GB/s, emulated", seconds_per_token=0.6001,
+                  tokens_per_second=1.67, forecast_seconds=0.5883) | step,
+        "b": dict(case="8B, 8 GiB, 131,072 tokens", link="-", skipped="over"),
+        "case_seconds": 1.5,
+    }  # fmt: skip
+    text = measured.links({"links": {"versions": {"device": "GPU"}, "cases": {"one": cases}}})
+    assert text.startswith('One GPU, `make gpu-bench ARGS="--part links"`:')
+    assert "| 4B, 8 GiB, 131,072 tokens | 25 GB/s, emulated | 600.1 | 1.7 | link | 25% | 588.3 | 1.020 |" in text
+    assert "| 8B, 8 GiB, 131,072 tokens | - | left out |" in text
+    assert measured.links({}) == ""
+
+
 def steps(milliseconds):
     return dict(seconds_per_token=milliseconds / 1e3, floor_seconds=0.002, ratio_to_floor=milliseconds / 2)
 
