@@ -48,7 +48,7 @@ bench: $(STAMP)
 gpu-test:
 	$(PYTHON) -m pytest tests/gpu $(ARGS)
 
-# ARGS="--part sparse": sparse models, which are a part of their own.
+# ARGS="--part sparse": sparse models, ARGS="--part links": slower links, each a part of its own.
 gpu-bench:
 	$(PYTHON) tools/gpu_bench.py $(ARGS)
 
