@@ -12,6 +12,12 @@ from nanoinfer.common.unsupported import ENGINE, check_keywords
 
 QUANTISED = ("int4", "int4-symmetric", "int8", "fp8")
 """What the weights of a wide checkpoint can be quantised to."""
+METHODS = (
+    "awq", "gptq", "auto-round", "compressed-tensors", "fp8", "modelopt", "mxfp4", "gguf",
+    "compressed_tensors", "finegrained_fp8", "deepseek_fp8", "modelopt_fp4", "modelopt_fp8", "nvfp4", "awq_marlin",
+    "gptq_marlin", "gptqmodel", "marlin", "auto_round", "intel/auto-round", "inc",
+)  # fmt: skip
+"""How a checkpoint may have been quantised; from the second line on what users of vLLM call it besides."""
 
 
 @partial(check_keywords, table=ENGINE, taker="LLM")
@@ -138,6 +144,11 @@ class EngineConfig:
         self._one_of("dtype", ("auto", "bfloat16", "float16", "float32", "half", "float"))
         self._one_of("kv_cache_dtype", ("auto", "fp8"))
         self._check("quantization", isinstance(self.quantization, str | None), 'None or text, such as "int4" or "awq"')
+        if self.quantization not in (None, *QUANTISED, *METHODS):
+            raise ValueError(
+                f"quantization={self.quantization!r} is not known{did_you_mean(self.quantization, QUANTISED)}: give "
+                f"one of {', '.join(QUANTISED)}, or leave it out where the checkpoint is quantised"
+            )
         if self.head_quantization is not None:
             self._one_of("head_quantization", ("int8",))
         self._one_of("generation_config", ("auto", "vllm"))

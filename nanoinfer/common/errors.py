@@ -5,7 +5,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
-from nanoinfer.common.other_names import MEANT
+from nanoinfer.common.other_names import MEANT, VALUES_MEANT
 
 
 class UnknownNameError(TypeError, ValueError):
@@ -59,7 +59,8 @@ def nearest(name: str, allowed: Iterable[str]) -> str | None:
     Dashes of options do not count.
     """
     known = {_plain(one): one for one in allowed}
-    meant = [known[one] for one in MEANT.get(_plain(name), ()) if one in known]
+    meanings = (*MEANT.get(_plain(name), ()), *VALUES_MEANT.get(_plain(name).lower(), ()))
+    meant = [known[one] for one in meanings if one in known]
     matches = meant or [known[one] for one in difflib.get_close_matches(_plain(name), known, n=1, cutoff=0.7)]
     return matches[0] if matches else None
 

@@ -67,7 +67,7 @@ def add_engine_options(
         shown, *others = option_names(field.name)
         group.add_argument(shown, dest=field.name, default=default, help=text, **kind)
         parser.take_also(shown, *others)
-    parser.set_defaults(engine_options=[field.name for field in wanted])
+    parser.set_defaults(engine_options=[field.name for field in wanted], check_engine=check_engine)
 
 
 def _grouped(parser: Parser, wanted: Sequence[Field]) -> Iterator[tuple[Any, Field]]:
@@ -83,6 +83,16 @@ def _grouped(parser: Parser, wanted: Sequence[Field]) -> Iterator[tuple[Any, Fie
 def engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
     """Return the values of the command's engine options as arguments of an LLM."""
     return {name: getattr(options, name) for name in options.engine_options}
+
+
+def check_engine(options: argparse.Namespace) -> None:
+    """Refuse values that no engine takes, before the command imports and loads what takes long.
+
+    Raises:
+        ValueError: says what is allowed.
+    """
+    given = {name: value for name, value in engine_arguments(options).items() if value is not None}
+    EngineConfig(model="any", **given)
 
 
 def option_words(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:

@@ -43,11 +43,19 @@ def add_model_arguments(
         model.add_argument("--shape", help=f"random weights in a known shape: {', '.join(SHAPES)}")
 
 
-def add_engine_arguments(parser: Parser, texts: Mapping[str, str] | None = None, without: Collection[str] = ()) -> None:
-    """Add the options of the engine that benchmarks leave to the user; texts: other help texts than the engine's."""
-    texts = {"max_num_seqs": "sequences that run at once; default: as the benchmark needs"} | dict(texts or {})
+def add_engine_arguments(
+    parser: Parser, texts_of_lists: Mapping[str, str] | None = None, without: Collection[str] = ()
+) -> None:
+    """Add the options of the engine that benchmarks leave to the user.
+
+    texts_of_lists: help texts of options that take several values, with commas.
+    """
+    texts = {"max_num_seqs": "sequences that run at once; default: as the benchmark needs"}
+    texts |= dict(texts_of_lists or {})
     # Prefix caching is off by default, so that each run computes all of its prompts; None: the benchmark decides.
     add_engine_options(parser, without=(*_CHOSEN, *without), defaults={"enable_prefix_caching": None}, texts=texts)
+    if texts_of_lists:  # which are taken apart by the benchmark
+        parser.set_defaults(check_engine=None)
     parser.add_argument("--no-progress", action="store_true", help="show no progress bars")
 
 

@@ -162,12 +162,16 @@ def in_options(text: str, parser: Parser) -> str:
 def run_command(parser: Parser, arguments: Sequence[str], command: Callable[[argparse.Namespace], int]) -> int:
     """Read the arguments, run the command and return its exit status, or the status for the error that ended it.
 
+    The namespace's `check_engine`, where it has one, is called with the namespace before the command.
+
     The user's errors and Ctrl-C are reported in one line on stderr. A closed output pipe (`| head -1`) is not reported.
     """
     options = parser.parse_args(arguments)
     name = options.parser.prog
     try:
         try:
+            if (check_engine := getattr(options, "check_engine", None)) is not None:
+                check_engine(options)
             return command(options)
         finally:
             sys.stdout.flush()  # so that a broken pipe is noticed here and not when the interpreter ends

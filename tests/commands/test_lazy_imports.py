@@ -62,6 +62,26 @@ def test_help_version_and_misspelt_options_of_every_command_import_no_other_pack
     assert printed(FOREIGN.format(code=EVERY_COMMAND)) == []
 
 
+WRONG_VALUES = """
+import contextlib, io
+from nanoinfer.commands import main as cli
+
+for command in (["generate", "m", "text"], ["chat", "m"], ["serve", "m"], ["plan", "m"], ["verify", "m"]):
+    for option, value, said in (
+        ("--quantization", "q4", "--quantization 'q4' is not known (did you mean 'int4'?): give one of int4, int4-s"),
+        ("--kv-cache-dtype", "q8_0", "--kv-cache-dtype 'q8_0' is not one of auto, fp8 (did you mean 'fp8'?)"),
+        ("--gpu-memory-limit", "12", "did you mean \\"12GiB\\"?"),
+    ):
+        with contextlib.redirect_stderr(io.StringIO()) as heard:
+            assert cli.main([*command, option, value]) == 2
+        assert heard.getvalue().startswith("nanoinfer") and said in heard.getvalue(), heard.getvalue()
+"""
+
+
+def test_a_value_that_no_engine_takes_is_refused_before_anything_is_imported():
+    assert printed(FOREIGN.format(code=WRONG_VALUES)) == []
+
+
 def test_the_package_and_its_settings_import_no_other_package():
     code = "import nanoinfer.verify\nfrom nanoinfer import EngineConfig, RequestOutput, SamplingParams\ndir(nanoinfer)"
     assert printed(FOREIGN.format(code=code)) == []

@@ -14,9 +14,10 @@ from tiny_models import FAMILIES
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 from transformers_reference import greedy_tokens
 
-from nanoinfer import SamplingParams, plan
-from nanoinfer.config import QUANTISED
+from nanoinfer import EngineConfig, SamplingParams, plan
+from nanoinfer.config import METHODS, QUANTISED
 from nanoinfer.layers.formats.bits import as_bytes
+from nanoinfer.layers.formats.registry import FORMATS
 from nanoinfer.layers.formats.scaled import PackedScaled
 from nanoinfer.layers.formats.schemes import stored
 from nanoinfer.layers.linear import Linear
@@ -338,12 +339,27 @@ def test_a_known_shape_in_four_bits_by_hand():
 # What is refused
 
 
+def test_the_methods_that_a_config_may_name_are_those_that_are_read():
+    readers = FORMATS.values()
+    known = [*(reader.name for reader in readers), *(name for reader in readers for name in reader.other_names)]
+    assert sorted(METHODS) == sorted(known)
+
+
+@pytest.mark.parametrize(
+    "name, meant",
+    [("q4", "int4"), ("Q4_K_M", "int4"), ("4bit", "int4"), ("q8", "int8"), ("int5", "int8"), ("f8", "fp8")],
+)
+def test_what_others_call_a_format_is_told_what_it_is_here(name, meant):
+    with pytest.raises(ValueError, match=f"quantization='{name}' is not known .did you mean '{meant}'"):
+        EngineConfig(model="m", quantization=name)
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
         (
             dict(quantization="int44"),
-            r"not quantised \(did you mean 'int4'\?\): .* with one of int4, int4-symmetric, int8, fp8",
+            r"is not known \(did you mean 'int4'\?\): give one of int4, int4-symmetric, int8, fp8",
         ),
         (dict(quantization="awq"), "quantization='awq' does not fit this checkpoint, which is not quantised"),
         (dict(quantization=4), "quantization=4 must be None or text"),

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.common.errors import did_you_mean
 from nanoinfer.config import QUANTISED
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -252,9 +251,9 @@ class Dense(WeightFormat):
     def check_options(self, quantization: str | None, kv_cache_dtype: str) -> None:
         if quantization is not None:
             raise ValueError(
-                f"quantization={quantization!r} does not fit this checkpoint, which is not quantised"
-                f"{did_you_mean(quantization, QUANTISED)}: leave it out, give a checkpoint that is, or quantise its "
-                f"weights while they are read, with one of {', '.join(QUANTISED)}"
+                f"quantization={quantization!r} does not fit this checkpoint, which is not quantised: leave it out, "
+                f"give a checkpoint that is, or quantise its weights while they are read, with one of "
+                f"{', '.join(QUANTISED)}"
             )
 
     def lookup(self, module: nn.Module, ids: Tensor) -> Tensor:
