@@ -11,7 +11,7 @@ import pytest
 import nanoinfer
 from nanoinfer.commands.main import main, make_parser
 from nanoinfer.common import other_names
-from nanoinfer.common.other_names import INSTEAD, MEANT, takes_also
+from nanoinfer.common.other_names import INSTEAD, MEANT, VALUES_MEANT, takes_also
 from nanoinfer.common.unsupported import ENGINE
 from nanoinfer.options import engine
 from nanoinfer.options.engine import option_names
@@ -140,7 +140,7 @@ def test_a_name_means_one_thing():
     tree = ast.parse(Path(other_names.__file__).read_text())
     keys = [key.value for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys]
     names = [name for key in keys for name in key.split()]
-    assert sorted(names) == sorted([*MEANT, *INSTEAD]) and not INSTEAD.keys() & ENGINE.keys()
+    assert sorted(names) == sorted([*MEANT, *INSTEAD, *VALUES_MEANT]) and not INSTEAD.keys() & ENGINE.keys()
     known = {name for parser in PARSERS.values() for name in parser.known}
     taken = {f"--{name.replace('_', '-')}" for name in INSTEAD}
     assert not taken & known, "an option that exists needs no advice"
