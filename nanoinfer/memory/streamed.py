@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.execution.memory import MemoryPlan
-from nanoinfer.kv.residency import promotion_margin
 from nanoinfer.models.base import ModelSpec
 
 
@@ -21,7 +20,7 @@ def num_streamed(config: EngineConfig, spec: ModelSpec, memory: MemoryPlan, leng
     num_full, num_all = num_blocks(spec, lengths)
     room, most = memory.num_gpu_blocks - 1, num_full  # without scratch
     if num_all > room and config.may_offload:
-        most = max(0, room - len(lengths) - promotion_margin(len(lengths)))
+        most = max(0, room - len(lengths))  # each row has a tail, which nothing but the GPU holds
     elif config.enable_cpu_offload is not True:
         return 0
     resident = most if memory.max_resident_blocks is None else min(most, memory.max_resident_blocks)

@@ -3,12 +3,14 @@
 import json
 
 import pytest
-from engines import COMMON, make_engine
+from engines import COMMON, make_engine, random_prompts
 from tiny_models import make_checkpoint
 
 import nanoinfer
+from nanoinfer import SamplingParams
 from nanoinfer.commands.main import main
 from nanoinfer.common.units import GIB
+from nanoinfer.memory.streamed import num_streamed
 from nanoinfer.models.shapes import UNLIMITED
 
 QWEN3_4B = dict(gpu_memory="12GiB", host_memory="64GiB", hf_overrides=UNLIMITED)
@@ -19,7 +21,7 @@ def test_figures_of_a_known_shape_by_hand():
     forecast = nanoinfer.plan("qwen3-4b", context=131_072, batch=3, link_gbps=25, device_gbps=1000, **QWEN3_4B)
     assert forecast.fits and forecast.kv_bytes == 3 * 512 * BLOCK_BYTES
     pool = forecast.memory.num_gpu_blocks - 1
-    resident = pool - 3 - 2  # a tail for each sequence, and room to grow
+    resident = pool - 3  # a tail for each sequence
     assert forecast.resident_kv_bytes == resident * BLOCK_BYTES
     assert forecast.streamed_bytes_per_step == (3 * 512 - resident) * BLOCK_BYTES
     assert forecast.ms_per_token == pytest.approx(forecast.streamed_bytes_per_step / 25e6)
@@ -193,3 +195,24 @@ def test_an_option_that_is_given_reaches_the_forecast_and_one_that_is_not_has_th
                    "--resident-kv 0", "--dtype bfloat16", "--kv-cache-dtype fp8", "--block-size 128",
                    "--prefill-chunk 2k", "--num-ring-slots 6", "--ring-slot-bytes 64MiB"):  # fmt: skip
         assert forecast(*option.split()) != plain, option
+
+
+@pytest.mark.parametrize("batch, length", [(1, 900), (3, 300), (8, 150)])
+def test_a_step_streams_what_was_forecast(tmp_path, batch, length):
+    """Of sequences that are decoded since their prompts: what is left in the pool is theirs."""
+    path = make_checkpoint("qwen3", tmp_path, max_position=2048)
+    limits = dict(gpu_memory_limit="1300KiB", host_memory_limit="64MiB", resident_kv_limit=None, max_model_len=1024)
+    engine = make_engine(path, **limits, enable_cpu_offload=True, max_num_seqs=batch, max_num_batched_tokens=128)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    (prompt,) = random_prompts(1, length, length)
+    requests = [engine.add_request(str(i), [i, *prompt], params) for i in range(batch)]
+    compared = 0
+    while engine.has_work:
+        engine.step()
+        running = engine.scheduler.running
+        if len(running) == batch and all(request.first_token for request in requests):
+            lengths = [sequence.num_computed for sequence in running]
+            forecast = num_streamed(engine.config, engine.runner.spec, engine.plan, lengths)
+            compared += bool(forecast)
+            assert engine.stats()["kv_blocks_streamed"] == forecast, lengths
+    assert compared > 5
