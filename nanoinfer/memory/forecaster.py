@@ -117,7 +117,10 @@ def _budget(config: EngineConfig, host_available: int) -> int:
     if isinstance(config.gpu_memory_limit, int):  # no share
         return int(config.gpu_memory_limit)
     if not torch.cuda.is_available():
-        raise ValueError('this machine has no GPU whose memory it could take: state gpu_memory_limit, such as "12GiB"')
+        raise ValueError(
+            'this machine has no GPU whose memory could be counted: name the card that it is for, gpu="RTX 4070", or '
+            'state gpu_memory_limit="12GiB"'
+        )
     device = torch.device("cuda", torch.cuda.current_device())
     return gpu_budget(config, device_memory(device), host_available)
 

@@ -25,7 +25,7 @@ from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.registry import find_class
 from nanoinfer.weights.checkpoint import ARCHITECTURES, OBJECT, check_config, check_fields
 from nanoinfer.weights.fill import fill_from_files, fill_with_noise, is_kv_scale
-from nanoinfer.weights.other_kinds import hint_for, refuse_name, what_it_holds
+from nanoinfer.weights.other_kinds import hint_for, refuse_name, shapes_near, what_it_holds
 from nanoinfer.weights.overrides import with_overrides
 from nanoinfer.weights.text_part import WRAPPERS, say_what_is_skipped, text_config, text_tensors
 
@@ -77,7 +77,9 @@ def find_model(model: str | Path, *, weights: bool = True, names: Iterable[str] 
         hint = hint_for(str(model), [*packaged, *names])
         raise ValueError(
             f"model {str(model)!r} does not exist{hint}: give a directory with config.json, a hub id such as "
-            "Qwen/Qwen3-4B" + "".join(f", or {name!r}, which comes along" for name in packaged)
+            "Qwen/Qwen3-4B"
+            + "".join(f", or {name!r}, which comes along" for name in packaged)
+            + shapes_near(model, names)
         )
     try:
         patterns = CONFIG_AND_TOKENIZER + (_WEIGHTS if weights else [])
@@ -86,6 +88,7 @@ def find_model(model: str | Path, *, weights: bool = True, names: Iterable[str] 
         raise ValueError(
             f"model {str(model)!r} is no directory here, and the Hugging Face hub does not give it "
             f"({type(error).__name__}: {error}). Check the name, the network and your access, or give a directory"
+            + shapes_near(model, names)
         ) from error
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from nanoinfer.common.errors import did_you_mean, same_digits
@@ -33,6 +34,18 @@ def hint_for(model: str, known: Iterable[str]) -> str:
     checkpoint = checkpoint_named(model)
     # Another size is another model, however near its name is.
     return f" (did you mean {checkpoint!r}?)" if checkpoint else did_you_mean(model, same_digits(model, known))
+
+
+def shapes_near(model: str | Path, shapes: Collection[str]) -> str:
+    """Return which of these shapes come next to the name of no model, for a message; "" where there are none."""
+    if not shapes:
+        return ""
+    name = str(model).rpartition("/")[2].lower()
+    size = re.search(r"\d+(\.\d+)?b\b", name)
+    alike = [one for one in shapes if size is not None and one.endswith(f"-{size[0]}")]
+    found = difflib.get_close_matches(name, alike or shapes, n=3, cutoff=0.3)
+    near = f", such as {' or '.join(found)}" if found else ""
+    return f"; or give a shape{near} (nanoinfer plan --help lists them)"
 
 
 def what_it_holds(model_dir: Path) -> str:

@@ -12,6 +12,7 @@ from nanoinfer.commands.main import main
 from nanoinfer.common.units import GIB
 from nanoinfer.memory.streamed import num_streamed
 from nanoinfer.models.shapes import UNLIMITED
+from nanoinfer.weights import load
 
 QWEN3_4B = dict(gpu_memory="12GiB", host_memory="64GiB", hf_overrides=UNLIMITED)
 BLOCK_BYTES = 36 * 2 * 256 * 8 * 128 * 2  # layers, K and V, tokens, heads, head size, bf16
@@ -145,13 +146,34 @@ def test_an_engine_has_what_was_forecast(tmp_path):
         (dict(batch=0), "batch=0 must be a whole number"),
         (dict(context=1.5), "max_model_len=1.5 must be a whole number"),
         (dict(max_num_batched_token=5), "did you mean 'max_num_batched_tokens'"),
-        (dict(gpu_memory=None), "this machine has no GPU"),
+        (dict(gpu_memory=None), 'no GPU .*: name the card that it is for, gpu="RTX 4070", or state gpu_memory_limit'),
         (dict(gpu_memory="12 apples"), "is no size"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         nanoinfer.plan("qwen3-4b", **(QWEN3_4B | arguments))
+
+
+@pytest.mark.parametrize(
+    "model, near",
+    [
+        ("qwen4-8b", "such as qwen3-8b or "),
+        ("lama-3.1-8b", "such as llama3.1-8b or "),
+        ("Qwen/Qwen9-14B", "such as qwen3-14b or "),
+        ("zzz", "or give a shape (nanoinfer plan"),
+    ],
+)
+def test_a_name_of_no_model_is_told_the_nearest_shapes(model, near, monkeypatch):
+    monkeypatch.setattr(load, "snapshot_download", lambda *_, **__: open("/nowhere/at/all"))  # no network
+    with pytest.raises(ValueError, match="nanoinfer plan --help lists them") as refusal:
+        nanoinfer.plan(model, **QWEN3_4B)
+    assert near in str(refusal.value)
+
+
+def test_without_a_gpu_the_command_names_the_option_for_a_card(capsys):
+    assert main(["plan", "qwen3-4b"]) == 2
+    assert '--gpu "RTX 4070", or state --gpu-memory-limit "12GiB"' in capsys.readouterr().err
 
 
 def test_the_command_prints_a_table_or_json(capsys):
