@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from nanoinfer.common.other_names import INSTEAD, MEANT  # noqa: E402
+from nanoinfer.common.other_names import COMMANDS, INSTEAD, MEANT  # noqa: E402
 from nanoinfer.common.unsupported import CHAT, ENGINE, GENERATE, MISSING_METHODS, SAMPLING, Table  # noqa: E402
 from nanoinfer.serve.protocol import UNSUPPORTED  # noqa: E402
 
@@ -37,12 +37,18 @@ def not_needed() -> str:
     return _table(("elsewhere", "instead"), _by(INSTEAD))
 
 
+def commands() -> str:
+    """Commands of other programs, by what to run here."""
+    return _table(("elsewhere", "here"), _by(COMMANDS))
+
+
 def methods() -> str:
     return _table(("not here", "instead"), _by(MISSING_METHODS))
 
 
 PARTS = {
     "meant": meant,
+    "commands": commands,
     "instead": not_needed,
     "engine": lambda: refused(ENGINE),
     "sampling": lambda: refused(SAMPLING),

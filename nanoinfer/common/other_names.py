@@ -89,6 +89,27 @@ VALUES_MEANT: dict[str, tuple[str, ...]] = {
     for name in names.split()
 }
 
+# Commands of vLLM, llama.cpp and Ollama: what to run here.
+COMMANDS: dict[str, str] = {
+    name: said
+    for names, said in {
+        "run llama-run": 'use nanoinfer chat MODEL, or nanoinfer generate MODEL "text" --chat',
+        "cli llama-cli repl": "use nanoinfer chat MODEL",
+        "complete completion-cli llama-simple": 'use nanoinfer generate MODEL "text"',
+        "server llama-server start vllm api-server openai": "use nanoinfer serve MODEL",
+        "pull download": "none is needed: a model is downloaded when it is first used, such as by nanoinfer chat MODEL",
+        "list ls ps": "none is needed: GET /v1/models names the model of a server, and HF_HOME has what was downloaded",
+        "show info": "use nanoinfer plan MODEL",
+        "stop rm push cp": "none is needed: a model is loaded as long as its command runs, and HF_HOME has its files",
+        "create convert quantise llama-quantize": "use nanoinfer quantize MODEL --to int4 --out DIR",
+        "benchmark llama-bench perf": "use nanoinfer bench latency, or nanoinfer bench throughput",
+        "llama-perplexity perplexity": "use tools/perplexity.py",
+        "collect-env env check": "use nanoinfer doctor",
+        "fit fit-params llama-fit-params memory estimate": "use nanoinfer plan MODEL",
+    }.items()
+    for name in names.split()
+}
+
 # Options that ask for nothing that could be given here: what to do instead.
 INSTEAD: dict[str, str] = {
     name: said

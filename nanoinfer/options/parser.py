@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from nanoinfer.common.errors import nearest
-from nanoinfer.common.other_names import INSTEAD, MEANT
+from nanoinfer.common.other_names import COMMANDS, INSTEAD, MEANT
 from nanoinfer.common.unsupported import ENGINE
 
 REFUSED = 2
@@ -110,8 +110,18 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unknown option {option}: give the model, a directory or a hub id, without an option")
         self.error(f"unknown option {option}{_hint(option, self.known, self.shown)}")
 
+    def _refuse_command(self, given: str) -> None:
+        """End with what to run, if this is a command of another program, or a model."""
+        plain = given.lower().replace("_", "-")
+        if plain in COMMANDS:
+            self.error(f"there is no command {given!r} here: {COMMANDS[plain]}")
+        if "/" in given or "." in given:
+            self.error(f"{given!r} is no command. If it is a model: nanoinfer chat {given}")
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
+            if self.prog == "nanoinfer" and isinstance(action, argparse._SubParsersAction):
+                self._refuse_command(value)
             hint = _hint(value, action.choices) or ":"
             raise argparse.ArgumentError(
                 action, f"{value!r} is not known{hint} choose from {', '.join(action.choices)}"

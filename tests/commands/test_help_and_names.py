@@ -11,7 +11,7 @@ import pytest
 import nanoinfer
 from nanoinfer.commands.main import main, make_parser
 from nanoinfer.common import other_names
-from nanoinfer.common.other_names import INSTEAD, MEANT, VALUES_MEANT, takes_also
+from nanoinfer.common.other_names import COMMANDS, INSTEAD, MEANT, VALUES_MEANT, takes_also
 from nanoinfer.common.unsupported import ENGINE
 from nanoinfer.options import engine
 from nanoinfer.options.engine import option_names
@@ -128,6 +128,31 @@ def test_an_option_of_another_program_is_told_what_means_the_same(given, message
     assert given.split("=")[0] in error and message in error
 
 
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ("run", "there is no command 'run' here: use nanoinfer chat MODEL, or nanoinfer generate MODEL"),
+        ("pull", "there is no command 'pull' here: none is needed: a model is downloaded when it is first used"),
+        ("list", "GET /v1/models"),
+        ("ps", "GET /v1/models"),
+        ("show", "use nanoinfer plan MODEL"),
+        ("cli", "use nanoinfer chat MODEL"),
+        ("llama_server", "use nanoinfer serve MODEL"),
+        ("Qwen/Qwen3-4B", "'Qwen/Qwen3-4B' is no command. If it is a model: nanoinfer chat Qwen/Qwen3-4B"),
+        ("severe", "'severe' is not known: did you mean serve? choose from bench, chat"),
+    ],
+)
+def test_a_command_of_another_program_is_told_what_to_run(given, message, capsys):
+    assert message in said([given, "m", "--port", "1"], capsys)
+
+
+def test_no_command_of_others_is_one_of_ours_and_what_is_told_instead_exists():
+    ours = {name.removeprefix("nanoinfer ").split()[0] for name in PARSERS if name != "nanoinfer"}
+    assert not ours & COMMANDS.keys()
+    named = {name for advice in COMMANDS.values() for name in re.findall(r"nanoinfer (\w+)", advice)}
+    assert len(named) > 5 and named <= ours
+
+
 def test_sampling_options_of_others(capsys):
     assert "did you mean --max-tokens?" in said(["generate", "m", "--num-predict", "5"], capsys)
     assert make_parser().parse_args(["generate", "m", "--temp", "1"]).temperature == 1, "a beginning of what it means"
@@ -140,7 +165,7 @@ def test_a_name_means_one_thing():
     tree = ast.parse(Path(other_names.__file__).read_text())
     keys = [key.value for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys]
     names = [name for key in keys for name in key.split()]
-    assert sorted(names) == sorted([*MEANT, *INSTEAD, *VALUES_MEANT]) and not INSTEAD.keys() & ENGINE.keys()
+    assert sorted(names) == sorted([*MEANT, *INSTEAD, *VALUES_MEANT, *COMMANDS]) and not INSTEAD.keys() & ENGINE.keys()
     known = {name for parser in PARSERS.values() for name in parser.known}
     taken = {f"--{name.replace('_', '-')}" for name in INSTEAD}
     assert not taken & known, "an option that exists needs no advice"
