@@ -9,7 +9,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from nanoinfer.common.errors import did_you_mean
+from nanoinfer.common.errors import UnknownNameError, did_you_mean, nearest, shown
+from nanoinfer.common.other_names import MEANT
 from nanoinfer.common.units import counted
 from nanoinfer.common.unsupported import CHAT, GENERATE, MISSING_METHODS, Table, supported
 from nanoinfer.config import EngineConfig
@@ -358,6 +359,15 @@ class _Stream:
 
 def _refuse(unsupported: dict[str, Any], table: Table, method: Callable) -> None:
     """Raise ValueError if a keyword is unknown or asks for a feature that this engine does not have."""
+    known = {field.name for field in fields(SamplingParams)}
+    ours = {name: nearest(name, known) if name in MEANT and name not in known else name for name in unsupported}
+    if sampling := {ours[name]: value for name, value in unsupported.items() if ours[name] in known}:
+        given = ", ".join(f"{name}={shown(value)}" for name, value in sampling.items())
+        what = "messages" if method.__name__ == "chat" else "prompts"
+        raise UnknownNameError(
+            f"{method.__name__} takes {' and '.join(sampling)} inside sampling parameters: "
+            f"llm.{method.__name__}({what}, SamplingParams({given}))"
+        )
     allowed = [name for name in inspect.signature(method).parameters if name not in ("self", "unsupported")]
     supported(unsupported, table, allowed, method.__name__)
 

@@ -177,3 +177,21 @@ def test_one_mebibyte_below_the_smallest_limit_is_refused_with_the_same_number(p
     with pytest.raises(ValueError, match=smallest[1]):
         make_engine(path, gpu_memory_limit=(int(smallest[2]) - 1) * 2**20 or 1, **arguments)
     make_engine(path, gpu_memory_limit=smallest[1], **arguments).close()
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (dict(max_tokens=3), "generate takes max_tokens inside sampling parameters: llm.generate(prompts, SamplingPar"),
+        (dict(n=2, temperature=0.5), "llm.generate(prompts, SamplingParams(n=2, temperature=0.5))"),
+        (dict(max_new_tokens=3), "SamplingParams(max_tokens=3)"),
+    ],
+)
+def test_a_sampling_parameter_outside_of_them_is_told_where_it_belongs(llm, given, message):
+    for error in (TypeError, ValueError):
+        with pytest.raises(error, match=re.escape(message)):
+            llm.generate([5, 6], **given)
+    with pytest.raises(ValueError, match=re.escape(message.replace("generate", "chat").replace("prompts", "messages"))):
+        llm.chat([{"role": "user", "content": "w5"}], **given)
+    with pytest.raises(ValueError, match="generate got an unknown argument 'promts': did you mean 'prompts'"):
+        llm.generate([5, 6], promts=3)
