@@ -110,6 +110,19 @@ COMMANDS: dict[str, str] = {
     for name in names.split()
 }
 
+# Paths of other servers, and beginnings of a path that were forgotten: where that is here.
+PATHS: dict[str, str] = {
+    path: here
+    for paths, here in {
+        "/api/chat /chat /v1/chat /chat/completions /v1/messages /v1/responses /responses": "/v1/chat/completions",
+        "/api/generate /generate /completion /completions /infill": "/v1/completions",
+        "/api/tags /api/ps /api/show /models /": "/v1/models",
+        "/props /slots /healthz /v1/health": "/health",
+        "/api/version": "/version",
+    }.items()
+    for path in paths.split()
+}
+
 # Options that ask for nothing that could be given here: what to do instead.
 INSTEAD: dict[str, str] = {
     name: said

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
+from difflib import get_close_matches
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from starlette.requests import ClientDisconnect
 
 import nanoinfer
 from nanoinfer.common.errors import RequestError
+from nanoinfer.common.other_names import PATHS
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.serve.answers import Answer, ChatAnswer, CompletionAnswer
 from nanoinfer.serve.async_engine import AsyncEngine
@@ -251,10 +253,22 @@ async def _client_left(*_: Any) -> Response:
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
-    message = f"{request.method} {request.url.path[:200]}: {error.detail}"
+    path, paths = request.url.path[:200], _paths(request.app)
+    message = f"{request.method} {path}: {error.detail}"
+    if error.status_code == 404:
+        meant = PATHS.get(path.removeprefix("/v1/v1").removesuffix("/") or "/")
+        nearest = meant or next(iter(get_close_matches(path, paths, n=1, cutoff=0.7)), None)
+        hint = f" (did you mean {nearest}?)" if nearest else ""
+        message = f"there is no path {path}{hint}: there are {', '.join(paths)}"
+    elif error.status_code == 405:
+        message += f": use {(error.headers or {}).get('Allow', 'another method')}"
     response = BadRequestError(message, status=error.status_code).response()
     response.headers.update(error.headers or {})
     return response
+
+
+def _paths(app: FastAPI) -> list[str]:
+    return sorted({route.path for route in app.routes if "{" not in route.path})
 
 
 async def _unexpected_error(*_: Any) -> Response:

@@ -11,6 +11,7 @@ from serving import MODEL, LeavingClient, events, make_served_checkpoint, metric
 from starlette.requests import ClientDisconnect
 
 from nanoinfer import SamplingParams
+from nanoinfer.common.other_names import PATHS
 from nanoinfer.serve.request_stream import RequestStream
 
 LONG = dict(max_tokens=200, temperature=0, ignore_eos=True)
@@ -261,6 +262,10 @@ def test_fields_that_stock_clients_send_are_accepted(path):
     asyncio.run(ask())
 
 
+def error_of(response):
+    return response.json()["error"]["message"]
+
+
 def test_unknown_models_and_paths_are_not_found(path):
     async def ask():
         async with serving(path) as served:
@@ -270,9 +275,21 @@ def test_unknown_models_and_paths_are_not_found(path):
             for method, url, status in (("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405)):
                 response = await served.client.request(method, url)
                 assert response.status_code == status and url in response.json()["error"]["message"]
-            assert response.headers["allow"] == "POST"
+            assert response.headers["allow"] == "POST" and error_of(response).endswith("Method Not Allowed: use POST")
+            for url, near in (
+                ("/chat/completions", "/v1/chat/completions"),
+                ("/v1/v1/chat/completions", "/v1/chat/completions"),
+                ("/api/generate", "/v1/completions"),
+                ("/v1/chat/completion", "/v1/chat/completions"),
+            ):
+                said = error_of(await served.client.post(url))
+                assert said.startswith(
+                    f"there is no path {url} (did you mean {near}?): there are /detokenize, /health, "
+                )
+            assert set(PATHS.values()) <= set(said.partition("there are ")[2].split(", "))
+            assert "zzz: there are /detok" in error_of(await served.client.get("/zzz"))
             samples = await metrics_of(served)
-            assert samples["nanoinfer:http_responses_total other 404"] == 1
+            assert samples["nanoinfer:http_responses_total other 404"] == 6
             assert samples["nanoinfer:http_responses_total /v1/completions 404"] == 1
 
     asyncio.run(ask())
