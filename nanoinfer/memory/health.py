@@ -33,6 +33,10 @@ _LINK_BYTES = 256 * 2**20  # with which four copies take less than a second wher
 _COMPILERS = ("cc", "gcc", "clang")
 
 
+class Broken(str):
+    """A problem because of which something that is there does not work. Any other one is slow, scarce or missing."""
+
+
 @dataclass(frozen=True)
 class Finding:
     """What was found; `problem` is a sentence that says what is wrong and what to do, None where nothing is."""
@@ -41,6 +45,10 @@ class Finding:
     value: str
     problem: str | None = None
 
+    @property
+    def is_broken(self) -> bool:
+        return isinstance(self.problem, Broken)
+
 
 def examine(device: torch.device) -> Iterator[Finding]:
     """Yield what there is on this machine and on the device, one after the other, in about two seconds."""
@@ -48,7 +56,7 @@ def examine(device: torch.device) -> Iterator[Finding]:
         try:
             value, problem = look(device)
         except Exception as error:  # drivers and libraries may raise anything; what is left is worth seeing
-            value, problem = "failed", f"{type(error).__name__}: {str(error).strip() or 'it says no more'}"
+            value, problem = "failed", Broken(f"{type(error).__name__}: {str(error).strip() or 'it says no more'}")
         yield Finding(name, value, problem)
 
 
@@ -70,15 +78,15 @@ def _transformers(device: torch.device) -> Found:
 
 def _triton(device: torch.device) -> Found:
     if find_spec("triton") is None:
-        missing = "the kernels need it: install a CUDA build of torch, which brings it"
+        missing = Broken("the kernels need it: install a CUDA build of torch, which brings it")
         return "not installed", missing if device.type == "cuda" else None
     version = metadata.version("triton") if _is_package("triton") else "of unknown version"
     if device.type != "cuda":
         return version, None
     if not any(map(shutil.which, (os.environ.get("CC", "cc"), *_COMPILERS))):
-        return version, "it builds the launchers of kernels with a C compiler, and there is none: install gcc"
+        return version, Broken("it builds the launchers of kernels with a C compiler, and there is none: install gcc")
     if not kernel_is_right(device):
-        return version, "a kernel gave wrong numbers: install the Triton that this torch came with"
+        return version, Broken("a kernel gave wrong numbers: install the Triton that this torch came with")
     return f"{version}, compiles and runs a kernel", None
 
 
@@ -90,7 +98,9 @@ def _gpu(device: torch.device) -> Found:
     if device.type != "cuda" and torch.cuda.is_available():
         return "not looked at: another device is asked for", None
     if device.type != "cuda":
-        return "none", f"{_why_no_gpu()}; everything runs on the CPU, slowly"
+        why = f"{_why_no_gpu()}; everything runs on the CPU, slowly"
+        is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+        return "none", why if is_hidden or driver_version() is None else Broken(why)  # a driver says that there is one
     name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
     text = f"{name}, compute capability {capability[0]}.{capability[1]}"
     old = f"below compute capability {LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]} nothing is tested"
@@ -224,7 +234,7 @@ def _unmet(name: str) -> str | None:
     needed = map(Requirement, metadata.requires("nanoinfer") or ()) if _is_package("nanoinfer") else ()
     for one in needed:
         if one.name == name and not one.specifier.contains(metadata.version(name), prereleases=True):
-            return f"nanoinfer needs {name} {one.specifier}: pip install '{name}{one.specifier}'"
+            return Broken(f"nanoinfer needs {name} {one.specifier}: pip install '{name}{one.specifier}'")
     return None
 
 

@@ -77,26 +77,27 @@ def test_where_all_is_well_it_says_so_and_ends_with_0(machine, capsys):
 
 
 @pytest.mark.parametrize(
-    "name, value, place, problem",
+    "name, value, place, problem, is_broken",
     [
         ("device_memory", lambda device: DeviceMemory(total_bytes=12 * GIB, free_bytes=6 * GIB), "GPU memory",
-         "6.00 GiB are held by the driver and by what else runs on the GPU"),
-        ("memory_available_bytes", lambda: 8 * GIB, "host memory", "less than the GPU has, for KV blocks"),
-        ("pcie_lanes", lambda device: (4, 16), "link", "it has 4 of 16 lanes: put the card into a slot"),
-        ("measure_floors", lambda *_, **__: Floors(link=6e9, device=450e9), "link", "PCIe 3 with 16 lanes gives"),
-        ("kernel_is_right", lambda device: False, "Triton", "a kernel gave wrong numbers"),
-        ("HostArena", type("Refused", (Arena,), dict(pins=False)), "pinning", "the system does not pin host memory"),
-        ("find_spec", lambda name: None, "Triton", "the kernels need it: install a CUDA build of torch"),
-        ("find_spec", lambda name: name, "flash-attn", "ModuleNotFoundError: No module named 'flash_attn'"),
+         "6.00 GiB are held by the driver and by what else runs on the GPU", False),
+        ("memory_available_bytes", lambda: 8 * GIB, "host memory", "less than the GPU has, for KV blocks", False),
+        ("pcie_lanes", lambda device: (4, 16), "link", "it has 4 of 16 lanes: put the card into a slot", False),
+        ("measure_floors", lambda *_, **__: Floors(link=6e9, device=450e9), "link", "PCIe 3 with 16 lanes", False),
+        ("kernel_is_right", lambda device: False, "Triton", "a kernel gave wrong numbers", True),
+        ("HostArena", type("Refused", (Arena,), dict(pins=False)), "pinning", "the system does not pin", False),
+        ("find_spec", lambda name: None, "Triton", "the kernels need it: install a CUDA build of torch", True),
+        ("find_spec", lambda name: name, "flash-attn", "ModuleNotFoundError: No module named 'flash_attn'", True),
     ],
 )  # fmt: skip
-def test_what_is_not_as_it_should_be_is_told(machine, name, value, place, problem, capsys):
+def test_what_is_not_as_it_should_be_is_told(machine, name, value, place, problem, is_broken, capsys):
     machine(name, value)
     found = problems()
     assert list(found) == [place] and problem in found[place]
-    assert main(["doctor"]) == 1
+    assert main(["doctor"]) == is_broken
     printed = capsys.readouterr().out
-    assert f"\n             -> {problem}" in printed and printed.endswith("\n\n1 thing to look at\n")
+    said = "1 of them broken" if is_broken else "what is there works"
+    assert f"\n             -> {problem}" in printed and printed.endswith(f"\n\n1 thing to look at, {said}\n")
 
 
 def test_an_old_gpu_and_a_missing_compiler_are_told(machine, monkeypatch):
@@ -134,7 +135,7 @@ def test_without_a_gpu_it_says_why_and_shows_the_rest(monkeypatch, capsys, cuda,
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert main(["doctor"]) == 1
+    assert main(["doctor"]) == (driver == "470.1")
     printed = capsys.readouterr().out
     assert f"GPU          none\n             -> {why}" in printed and "everything runs on the CPU" in printed
     assert "\nhost memory  " in printed and "\nlink         none\n" in printed and "1 thing to look at" in printed
