@@ -24,6 +24,17 @@ from torch import Tensor
 
 from nanoinfer.kernels.attention.spec import AttentionSpec
 
+FP8_CAPABILITY = (8, 9)
+
+
+def check_fp8(capability: tuple[int, int], gpu: str) -> None:
+    """Raise ValueError if our kernels cannot read KV in fp8 on a GPU of this compute capability."""
+    if capability < FP8_CAPABILITY:
+        raise ValueError(
+            f'kv_cache_dtype="fp8" needs compute capability 8.9 (Ada) or above, and {gpu} has '
+            f'{capability[0]}.{capability[1]}: set kv_cache_dtype="auto"'
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeWork:

@@ -7,7 +7,15 @@ import os
 import torch
 from torch import Tensor
 
-from nanoinfer.attention.base import AttentionBackend, AttentionSpec, DecodeWork, KeyRange, Partials, PrefillState
+from nanoinfer.attention.base import (
+    AttentionBackend,
+    AttentionSpec,
+    DecodeWork,
+    KeyRange,
+    Partials,
+    PrefillState,
+    check_fp8,
+)
 from nanoinfer.kernels.attention.decode_partial import decode_partial
 from nanoinfer.kernels.attention.merge import merge
 from nanoinfer.kernels.attention.prefill import prefill
@@ -17,7 +25,6 @@ MAX_TILES_PER_BLOCK = 8
 INTERPRETER_PROGRAMS = 2
 INTERPRETER_SHARED_MEMORY_BYTES = 99 * 1024
 MAX_HEAD_DIM = 256
-FP8_CAPABILITY = (8, 9)
 
 
 class TritonBackend(AttentionBackend):
@@ -67,12 +74,7 @@ class TritonBackend(AttentionBackend):
                 f"{MAX_HEAD_DIM}: choose attention backend 'torch'"
             )
         if spec.kv_dtype.itemsize == 1 and device.type == "cuda":
-            capability = torch.cuda.get_device_capability(device)
-            if capability < FP8_CAPABILITY:
-                raise ValueError(
-                    f'kv_cache_dtype="fp8" needs compute capability 8.9 (Ada) or above, and {device} has '
-                    f'{capability[0]}.{capability[1]}: set kv_cache_dtype="auto"'
-                )
+            check_fp8(torch.cuda.get_device_capability(device), str(device))
         if spec.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(
                 f"attention dtype is {spec.dtype}, and attention backend 'triton' takes float32, bfloat16 or float16: "

@@ -22,12 +22,16 @@ def compare_gpus(
     """
     given = dict(host_memory_limit=host_memory_limit, max_model_len=max_model_len, batch=batch)
     given |= dict(gpu_memory_limit=None, link_gbps=None, device_gbps=None)
-    any_card = forecaster(model, gpu=CARDS[0].name, **given, **arguments)
+    any_card = forecaster(model, gpu=CARDS[-1].name, **given, **arguments)
     found = {}
     for card in CARDS:
         rates = dict(link_gbps=card.link_gbps, device_gbps=card.device_gbps)
         asked = replace(any_card.asked, budget_bytes=card.memory_bytes, **rates)
-        found[card.name] = replace(any_card, asked=asked).step(asked.context, asked.batch)
+        one = replace(any_card, asked=asked, capability=card.capability)
+        try:
+            found[card.name] = one.step(asked.context, asked.batch)
+        except ValueError as error:  # what is asked for is not in this card
+            found[card.name] = replace(asked, problem=str(error))
     return found
 
 

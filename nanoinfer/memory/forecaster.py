@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from nanoinfer.attention.base import check_fp8
 from nanoinfer.common.other_names import takes_also
 from nanoinfer.common.units import GIB, format_gib
 from nanoinfer.config import EngineConfig
@@ -82,8 +83,8 @@ def forecaster(
     device_gbps: float | None, **arguments: Any,
 ) -> Forecaster:  # fmt: skip
     """Return what forecasts for any context and batch; for the arguments see `plan`."""
-    if gpu is not None:
-        card = card_named(gpu)
+    card = None if gpu is None else card_named(gpu)
+    if card is not None:
         gpu_memory_limit = card.memory if gpu_memory_limit is None else gpu_memory_limit
         link_gbps, device_gbps = link_gbps or card.link_gbps, device_gbps or card.device_gbps
     link_gbps = DEFAULT_LINK_GBPS if link_gbps is None else link_gbps
@@ -99,7 +100,10 @@ def forecaster(
     with tempfile.TemporaryDirectory() as directory:
         path = write_shape(str(model), directory) if model in SHAPES else model
         specs = Specs(read_checkpoint(path, config.hf_overrides, names=SHAPES))
-    spec = specs.of(config)
+    is_this_machine = card is None and not isinstance(config.gpu_memory_limit, int)
+    capability = torch.cuda.get_device_capability() if is_this_machine and torch.cuda.is_available() else None
+    capability = capability if card is None else card.capability
+    spec = _spec(specs, config, capability)
     host_bytes = memory_available_bytes() if host_memory_limit is None else int(config.host_memory_limit)
     asked = Forecast(
         model=str(model),
@@ -110,7 +114,14 @@ def forecaster(
         budget_bytes=_budget(config, host_bytes),
         host_budget_bytes=host_bytes,
     )
-    return Forecaster(specs, config, asked)
+    return Forecaster(specs, config, asked, capability=capability)
+
+
+def _spec(specs: Specs, config: EngineConfig, capability: tuple[int, int] | None) -> ModelSpec:
+    """Return the model's numbers; ValueError if these settings do not fit it, or a GPU of this compute capability."""
+    if config.kv_cache_dtype == "fp8" and capability is not None and config.attention_backend in ("auto", "triton"):
+        check_fp8(capability, "the GPU")
+    return specs.of(config)
 
 
 def _budget(config: EngineConfig, host_available: int) -> int:
@@ -127,16 +138,20 @@ def _budget(config: EngineConfig, host_available: int) -> int:
 
 @dataclass(frozen=True)
 class Forecaster:
-    """One model on one machine, for any context and batch; `asked` has what is given, and no answers."""
+    """One model on one machine, for any context and batch; `asked` has what is given, and no answers.
+
+    capability: the GPU's, where it is known.
+    """
 
     specs: Specs
     config: EngineConfig
     asked: Forecast
     is_cuda: bool = True
+    capability: tuple[int, int] | None = None
 
     @cached_property
     def spec(self) -> ModelSpec:
-        return self.specs.of(self.config)
+        return _spec(self.specs, self.config, self.capability)
 
     def forecast(self) -> Forecast:
         context, batch = self.asked.context, self.asked.batch
@@ -258,7 +273,7 @@ class Forecaster:
             proposer = self.proposer()
             config = proposer.leanest()
             text = replace(self, config=config)._missing(min(context, longest), batch)
-            if text and (words := proposer.words(config)):
+            if text and text not in found and (words := proposer.words(config)):
                 found.append(f"at the least {text}, with {words}")
         return tuple(found) if context <= longest else tuple(f"{text}, for {longest:,} tokens" for text in found)
 

@@ -6,8 +6,11 @@ import pytest
 
 import nanoinfer
 from nanoinfer.commands import main as cli
+from nanoinfer.common.units import GIB
+from nanoinfer.memory import forecaster
 from nanoinfer.memory.cards import CARDS, card_named
 from nanoinfer.memory.compare import compare_gpus
+from nanoinfer.memory.machine import DeviceMemory
 
 PLAN = ["plan", "qwen3-4b", "--host-memory", "64GiB"]
 
@@ -36,6 +39,29 @@ def test_a_card_stands_for_its_memory_and_bandwidths_where_they_are_not_given():
     assert found == same and found.budget_bytes == card.memory_bytes and found.ms_per_token > 0
     other = nanoinfer.plan("qwen3-4b", gpu="RTX 4060", gpu_memory="6GiB", link_gbps=5, device_gbps=100, **given)
     assert (other.budget_bytes, other.link_gbps, other.device_gbps) == (6 * 2**30, 5, 100)
+
+
+def test_no_card_is_told_to_keep_kv_in_fp8_that_cannot():
+    asked = dict(max_model_len=32_768, host_memory_limit="64GiB", kv_cache_dtype="fp8", quantization="int4")
+    with pytest.raises(ValueError, match=r"needs compute capability 8\.9 \(Ada\) or above, and the GPU has 8\.6"):
+        nanoinfer.plan("qwen3-4b", gpu="RTX 3060", **asked)
+    assert nanoinfer.plan("qwen3-4b", gpu="RTX 3060", attention_backend="torch", **asked).fits
+    assert nanoinfer.plan("qwen3-4b", gpu="RTX 4060", **asked).fits
+    found = compare_gpus("qwen3-4b", **asked)
+    assert found["RTX 4060"].fits and found["H200"].fits and "8.0: set kv_cache_dtype" in found["A30"].problem
+
+
+def test_the_gpu_of_this_machine_is_asked_what_it_can(monkeypatch):
+    def proposed(capability, **limits):
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda *_: capability)
+        found = nanoinfer.plan("qwen3-4b", max_model_len=32_768, batch=4, host_memory_limit="64GiB", **limits)
+        return any("kv_cache_dtype" in one.changes for one in found.proposals)
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr(forecaster, "device_memory", lambda _: DeviceMemory(12 * GIB, 11 * GIB))
+    assert proposed((8, 9)) and not proposed((8, 6))
+    assert proposed((8, 6), gpu_memory_limit="10GiB"), "a plan for another machine"
 
 
 def test_all_cards_are_compared_by_the_plan_of_each(capsys):
