@@ -27,6 +27,8 @@ def load_in_transformers(
         ValueError: transformers does not read this checkpoint, or leaves tensors of it out.
     """
     checkpoint = read_checkpoint(model_dir, hf_overrides)
+    if checkpoint.gguf is not None:
+        raise _unread(model_dir, "it is GGUF")
     settings = checkpoint.settings
     if hf_overrides:
         arguments["config"] = checkpoint.hf_config

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from nanoinfer.gguf.reader import GGUFFile
 from nanoinfer.layers.formats.base import CheckpointTensors, Formats
 from nanoinfer.layers.formats.online import Online
 from nanoinfer.layers.formats.registry import formats_of
@@ -23,6 +24,9 @@ class TensorEntry:
     """Where a tensor lies, from the header of its file.
 
     offset: of the tensor's first byte in the file. The values follow without gaps, in row-major order.
+
+    Of GGUF: block_type: such as "Q4_K", then it is bytes, whose last dimension is a row's; turned, added: as in
+    `gguf.names.Part`.
     """
 
     name: str
@@ -30,6 +34,9 @@ class TensorEntry:
     shape: tuple[int, ...]
     dtype: torch.dtype
     offset: int
+    block_type: str | None = None
+    turned: tuple[int, int] = (0, 0)
+    added: float = 0.0
 
     @property
     def num_bytes(self) -> int:
@@ -41,10 +48,11 @@ class CheckpointInfo:
     """A checkpoint's config.json and the headers of its files, and what its weights are quantised to while read.
 
     Attributes:
-        directory: where its files lie.
+        directory: where its files lie; of GGUF, the file itself, or the first of several.
         hf_config: the config as transformers reads it, with what takes the place of its fields. Nobody writes to it.
         tensors: by their names in the model; None: the files are not there, or not whole, or do not count.
         is_text_part: whether the checkpoint is multimodal, of which the text model is used alone.
+        gguf: what the GGUF file says that the checkpoint is; None: it is none.
         quantised_to: `settings` and `quantization` of an `Online`; None: the weights stay as they are.
     """
 
@@ -52,7 +60,13 @@ class CheckpointInfo:
     hf_config: PretrainedConfig
     tensors: Mapping[str, TensorEntry] | None = None
     is_text_part: bool = False
+    gguf: GGUFFile | None = None
     quantised_to: tuple[dict[str, Any], str | None] | None = None
+
+    @property
+    def config_path(self) -> Path:
+        """The file that the config is from."""
+        return self.directory if self.gguf is not None else self.directory / "config.json"
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -72,5 +86,6 @@ class CheckpointInfo:
         dtypes = None if self.tensors is None else {name: entry.dtype for name, entry in self.tensors.items()}
         if dtypes is not None and self.is_text_part:
             dtypes = {long: dtype for name, dtype in dtypes.items() for long in long_names(name)}
-        found = formats_of(self.settings, CheckpointTensors(dtype, dtypes), self.is_text_part)
+        blocks = {name: entry.block_type for name, entry in (self.tensors or {}).items() if entry.block_type}
+        found = formats_of(self.settings, CheckpointTensors(dtype, dtypes, blocks), self.is_text_part)
         return found if self.quantised_to is None else Online(found, *self.quantised_to, dtype)

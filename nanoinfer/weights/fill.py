@@ -19,6 +19,7 @@ from nanoinfer.layers.formats.base import Dense, Filling, Stack
 from nanoinfer.layers.linear import Linear
 from nanoinfer.models.checkpoint_info import TensorEntry
 from nanoinfer.models.decoder import Decoder
+from nanoinfer.weights.gguf import as_filled
 from nanoinfer.weights.read import PIECE_BYTES, host_buffers, read_tensors
 
 # A progress bar that is shown for less than this would only flicker.
@@ -46,6 +47,7 @@ def fill_from_files(
     alone: list[_Group] = []
     stacks: dict[Stack, list[TensorEntry | None]] = {}
     for name, view in model.checkpoint_views().items():
+        view = as_filled(view, entries[name]) if name in entries else view
         if isinstance(view, Tensor):
             direct.append((entries[name], view))
         elif view.fill is not None and view.stack is not None:

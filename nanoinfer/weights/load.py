@@ -11,20 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from nanoinfer.common.errors import shown
+from nanoinfer.gguf.reader import read_gguf
 from nanoinfer.layers.formats.base import FLOATS, Filling
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.models.checkpoint_info import CheckpointInfo, TensorEntry
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.registry import find_class
-from nanoinfer.weights.checkpoint import ARCHITECTURES, OBJECT, check_config, check_fields
+from nanoinfer.weights.checkpoint import ARCHITECTURES, OBJECT, check_fields
 from nanoinfer.weights.fill import fill_from_files, fill_with_noise, is_kv_scale
+from nanoinfer.weights.gguf import gguf_checkpoint, notices
+from nanoinfer.weights.hf_config import make_config
 from nanoinfer.weights.other_kinds import hint_for, refuse_name, shapes_near, what_it_holds
 from nanoinfer.weights.overrides import with_overrides
 from nanoinfer.weights.text_part import WRAPPERS, say_what_is_skipped, text_config, text_tensors
@@ -53,7 +55,7 @@ _MAX_NAME_BYTES = 255
 
 
 def find_model(model: str | Path, *, weights: bool = True, names: Iterable[str] = ()) -> Path:
-    """Return the local directory of a checkpoint: `model` itself, a packaged model, or the download of a hub id.
+    """Return the local directory of a checkpoint, or its GGUF file: `model` itself, a packaged model, or a download.
 
     Args:
         weights: False downloads only the config and the tokenizer.
@@ -68,6 +70,8 @@ def find_model(model: str | Path, *, weights: bool = True, names: Iterable[str] 
     if packaged is not None and packaged.is_dir() and not (path / "config.json").is_file():
         return packaged
     if path.is_dir():
+        return path
+    if path.is_file() and path.suffix.lower() == ".gguf":
         return path
     refuse_name(str(model))
     if path.exists():
@@ -104,6 +108,8 @@ def read_checkpoint(
         ValueError: the model or its config.json is missing, not readable, or of an unsupported architecture.
     """
     model_dir = find_model(model, weights=False, names=names)
+    if model_dir.is_file():
+        return gguf_checkpoint(read_gguf(model_dir), overrides)
     path: Path | str = model_dir / "config.json"
     if not path.is_file():
         raise ValueError(what_it_holds(model_dir))
@@ -127,15 +133,7 @@ def read_checkpoint(
         tensors = None
     if is_text_part and tensors is not None:  # the configs of some say nothing, and what transformers takes fits others
         raw = raw | {"tie_word_embeddings": not any(name.startswith("lm_head.") for name in tensors)}
-    try:
-        # Use the full name, so that transformers imports this class now and not with this module: it takes seconds.
-        if raw is as_in_file:
-            hf_config = transformers.AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
-        else:
-            hf_config = transformers.AutoConfig.for_model(**raw)
-    except Exception as error:  # transformers uses values before it checks them, so any error is possible
-        raise ValueError(f"{path} is no valid config: {error}") from error
-    check_config(path, hf_config, model_class)
+    hf_config = make_config(path, raw, model_class, model_dir if raw is as_in_file else None)
     return CheckpointInfo(directory=model_dir, hf_config=hf_config, tensors=tensors, is_text_part=is_text_part)
 
 
@@ -159,7 +157,7 @@ def read_spec(checkpoint: CheckpointInfo, dtype: str | torch.dtype) -> ModelSpec
     try:
         return find_class(hf_config.architectures).spec_of(checkpoint, resolve_dtype(dtype, hf_config))
     except ValueError as error:
-        raise ValueError(f"{checkpoint.directory / 'config.json'}: {error}") from error
+        raise ValueError(f"{checkpoint.config_path}: {error}") from error
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -320,6 +318,8 @@ def load_model(
         fill_from_files(model, entries, device, progress)
         if checkpoint.is_text_part:
             say_what_is_skipped(model_dir, check_safetensors(model_dir))
+        for notice in notices(checkpoint, spec.dtype) if checkpoint.gguf is not None else ():
+            warnings.warn(notice, stacklevel=2)
         drafts = [entries[name].num_bytes for name in model.drafts(entries)]
         if drafts:
             size = f"{len(drafts):,} tensors, {sum(drafts) / 2**20:,.0f} MiB"

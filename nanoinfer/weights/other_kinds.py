@@ -69,6 +69,6 @@ def what_it_holds(model_dir: Path) -> str:
 def _gguf(what: str, name: str) -> str:
     checkpoint = checkpoint_named(Path(name).name)
     return (
-        f"{what}, a format of llama.cpp that is not supported yet: give the checkpoint in safetensors that it was made "
+        f"{what}: give the path of a .gguf file, or the checkpoint in safetensors that it was made "
         f'of{f", {checkpoint}" if checkpoint else ""}, and quantization="int4" for as little memory'
     )

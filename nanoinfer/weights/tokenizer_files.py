@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,12 @@ def load_tokenizer(config: EngineConfig, model_dir: Path) -> PreTrainedTokenizer
     No code of the checkpoint runs.
     """
     if config.skip_tokenizer_init:
+        return None
+    if config.tokenizer is None and model_dir.is_file():
+        warnings.warn(
+            f"the tokenizer in {model_dir} is not read yet: give tokenizer=..., a directory or hub id, or token ids",
+            stacklevel=2,
+        )
         return None
     if config.tokenizer is None and not any((model_dir / name).exists() for name in _FILES):
         return None

@@ -72,6 +72,10 @@ def quantise_checkpoint(
         raise ValueError(f"{out} is not empty: give a directory that does not exist yet, or remove what it holds")
     model_dir = find_model(model)
     source = read_checkpoint(model_dir)
+    if source.gguf is not None:
+        raise ValueError(
+            f"{model_dir} is GGUF: give the checkpoint in safetensors that it was made of, or use it as it is"
+        )
     if source.formats is not DENSE and not isinstance(source.formats, MXFP4):
         raise ValueError(
             f"{model_dir} is quantised already: quantise the checkpoint in 16 bits that it was made from, or use it as "

@@ -1,0 +1,88 @@
+"""The metadata of one architecture, as its config asks for it: what is asked for is known, the rest is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+
+from nanoinfer.common.errors import shown
+from nanoinfer.gguf.reader import GGUFFile
+
+_MISSING = object()
+
+
+class Keys:
+    """The values whose keys begin with the architecture's name. Each that is read is noted."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self.file, self.architecture = file, file.metadata["general.architecture"]
+        begin = f"{self.architecture}."
+        self._values = {key[len(begin) :]: one for key, one in file.metadata.items() if key.startswith(begin)}
+        self._asked: set[str] = set()
+
+    def refuse(self, name: str, why: str) -> NoReturn:
+        """Raise ValueError about a key."""
+        raise ValueError(f"{self.file.path}: {self.architecture}.{name} {why}")
+
+    def has(self, name: str) -> bool:
+        return name in self._values
+
+    def take(self, name: str, default: Any = _MISSING) -> Any:
+        """Return a value as it is; ValueError if it is not there and has no default."""
+        self._asked.add(name)
+        if name in self._values:
+            return self._values[name]
+        if default is _MISSING:
+            self.refuse(name, "is missing: the file is not whole, or was not made by llama.cpp")
+        return default
+
+    def count(self, name: str, default: Any = _MISSING) -> int:
+        """Return a whole number; of an array with one for each layer, the number that all have."""
+        found = self._of_layers(name, self.take(name, default))
+        if type(found) is not int or not 0 <= found < 2**31:
+            self.refuse(name, f"is {shown(found)}, it must be a whole number of at least 0")
+        return found
+
+    def number(self, name: str, default: Any = _MISSING) -> float:
+        """Return a finite number."""
+        found = self._of_layers(name, self.take(name, default))
+        if type(found) not in (int, float) or not abs(found) < 1e30:
+            self.refuse(name, f"is {shown(found)}, it must be a number")
+        return found
+
+    def flags(self, name: str, num_layers: int, default: int) -> list[bool]:
+        """Return for each layer whether it has a window: given so, or as a period, whose last layer has none."""
+        found = self.take(name, default)
+        if isinstance(found, np.ndarray | Sequence) and not isinstance(found, str):
+            found = list(found)
+            if len(found) < num_layers:
+                self.refuse(name, f"has {len(found):,} entries for {num_layers:,} layers")
+            return [bool(one) for one in found[:num_layers]]
+        if type(found) is not int or not 0 <= found < 2**31:
+            self.refuse(name, f"is {shown(found)}, it must be a whole number or one flag for each layer")
+        return [found == 0 or layer % found < found - 1 for layer in range(num_layers)]
+
+    def only(self, name: str, *allowed: Any) -> None:
+        """Refuse another value than these, the first of which stands for none."""
+        found = self.take(name, allowed[0])
+        if found not in allowed:
+            self.refuse(name, f"is {shown(found)}: supported is {' or '.join(map(repr, allowed))}")
+
+    def check_all_asked(self) -> None:
+        """Raise ValueError if the file says what nobody has asked for: it may change what the model computes."""
+        others = sorted(self._values.keys() - self._asked)
+        if others:
+            listed = ", ".join(f"{self.architecture}.{name}" for name in others[:8])
+            raise ValueError(
+                f"{self.file.path} has {listed}, which is not supported: what it changes in the model is not known here"
+            )
+
+    def _of_layers(self, name: str, found: Any) -> Any:
+        if not isinstance(found, np.ndarray):
+            return found
+        values = set(found.tolist())
+        if len(values) != 1:
+            self.refuse(name, f"is {shown(found.tolist())}: layers that differ are not supported")
+        return values.pop()

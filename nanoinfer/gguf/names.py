@@ -1,0 +1,184 @@
+"""The tensors of a file by the names that the same model has in a checkpoint of Hugging Face.
+
+llama.cpp's converter changes some of them: rows of q and k lie in another order where its own rotation turns
+neighbours, norms hold 1 + w, and the experts of a layer are one tensor. `Part` says what is to be put back.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from nanoinfer.gguf.reader import GGUFFile, GGUFTensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A tensor of the model: a tensor of the file, or rows of one.
+
+    Attributes:
+        shape: of its values. offset: of its first byte in the tensor.
+        turned: numbers of heads, and of the rows of one: these first rows lie as llama.cpp turns them, the two of a
+            pair beside each other; (0, 0): none do.
+        added: what the file has added to each value.
+    """
+
+    tensor: GGUFTensor
+    shape: tuple[int, ...]
+    offset: int = 0
+    turned: tuple[int, int] = (0, 0)
+    added: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Naming:
+    """How an architecture differs.
+
+    Attributes:
+        own: names of a layer's tensors, by their names in files, in place of `_LAYER`'s.
+        is_permuted: whether rows of q and k lie in llama.cpp's order.
+        added: what all norms have in addition.
+        expert: the names of gate, up and down of an expert.
+    """
+
+    own: Mapping[str, str] = field(default_factory=dict)
+    is_permuted: bool = False
+    added: float = 0.0
+    expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+
+_WHOLE = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output_norm.bias": "model.norm.bias",
+    "output.weight": "lm_head.weight",
+}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+_NORMS_BEHIND = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_NORM_BEFORE_MLP = {"post_attention_norm": "post_attention_layernorm"}
+NAMINGS: dict[str, Naming] = {
+    "llama": Naming(is_permuted=True),
+    "mixtral": Naming(is_permuted=True, expert=("w1", "w3", "w2"), own={"ffn_gate_inp": "block_sparse_moe.gate"}),
+    "mistral3": Naming(is_permuted=True),
+    "granite": Naming(is_permuted=True),
+    "smollm3": Naming(is_permuted=True),
+    "gemma3": Naming(added=1.0, own={**_NORMS_BEHIND, "ffn_norm": "pre_feedforward_layernorm"}),
+    "gpt-oss": Naming(own={**_NORM_BEFORE_MLP, "ffn_gate_inp": "mlp.router", "attn_sinks": "self_attn.sinks"}),
+    "phi3": Naming(own={"ffn_up": "mlp.gate_up_proj"}),
+    "glm4": Naming(
+        own={
+            "ffn_up": "mlp.gate_up_proj",
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+        }
+    ),
+    "glm4moe": Naming(own={**_NORM_BEFORE_MLP, "exp_probs_b": "mlp.gate.e_score_correction_bias"}),
+    "exaone4": Naming(own=_NORMS_BEHIND),
+    "hunyuan-dense": Naming(own={"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}),
+    "nemotron": Naming(added=1.0),
+    "olmo2": Naming(own=_NORMS_BEHIND),
+    "seed_oss": Naming(own=_NORM_BEFORE_MLP),
+    "starcoder2": Naming(own={"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}),
+}
+"""By the name of an architecture; another one has the common names. Mixtral's files say that they are of `llama`."""
+
+
+def naming_of(architecture: str, config: Mapping[str, Any]) -> Naming:
+    """Return how a file of an architecture names its tensors. config: what `raw_config` says."""
+    return NAMINGS.get("mixtral" if config["model_type"] == "mixtral" else architecture, Naming())
+
+
+# Parameters that are no weight or bias of a module.
+_BARE = ("self_attn.sinks", "mlp.gate.e_score_correction_bias")
+_IN_LAYER = re.compile(r"blk\.(\d{1,9})\.(.+)\.(weight|bias)")
+_OF_LAYER = re.compile(r"blk\.(\d{1,9})\.")
+_ONE_EXPERT = re.compile(r"ffn_(gate|up|down)\.(\d+)")
+_ALL_EXPERTS = re.compile(r"ffn_(gate|up|down|gate_up)_exps")
+# What the config has read.
+_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_VISION = ("v.", "mm.")
+
+
+def named_parts(file: GGUFFile, naming: Naming, config: Mapping[str, Any]) -> dict[str, Part]:
+    """Return the tensors of the model. One that has no place in it keeps its name in the file.
+
+    config: what `raw_config` says. What does not run is left out.
+    """
+    found: dict[str, Part] = {}
+    num_heads, num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    heads = {"attn_q": num_heads, "attn_k": num_kv_heads, "attn_qkv": num_heads + num_kv_heads}
+    for name, tensor in file.tensors.items():
+        if name in _FACTORS or skipped_part(name, config["num_hidden_layers"]):
+            continue
+        whole = Part(tensor=tensor, shape=tensor.shape)
+        match = _IN_LAYER.fullmatch(name)
+        if match is None:
+            is_norm = name == "output_norm.weight"
+            found[_WHOLE.get(name, name)] = replace(whole, added=naming.added if is_norm else 0.0)
+            continue
+        layer, kind, ending = f"model.layers.{match[1]}.", match[2], match[3]
+        if experts := dict(_experts(naming, whole, kind, ending)):
+            found |= {layer + own: part for own, part in experts.items()}
+            continue
+        own = naming.own.get(kind, _LAYER.get(kind))
+        if own is None:
+            found[name] = whole
+            continue
+        if naming.is_permuted and kind in heads:
+            whole = replace(whole, turned=(heads[kind], config["head_dim"]))
+        if kind.endswith("_norm") and ending == "weight":
+            whole = replace(whole, added=naming.added)
+        found[layer + own + ("" if own in _BARE else f".{ending}")] = whole
+    return found
+
+
+def skipped_part(name: str, num_layers: int) -> str | None:
+    """Return what a tensor of a file belongs to that does not run; None: it runs. num_layers: those of the model."""
+    if name.startswith(_VISION):
+        return "weights of vision"
+    match = _OF_LAYER.match(name)
+    return "layers that guess tokens ahead" if match and int(match[1]) >= num_layers else None
+
+
+def _experts(naming: Naming, whole: Part, kind: str, ending: str) -> Iterator[tuple[str, Part]]:
+    """Yield what a tensor has of experts, by its name in a layer; nothing, if it is none of experts."""
+    names = dict(zip(("gate", "up", "down"), naming.expert, strict=True))
+    below = naming.own.get("ffn_gate_inp", "mlp.gate").rpartition(".")[0] if naming.expert[0] == "w1" else "mlp"
+    if match := _ONE_EXPERT.fullmatch(kind):
+        yield f"{below}.experts.{match[2]}.{names[match[1]]}.{ending}", whole
+        return
+    match = _ALL_EXPERTS.fullmatch(kind)
+    if match is None or len(whole.shape) < 2:
+        return
+    held = ("gate", "up") if match[1] == "gate_up" else (match[1],)
+    num_experts, num_rows, *rest = whole.shape
+    if num_rows % len(held):
+        return
+    shape = (num_rows // len(held), *rest)
+    num_bytes = whole.tensor.num_bytes // (num_experts * len(held))
+    for number in range(num_experts * len(held)):
+        expert, part = divmod(number, len(held))
+        part = f"{below}.experts.{expert}.{names[held[part]]}.{ending}"
+        yield part, replace(whole, shape=shape, offset=number * num_bytes)

@@ -1,0 +1,239 @@
+"""Checkpoints of `tiny_models` written as GGUF files, as llama.cpp's converter writes them, by the package `gguf`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+# The names of llama.cpp's architectures, by families.
+ARCHITECTURES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+    "gemma3": "gemma3",
+    "gpt_oss": "gpt-oss",
+    "phi3": "phi3",
+    "granite": "granite",
+    "smollm3": "smollm3",
+    "ernie4_5": "ernie4_5",
+    "glm4": "glm4",
+    "glm4_moe": "glm4moe",
+    "exaone4": "exaone4",
+    "hunyuan": "hunyuan-dense",
+    "nemotron": "nemotron",
+    "olmo2": "olmo2",
+    "olmo3": "olmo2",
+    "olmoe": "olmoe",
+    "seed_oss": "seed_oss",
+    "starcoder2": "starcoder2",
+    "ministral3": "mistral3",
+}
+# What a file can say of a family, where the test's checkpoints have something else by default.
+FIELDS = {
+    "gemma3": dict(query_pre_attn_scalar=16, num_layers=6),
+    "granite": dict(head_dim=16, hidden_size=64),
+    "mistral": {},
+}
+_PERMUTED = ("llama", "mistral", "mixtral", "ministral3", "granite", "smollm3")
+_OFFSET = ("gemma3", "nemotron")
+_FIELDS = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.value_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "vocab_size": "vocab_size",
+    "expert_used_count": "num_experts_per_tok",
+    "logit_scale": "logits_scaling",
+    "residual_scale": "residual_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "attention.scale": "attention_multiplier",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
+
+
+def write_gguf(
+    family: str,
+    directory: Path,
+    path: Path,
+    *,
+    type_of: Callable[[str], str] = lambda name: "F32",
+    expand: bool = False,
+    more: Mapping[str, tuple[int, ...]] = {},
+    change: Callable[[str, np.ndarray], np.ndarray] = lambda name, values: values,
+    **extra,
+) -> Path:
+    """Write the checkpoint of a directory to a file and return its path.
+
+    type_of: the type of a matrix by its name in the file; vectors are F32. expand: write what the package makes of
+    these types, as F32. more: tensors of zeros by name. change: makes other values. extra: metadata, by whole keys.
+    """
+    config = json.loads((directory / "config.json").read_text())
+    writer = gguf.GGUFWriter(path, ARCHITECTURES[family])
+    for key, value in {**metadata_of(family, config), **extra}.items():
+        _add(writer, key, value)
+    for name, values in tensors_of(family, config, directory):
+        kind = gguf.GGMLQuantizationType[type_of(name) if values.ndim > 1 and "_norm" not in name else "F32"]
+        stored = gguf.quants.quantize(change(name, values), kind)
+        if expand:
+            stored, kind = gguf.quants.dequantize(stored, kind), gguf.GGMLQuantizationType.F32
+        writer.add_tensor(name, stored, raw_dtype=kind)
+    for name, shape in more.items():
+        writer.add_tensor(name, np.zeros(shape, "f4"))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value) -> None:
+    kinds = {bool: "bool", int: "uint32", float: "float32", str: "string"}
+    if isinstance(value, list | np.ndarray):
+        writer.add_array(key, value)
+    else:
+        getattr(writer, f"add_{kinds[type(value)]}")(key, value)
+
+
+def metadata_of(family: str, config: Mapping) -> dict:
+    """What the converter says of a config."""
+    rope = config.get("rope_parameters") or {}
+    full = rope.get("full_attention", rope)
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    found = {key: config[field] for key, field in _FIELDS.items() if config.get(field) is not None}
+    found |= {"block_count": config["num_hidden_layers"], "rope.freq_base": float(full["rope_theta"])}
+    found |= _rotation(full, head_dim)
+    experts = [config[name] for name in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(name)]
+    found |= {"expert_count": experts[0]} if experts else {}
+    if size := config.get("moe_intermediate_size") or (family == "gpt_oss" and config["intermediate_size"]):
+        found["expert_feed_forward_length"] = size
+    if family in ("gemma3", "gpt_oss", "olmo3", "exaone4") and config.get("sliding_window"):
+        found["attention.sliding_window"] = config["sliding_window"]
+        if family in ("olmo3", "exaone4"):
+            found["attention.sliding_window_pattern"] = [kind != "full_attention" for kind in config["layer_types"]]
+    if family == "gemma3":
+        found["rope.freq_base_swa"] = float(rope["sliding_attention"]["rope_theta"])
+    if family == "phi3":
+        found["attention.sliding_window"] = config.get("sliding_window") or 0
+    if family in ("nemotron", "starcoder2"):
+        found["attention.layer_norm_epsilon"] = config["norm_eps" if family == "nemotron" else "norm_epsilon"]
+    if family == "glm4_moe":
+        found |= {
+            "expert_shared_count": config["n_shared_experts"],
+            "leading_dense_block_count": config["first_k_dense_replace"],
+            "expert_weights_scale": float(config["routed_scaling_factor"]),
+            "expert_weights_norm": config["norm_topk_prob"],
+            "expert_gating_func": 2,
+            "expert_group_count": config["n_group"],
+            "expert_group_used_count": config["topk_group"],
+        }
+    if family == "ministral3":
+        found["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
+        found["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
+    return {f"{ARCHITECTURES[family]}.{key}": value for key, value in found.items()}
+
+
+def _rotation(rope: Mapping, head_dim: int) -> dict:
+    found = {"rope.dimension_count": int(head_dim * (rope.get("partial_rotary_factor") or 1))}
+    kind = rope.get("rope_type", "default")
+    if kind in ("linear", "yarn"):
+        found |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
+    if kind in ("longrope", "yarn"):
+        found["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    if kind == "longrope" and rope.get("attention_factor"):
+        found["rope.scaling.attn_factor"] = rope["attention_factor"]
+    names = dict(beta_fast="yarn_beta_fast", beta_slow="yarn_beta_slow", attention_factor="yarn_attn_factor")
+    if kind == "yarn":
+        found |= {f"rope.scaling.{name}": float(rope[field]) for field, name in names.items() if rope.get(field)}
+    return found
+
+
+def tensors_of(family: str, config: Mapping, directory: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors by their names in the file, changed as the converter changes them, float32."""
+    num_heads, num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    architecture = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == ARCHITECTURES[family])
+    names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
+    held = {name: one.float() for one in map(load_file, directory.glob("*.safetensors")) for name, one in one.items()}
+    for name, values in _stacked(family, held).items():
+        if "q_proj" in name and family in _PERMUTED:
+            values = _permuted(values, num_heads)
+        if "k_proj" in name and family in _PERMUTED:
+            values = _permuted(values, num_kv_heads)
+        if name.endswith("norm.weight") and family in _OFFSET:
+            values = values + 1
+        if config.get("tie_word_embeddings") and name == "lm_head.weight":
+            continue
+        if name.endswith("e_score_correction_bias"):
+            name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert found is not None, f"the package has no name for {name}"
+        yield found, values.contiguous().numpy()
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type") == "longrope":
+        for kind in ("long", "short"):
+            yield f"rope_factors_{kind}.weight", np.asarray(rope[f"{kind}_factor"], "f4")
+    if rope.get("rope_type") == "llama3":
+        yield "rope_freqs.weight", llama3_factors(rope, config["head_dim"])
+
+
+def _permuted(values: torch.Tensor, num_heads: int) -> torch.Tensor:
+    parted = values.reshape(num_heads, 2, values.shape[0] // num_heads // 2, *values.shape[1:])
+    return parted.swapaxes(1, 2).reshape(values.shape)
+
+
+def _stacked(family: str, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Experts as one tensor of a layer; those of gpt-oss with gate and up apart."""
+    found: dict[str, torch.Tensor] = {}
+    parts: dict[str, dict[int, torch.Tensor]] = {}
+    for name, values in held.items():
+        if match := _EXPERT.fullmatch(name):
+            parts.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = values
+        elif family == "gpt_oss" and ".experts." in name:
+            found |= dict(_apart(name, values))
+        else:
+            found[name + ".weight" * name.endswith("sinks")] = values
+    merged = {"block_sparse_moe.experts": "feed_forward.experts"} if family == "mixtral" else {}
+    for name, experts in parts.items():
+        for ours, theirs in merged.items():
+            name = name.replace(ours, theirs).removeprefix("model.")
+        found[name] = torch.stack([experts[number] for number in range(len(experts))])
+    return found
+
+
+def _apart(name: str, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    is_bias = name.endswith("_bias")
+    name = name.removesuffix("_bias")
+    values = values if is_bias else values.mT
+    ending = ".bias" if is_bias else ".weight"
+    if "gate_up_proj" in name:
+        yield name.replace("gate_up_proj", "gate_proj") + ending, values[:, ::2]
+        yield name.replace("gate_up_proj", "up_proj") + ending, values[:, 1::2]
+    else:
+        yield name + ending, values
+
+
+def llama3_factors(rope: Mapping, head_dim: int) -> np.ndarray:
+    """What the converter divides Llama 3's frequencies by."""
+    factor, low, high = (rope[name] for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    length = rope["original_max_position_embeddings"]
+    found = []
+    for freq in 1.0 / (rope["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)):
+        wave = 2 * np.pi / freq.item()
+        smooth = (length / wave - low) / (high - low)
+        between = 1 / ((1 - smooth) / factor + smooth)
+        found.append(1 if wave < length / high else factor if wave > length / low else between)
+    return np.asarray(found, "f4")
