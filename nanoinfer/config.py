@@ -63,13 +63,18 @@ class EngineConfig:
             `gpu_memory_utilization`.
         resident_kv_limit: in offload mode, bytes of full KV blocks that may stay on the GPU; 0 streams every full
             block. None: what the budget leaves.
+        resident_weights_limit: bytes of the layers' weights that may stay on the GPU, where embeddings, head and norms
+            always stay; the others lie in host memory and are streamed in every step, one layer's at a time. 0 streams
+            all. None: all stay, or as many as the budget holds if it is too small for all.
+        cpu_offload_gb: at least so many GiB of weights are streamed, as in vLLM; 0: none ever, and a budget that is too
+            small for all weights is refused. None: see `resident_weights_limit`.
         num_gpu_blocks_override: upper limit of the KV blocks in the GPU pool, the scratch block included, whatever the
             budget leaves; for tests and experiments.
-        host_memory_limit: bytes of host memory for KV blocks: pinned ones where offloading is enabled, else those of
-            requests that were preempted. Where it is enabled and resident mode is current, preempted requests come on
-            top, with about as many bytes as the GPU pool has at most: within the limit one of them could be left
-            without room, and would fail. None: what `max_num_seqs` sequences can need, but at most 60 % of the
-            available memory; without offloading, as much as the system gives.
+        host_memory_limit: bytes of host memory for streamed weights and KV blocks: pinned ones where offloading is
+            enabled, else those of requests that were preempted. Where it is enabled and resident mode is current,
+            preempted requests come on top, with about as many bytes as the GPU pool has at most: within the limit one
+            of them could be left without room, and would fail. None: what `max_num_seqs` sequences can need, but at
+            most 60 % of the available memory; without offloading, as much as the system gives.
         block_size: tokens per KV block, a multiple of 16. One block is one split of the attention, so a different block
             size changes the rounding of the results.
         enable_cpu_offload: True starts in offload mode: host memory holds every full KV block, the GPU keeps as many as
@@ -112,6 +117,8 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     gpu_memory_limit: int | float | str | None = None
     resident_kv_limit: int | str | None = None
+    resident_weights_limit: int | str | None = None
+    cpu_offload_gb: float | None = None
     num_gpu_blocks_override: int | None = None
     host_memory_limit: int | str | None = None
     block_size: int = 256
@@ -168,13 +175,19 @@ class EngineConfig:
         self._check("enable_cpu_offload", offloads, 'True, False or "auto"')
         for name in ("enforce_eager", "enable_prefix_caching", "skip_tokenizer_init"):
             self._check(name, isinstance(getattr(self, name), bool), "True or False")
-        for name in ("gpu_memory_limit", "host_memory_limit", "ring_slot_bytes", "resident_kv_limit"):
+        limits = "gpu_memory_limit", "host_memory_limit", "resident_kv_limit", "resident_weights_limit"
+        for name in (*limits, "ring_slot_bytes"):
             value = getattr(self, name)
             if value is None or is_share(value) and name == "gpu_memory_limit":
                 continue
             parse = parse_memory if name.endswith("memory_limit") else parse_bytes
-            is_zero = name == "resident_kv_limit" and value == 0 and not isinstance(value, bool)
+            is_zero = name.startswith("resident") and value == 0 and not isinstance(value, bool)
             object.__setattr__(self, name, 0 if is_zero else parse(value, name))
+        gib = self.cpu_offload_gb
+        is_number = isinstance(gib, int | float) and not isinstance(gib, bool)
+        self._check(
+            "cpu_offload_gb", gib is None or is_number and 0 <= gib < 2**20, "None, or a number of GiB, such as 4"
+        )
         share = self.gpu_memory_utilization
         is_number = isinstance(share, int | float) and not isinstance(share, bool)
         self._check("gpu_memory_utilization", is_number and 0 < share <= 1, "above 0 and at most 1, such as 0.9")

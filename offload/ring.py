@@ -162,7 +162,7 @@ class Places:
     the compute stream behind the last piece that reads p.
     """
 
-    def __init__(self, runtime: Runtime, sizes: Sequence[int]) -> None:
-        self.bytes = [torch.zeros(size, dtype=torch.uint8, device=runtime.device) for size in sizes]
-        self.copied = [runtime.event() for _ in sizes]
-        self.used = [runtime.event() for _ in sizes]
+    def __init__(self, runtime: Runtime, memory: Sequence[torch.Tensor]) -> None:
+        self.bytes = list(memory)
+        self.copied = [runtime.event() for _ in memory]
+        self.used = [runtime.event() for _ in memory]

@@ -175,6 +175,25 @@ def links(record: dict) -> str:
     return f"{where}\n\n{_table(head, rows)}"
 
 
+def weights(record: dict) -> str:
+    """Steps whose weights are streamed, and a prompt."""
+    found = record.get("weights", {})
+    cases = {name: case for part in found.get("cases", {}).values() for name, case in part.items()}
+    rows = [
+        [name, f"{seconds * 1e3:.1f}", f"{case['streamed_gib']:.2f}" if "streamed_gib" in case else "",
+         f"{case['ratio_to_floor']:.3f}" if "ratio_to_floor" in case else "",
+         f"{case['ratio_to_resident']:.2f}" if "ratio_to_resident" in case else "",
+         f"{case['peak_bytes'] / 2**30:.2f}" if "peak_bytes" in case else ""]
+        for name, case in cases.items()
+        if isinstance(case, dict) and (seconds := case.get("seconds_per_token", case.get("seconds")))
+    ]  # fmt: skip
+    if not rows:
+        return ""
+    head = ["", "ms", "GiB streamed", "of the floor", "of resident's time", "peak, GiB"]
+    where = f'One {found["versions"]["device"]}, `make gpu-bench ARGS="--part weights"`:'
+    return f"{where}\n\n{_table(head, rows)}"
+
+
 def prefill_32k(record: dict) -> str:
     """Prefill of a prompt of 32,768 tokens in both modes."""
     case = record["cases"].get("one_sequence_32k", {})
@@ -522,6 +541,7 @@ PARTS: dict[str, Callable[[dict], str]] = {
         sparse,
         sparse_planner,
         links,
+        weights,
         latency,
         arrivals,
         kernels,

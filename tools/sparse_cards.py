@@ -38,14 +38,18 @@ def main() -> None:
                     **quantised,
                 )
                 streams = found.fits and found.streamed_bytes_per_step
-                cells.append("KV streams" if streams else "fits" if found.fits else "no")
-                weights = found.memory.weight_bytes / 2**30 if found.fits else weights
+                cells.append(_streams(found) if streams else "fits" if found.fits else "no")
+                weights = (found.memory.weight_bytes + found.memory.streamed_bytes) / 2**30 if found.fits else weights
             print(
                 f"| `{shape}` | {name} | {context:,} | {f'{weights:.1f}' if weights else '-'} | "
                 + " | ".join(cells)
                 + " |",
                 flush=True,
             )
+
+
+def _streams(found: nanoinfer.Forecast) -> str:
+    return "streams" if found.memory.streamed_bytes else "KV streams"
 
 
 if __name__ == "__main__":

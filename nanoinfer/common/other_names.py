@@ -47,8 +47,10 @@ MEANT: dict[str, tuple[str, ...]] = {
         "b ub batch_size num_batch ubatch_size chunked_prefill_size max_batch_prefill_tokens": (
             "max_num_batched_tokens",
         ),
-        "ngl n_gpu_layers num_gpu_layers gpu_layers num_gpu ncmoe n_cpu_moe cpu_moe vram gpu_mem max_gpu_memory "
-        "gpu_memory": ("gpu_memory_limit",),
+        "ngl n_gpu_layers num_gpu_layers gpu_layers num_gpu ncmoe n_cpu_moe cpu_moe": (
+            "resident_weights_limit", "gpu_memory_limit",
+        ),
+        "vram gpu_mem max_gpu_memory gpu_memory": ("gpu_memory_limit",),
         "mem_fraction_static": ("gpu_memory_utilization",),
         "ram cpu_memory max_cpu_memory host_memory": ("host_memory_limit",),
         "offload cpu_offload enable_cpu_offload kv_offload nkvo low_vram": ("offload", "enable_cpu_offload"),

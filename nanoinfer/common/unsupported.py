@@ -40,9 +40,6 @@ ENGINE: Table = by_advice({
     'give SamplingParams, or generation_config="vllm"': dict(override_generation_config=({},)),
     "models generate text only": dict(task=("auto", "generate"), runner=("auto", "generate")),
     "it is an option of nanoinfer serve": dict(served_model_name=()),
-    "in vLLM it offloads weights, which stay on the GPU here; enable_cpu_offload=True moves the KV cache": dict(
-        cpu_offload_gb=(0,)
-    ),
     "host_memory_limit bounds the host memory for KV blocks": dict(swap_space=(0, 4)),
     "give host_memory_limit and enable_cpu_offload=True": dict(kv_offloading_size=()),
     "give gpu_memory_limit, which bounds all that the engine takes": dict(kv_cache_memory_bytes=()),

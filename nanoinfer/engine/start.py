@@ -75,6 +75,8 @@ def build(config: EngineConfig, runtime: Runtime | None) -> BuiltEngine:
         max_position=plan.max_model_len,
         context=config.max_model_len,  # not the plan's, which depends on the memory
         progress=config.progress_bar,
+        streamed_pieces=plan.streamed_pieces,
+        require_pin=config.pin_host_memory == "require",
     )
     runner = ModelRunner(config, plan, runtime, model, setup.backend, spec, memory_before)
     kv = kv_side(config, runner)

@@ -40,7 +40,7 @@ def buffer_bytes(
         ring=Ring(runtime, spec.layout, num_ring_slots, sizes.blocks_per_slot),
         gpu_kv=None,
         states=RecurrentStates(spec, sizes.max_num_seqs, runtime.device),
-        places=Places(runtime, spec.place_bytes),
+        places=Places(runtime, []),
         graphs={},
     )
     decode = DecodeProgram(resources)

@@ -17,11 +17,14 @@ class MemoryPlan:
         activation_bytes: transient memory of the largest prefill step, or of sampling if that takes more.
         workspace_bytes: fixed buffers of decode and of small prefill steps, and tables, without the attention partials
             of whole blocks.
+        weight_bytes: of those that stay on the GPU, with position tables and the buffer for a matrix.
+        place_bytes: what lies on the GPU of the weights that are streamed, two pieces' at a time.
         library_bytes: workspaces of libraries, and rounding.
         graph_bytes: private memory of the captured graphs.
         split_bytes: attention partials of one split, and its entries in tables.
         num_gpu_blocks: KV blocks of the GPU pool, the scratch block included.
         max_resident_blocks: full blocks that may stay on the GPU in offload mode; None: as many as there is room for.
+        streamed_pieces, streamed_bytes: the pieces whose weights lie in host memory, and the bytes of these.
         max_splits: splits of whole blocks that one decode step may attend to.
     """
 
@@ -32,6 +35,7 @@ class MemoryPlan:
     library_bytes: int = 0
     graph_bytes: int = 0
     ring_bytes: int = 0
+    place_bytes: int = 0
     block_bytes: int = 0
     split_bytes: int = 0
     blocks_per_slot: int = 0
@@ -42,12 +46,14 @@ class MemoryPlan:
     max_model_len: int = 0
     max_num_seqs: int = 0
     max_num_batched_tokens: int = 0
+    streamed_pieces: tuple[int, ...] = ()
+    streamed_bytes: int = 0
 
     @property
     def fixed_bytes(self) -> int:
         """All but the KV pool and the partials that grow with it."""
         buffers = self.workspace_bytes + self.library_bytes + self.graph_bytes
-        return self.weight_bytes + self.activation_bytes + self.ring_bytes + buffers
+        return self.weight_bytes + self.activation_bytes + self.ring_bytes + self.place_bytes + buffers
 
     @property
     def pool_bytes(self) -> int:
@@ -61,16 +67,20 @@ class MemoryPlan:
 
     @property
     def host_bytes(self) -> int:
+        """Of KV blocks."""
         return self.num_host_blocks * self.block_bytes
 
     def one_line(self) -> str:
         """Return the plan as the engine prints it at start-up."""
         gib = format_gib
         buffers = self.workspace_bytes + self.library_bytes + self.graph_bytes
+        streamed = ""
+        if self.streamed_pieces:
+            streamed = f" and {gib(self.streamed_bytes)} streamed from host memory through {gib(self.place_bytes)}"
         return (
-            f"{gib(self.total_bytes)} of {gib(self.budget_bytes)} GiB: weights {gib(self.weight_bytes)}, KV pool "
-            f"{gib(self.pool_bytes)} ({self.num_gpu_blocks - 1} blocks), ring {gib(self.ring_bytes)}, activations "
-            f"{gib(self.activation_bytes)}, buffers and graphs {gib(buffers)}; "
+            f"{gib(self.total_bytes)} of {gib(self.budget_bytes)} GiB: weights {gib(self.weight_bytes)}{streamed}, "
+            f"KV pool {gib(self.pool_bytes)} ({self.num_gpu_blocks - 1} blocks), ring {gib(self.ring_bytes)}, "
+            f"activations {gib(self.activation_bytes)}, buffers and graphs {gib(buffers)}; "
             f"host pool up to {gib(self.host_bytes)} GiB ({self.num_host_blocks} blocks); "
             f"max_model_len {self.max_model_len}, prefill steps of {self.max_num_batched_tokens} tokens"
         )

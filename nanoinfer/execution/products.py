@@ -31,6 +31,7 @@ def check_products(model: Decoder, max_rows: int) -> dict[str, list[int]]:
     """
     counts, found = padded_counts(max_rows), {}
     for (num_rows, size, _), modules in _by_shape(model).items():
+        model.streamed.bring(modules[0])
         agreeing = library_counts(modules[0], counts)
         for module in modules:
             module.library_counts = agreeing

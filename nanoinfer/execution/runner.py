@@ -89,7 +89,9 @@ class ModelRunner:
         self.compute: Stream = runtime.stream("compute")
         self.ring = Ring(runtime, self.layout, config.num_ring_slots, plan.blocks_per_slot)
         self.num_gpu_blocks = plan.num_gpu_blocks
-        self.places = Places(runtime, spec.place_bytes)
+        own = [torch.zeros(size, dtype=torch.uint8, device=runtime.device) for size in spec.place_bytes]
+        assert not (own and model.streamed.runs), "a model with transfers of its own streams no weights"
+        self.places = Places(runtime, own or model.streamed.places)
         memory = plan, runtime.device, self.places, memory_before
         self._activations = Activations(self.compute, model, backend, self.layout, *memory)
         self.product_checks: dict[str, list[int]] = {}  # as `check_products` returns
@@ -306,11 +308,12 @@ class ModelRunner:
         self.runtime.synchronize()
         self.runtime.close()
         self.forget()  # a step that may be repeated refers to its program
-        arena = self.offload.host.arena
+        arena, streamed = self.offload.host.arena, self.model.streamed
         del self.decode_program, self.prefill_program, self.gpu_kv, self.kept, self.block_copies, self.ring, self.model
         del self._activations, self.graphs, self.offload
         if arena is not None:
             arena.close()
+        streamed.close()
 
     def peak_bytes(self) -> int | None:
         """Peak bytes of torch's allocator, less what it held before this engine; None on the CPU."""

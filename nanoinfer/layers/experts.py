@@ -11,6 +11,7 @@ others. A shared expert's last product has two parts, one for each sum, added la
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
@@ -355,28 +356,37 @@ def _is_fused(sparse: Sparse, formats: Formats) -> bool:
     return not formats.holds(f"experts.0.{sparse.names[0]}") and (sparse.in_turn or formats.holds("experts"))
 
 
-def share_pools(model: nn.Module, *, device) -> nn.ParameterList:
-    """Give the experts of all layers whose runs are of one length one pool, each layer its table, and all one count."""
-    by_stride: dict[int, list[Experts]] = {}
-    for module in model.modules():
-        if isinstance(module, Experts):
-            by_stride.setdefault(module.stride, []).append(module)
+def share_pools(
+    model: nn.Module, *, device, own_pool: Callable[[Experts], Tensor | None] = lambda one: None
+) -> nn.ParameterList:
+    """Give the experts of all layers whose runs are of one length one pool, each layer its table, and all one count.
+
+    own_pool: returns memory, [num_experts, stride] uint8, for the experts of a layer whose runs lie apart from others.
+    """
+    owners = [module for module in model.modules() if isinstance(module, Experts)]
+    memory = {one: own_pool(one) for one in owners}
+    by_pool: dict[Hashable, list[Experts]] = {}
+    for one in owners:
+        by_pool.setdefault(one.stride if memory[one] is None else one, []).append(one)
     pools = nn.ParameterList()
-    for stride, owners in by_stride.items():
-        num_places = sum(one.num_experts for one in owners)
-        pool = torch.zeros(num_places, stride, dtype=torch.uint8, device=device)
-        sizes = [-(-one.num_experts // _TABLE_STEP) * _TABLE_STEP for one in owners]
+    for sharing in by_pool.values():
+        pool = memory[sharing[0]]
+        if pool is None:
+            num_places = sum(one.num_experts for one in sharing)
+            pool = torch.zeros(num_places, sharing[0].stride, dtype=torch.uint8, device=device)
+            pools.append(nn.Parameter(pool, requires_grad=False))
+        sizes = [-(-one.num_experts // _TABLE_STEP) * _TABLE_STEP for one in sharing]
         table = torch.full((sum(sizes),), -1, dtype=torch.int32, device=device)
-        pools += [nn.Parameter(one, requires_grad=False) for one in (pool, table)]
+        pools.append(nn.Parameter(table, requires_grad=False))
         begin = 0
-        for one, places in zip(owners, table.split(sizes), strict=True):
+        for one, places in zip(sharing, table.split(sizes), strict=True):
             places = places[: one.num_experts]
             places.copy_(torch.arange(begin, begin + one.num_experts))
             one.share(pool, places, begin)
             begin += one.num_experts
-    if by_stride:
+    if owners:
         pools.append(nn.Parameter(torch.zeros(1, dtype=torch.int64, device=device), requires_grad=False))
-        for one in sum(by_stride.values(), []):
+        for one in owners:
             one.reads = pools[-1].data
     return pools
 

@@ -21,7 +21,7 @@ class Forecast:
         kv_bytes: KV cache of `batch` sequences of `context` tokens, in whole blocks.
         resident_kv_bytes: the part of it that stays on the GPU.
         host_kv_bytes: what lies in host memory; in offload mode each full block does, streamed or not.
-        streamed_bytes_per_step: what each decode step moves over the link.
+        streamed_bytes_per_step: what each decode step moves over the link, weights and KV.
         longest_context: the longest that fits with this batch.
         longest_resident_context: the longest at which nothing streams.
         largest_batch: the largest that fits with this context.
@@ -97,19 +97,24 @@ class Forecast:
         buffers = memory.workspace_bytes + memory.library_bytes
         rates = [f"{self.link_gbps:g} GB/s over the link"] if streams else []
         rates += [f"{self.device_gbps:g} GB/s on the device"] if self.device_gbps else []
+        weights, on_host = memory.streamed_bytes, (self.host_kv_bytes or 0) + memory.streamed_bytes
+        streamed = "nothing" if not streams else format_size(streams)
+        if weights:
+            streamed += f", {format_size(weights)} of it weights: what does not fit lies in host memory"
         rows = [
             ("GPU memory", f"{format_gib(memory.total_bytes)} of {format_gib(self.budget_bytes)} GiB"),
             ("  weights", format_size(memory.weight_bytes)),
+            *([("  places", f"{format_size(memory.place_bytes)}, for layers that are streamed")] if weights else []),
             ("  activations", f"{format_size(memory.activation_bytes)}, "
                               f"{memory.max_num_batched_tokens} tokens at a time"),
             ("  buffers", f"{format_size(buffers)}, workspaces of libraries included"),
             ("  graphs", format_size(memory.graph_bytes)),
             ("  ring", f"{format_size(memory.ring_bytes)}, whatever the context"),
             ("  KV pool", f"{format_size(memory.pool_bytes)}, {memory.num_gpu_blocks - 1} blocks"),
-            ("host memory", f"{format_gib(self.host_kv_bytes)} of {format_gib(self.host_budget_bytes)} GiB"
-                            if self.host_kv_bytes else "none is needed"),
+            ("host memory", f"{format_gib(on_host)} of {format_gib(self.host_budget_bytes)} GiB"
+                            if on_host else "none is needed"),
             ("KV cache", f"{format_size(self.kv_bytes)}, {self.resident_share:.1%} of it stays on the GPU"),
-            ("streamed per step", format_size(streams) if streams else "nothing"),
+            ("streamed per step", streamed),
             ("longest context", f"{_count(self.longest_context)} tokens for {_sequences(self.batch)}, "
                                 f"{_count(self.longest_resident_context)} with nothing to stream"),
             ("largest batch", f"{_count(self.largest_batch)} of {self.context:,} tokens"),

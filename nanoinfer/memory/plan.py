@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import psutil
 
-from nanoinfer.common.units import GIB, format_gib
+from nanoinfer.common.units import GIB, format_gib, format_size
 from nanoinfer.config import EngineConfig
 from nanoinfer.execution.buffers import buffer_bytes, split_bytes
 from nanoinfer.execution.memory import MemoryPlan
@@ -14,6 +15,7 @@ from nanoinfer.kernels.linear.counts import num_parts, padded_rows
 from nanoinfer.memory.machine import OUTSIDE_BYTES, DeviceMemory
 from nanoinfer.memory.sparse import sparse_bytes, sparse_reference_bytes
 from nanoinfer.models.base import ModelSpec
+from nanoinfer.models.streamed import place_sizes, spread
 from nanoinfer.sampling.reference import logprobs_bytes
 from nanoinfer.sampling.reference import workspace_bytes as reference_bytes
 
@@ -28,6 +30,8 @@ ACTIVATION_SLACK = 1.10
 ACTIVATION_MARGIN_BYTES = 16 * 2**20
 # Prefill steps below so many tokens are too slow to be chosen for the memory that they leave.
 _LEAST_TO_STREAM_NOTHING = 1024
+# Tokens of context for which streamed weights make room where none are asked for.
+_STREAMING_CONTEXT = 8192
 # Share of the budget for the partials and tables of more splits than two for each block: 16 questions about one
 # document of 64k tokens are 4,112 splits of 257 blocks, 70 MiB in a 4B model.
 SHARED_SPLITS_SHARE = 0.01
@@ -57,9 +61,10 @@ def make_plan(
             )
     spec.check_context(config.max_model_len)
     fitting: list[MemoryPlan] = []
+    given = budget_bytes, slot_bytes, is_cuda, host_available_bytes
+    least = least_streamed(config, spec)
     for tokens in _batched_tokens(config, is_cuda):
-        plan = _spend(config, spec, tokens, budget_bytes, slot_bytes, is_cuda)
-        plan = _with_host(config, plan, host_available_bytes)
+        plan = _spend_all(config, spec, tokens, *given, least)
         if plan.num_gpu_blocks < _min_blocks(config, plan):
             continue
         fitting.append(plan)
@@ -68,9 +73,51 @@ def make_plan(
         # The largest step is the fastest, but where a smaller one leaves room for all KV, nothing streams.
         if plan.num_gpu_blocks > -(-config.max_model_len // config.block_size) * plan.max_num_seqs:
             return _with_model_len(config, plan)
+    also = ""
+    if not fitting and config.cpu_offload_gb != 0:
+        try:
+            fitting = list(_streaming_weights(config, spec, *given))
+        except TooSmall as error:
+            also = f". With weights in host memory: {error}"
     if not fitting:
-        _refuse_gpu(config, plan)
+        _refuse_gpu(config, plan, also)
     return _with_model_len(config, fitting[0])
+
+
+def _streaming_weights(config: EngineConfig, spec: ModelSpec, *given: int) -> Iterator[MemoryPlan]:
+    """Yield the plan with the largest prefill step in which as few weights are streamed as must be; none fits: none."""
+    least, most = least_streamed(config, spec), len(spec.piece_bytes) - 1
+    for tokens in _batched_tokens(config, given[2]):
+        for count in range(least, most + 1):
+            # An even number: with an odd one the first piece of a step would wait for the place of the last.
+            count = min(count + count % 2, most)
+            plan = _spend_all(config, spec, tokens, *given, count)
+            if plan.num_gpu_blocks >= _min_blocks(config, plan):
+                yield plan
+                return
+
+
+def least_streamed(config: EngineConfig, spec: ModelSpec) -> int:
+    """Return how many pieces' weights the settings alone ask to be streamed."""
+    streamable, most = sum(spec.piece_bytes[1:]), len(spec.piece_bytes) - 1
+    wanted = int((config.cpu_offload_gb or 0) * GIB)
+    if wanted > streamable:
+        raise TooSmall(
+            f"cpu_offload_gb={config.cpu_offload_gb!r} is more than the {format_size(streamable)} of weights that can "
+            "be streamed: embeddings, head, norms and the first layer's queries, keys and values stay on the GPU. Give "
+            f"at most {streamable / GIB:.2f}, or resident_weights_limit=0 to stream all that can be"
+        )
+    if config.resident_weights_limit is not None:
+        wanted = max(wanted, streamable - config.resident_weights_limit)
+    return next(n for n in range(most + 1) if sum(spec.piece_bytes[piece] for piece in spread(most + 1, n)) >= wanted)
+
+
+def _spend_all(
+    config: EngineConfig, spec: ModelSpec, tokens: int, budget_bytes: int, slot_bytes: int, is_cuda: bool,
+    host_available_bytes: int, num_streamed: int,
+) -> MemoryPlan:  # fmt: skip
+    plan = _spend(config, spec, tokens, budget_bytes, slot_bytes, is_cuda, spread(len(spec.piece_bytes), num_streamed))
+    return _with_host(config, plan, host_available_bytes)
 
 
 def _batched_tokens(config: EngineConfig, is_cuda: bool) -> list[int]:
@@ -93,6 +140,7 @@ def _spend(
     budget_bytes: int,
     slot_bytes: int,
     is_cuda: bool,
+    streamed: tuple[int, ...],
 ) -> MemoryPlan:
     layout, max_model_len = spec.layout, config.max_model_len or spec.max_position
     max_num_seqs = config.max_num_seqs or (256 if budget_bytes >= 32 * GIB else 64)
@@ -111,10 +159,14 @@ def _spend(
     )
     of_split = split_bytes(spec, config.num_ring_slots)
     scratch_bytes = spec.gpu_scratch_bytes if is_cuda else spec.scratch_bytes
+    streamed_bytes = sum(spec.piece_bytes[piece] for piece in streamed)
     plan = replace(
         sizes,
         budget_bytes=budget_bytes,
-        weight_bytes=spec.weight_bytes + scratch_bytes + spec.rope_bytes(max_model_len),
+        streamed_pieces=streamed,
+        streamed_bytes=streamed_bytes,
+        weight_bytes=spec.weight_bytes - streamed_bytes + scratch_bytes + spec.rope_bytes(max_model_len),
+        place_bytes=sum(place_sizes(spec.piece_bytes, streamed)),
         activation_bytes=_activation_bytes(spec, max_num_batched_tokens, max_batch, is_cuda),
         workspace_bytes=buffer_bytes(spec, sizes, batch_sizes, token_counts, config.num_ring_slots),
         library_bytes=LIBRARY_BYTES if is_cuda else 0,
@@ -200,11 +252,13 @@ def _min_blocks(config: EngineConfig, plan: MemoryPlan) -> int:
     chunk = -(-plan.max_num_batched_tokens // config.block_size)
     if config.may_offload:
         return chunk + 3
-    wanted = plan.max_model_len if config.max_model_len is not None else min(plan.max_model_len, config.block_size)
+    # Where weights are streamed, more of them make as much room as a usual conversation takes.
+    least = _STREAMING_CONTEXT if plan.streamed_pieces else config.block_size
+    wanted = plan.max_model_len if config.max_model_len is not None else min(plan.max_model_len, least)
     return -(-wanted // config.block_size) + 2
 
 
-def _refuse_gpu(config: EngineConfig, plan: MemoryPlan) -> None:
+def _refuse_gpu(config: EngineConfig, plan: MemoryPlan, also: str = "") -> None:
     blocks = _min_blocks(config, plan)
     if config.num_gpu_blocks_override is not None and config.num_gpu_blocks_override < blocks:
         raise ValueError(
@@ -226,30 +280,37 @@ def _refuse_gpu(config: EngineConfig, plan: MemoryPlan) -> None:
         f"{given} ({plan.budget_bytes / GIB:.3f} GiB) is too small: weights {plan.weight_bytes / GIB:.3f} GiB, "
         f"activations and buffers {(plan.fixed_bytes - plan.weight_bytes) / GIB:.3f} GiB and {blocks} KV blocks of "
         f"{plan.block_bytes / 2**20:.2f} MiB need {needed} bytes ({needed / GIB:.3f} GiB): give at least "
-        f'"{needed // 2**20}MiB"{help_lower}{help_offload}'
+        f'"{needed // 2**20}MiB"{help_lower}{help_offload}{also}'
     )
 
 
 def _with_host(config: EngineConfig, plan: MemoryPlan, available_bytes: int) -> MemoryPlan:
+    """Divide host memory: streamed weights first, then KV blocks."""
     most = -(-plan.max_model_len // config.block_size) * plan.max_num_seqs
-    if config.host_memory_limit is not None:
-        limit = config.host_memory_limit
-        if limit > available_bytes and config.may_offload:
-            raise ValueError(
-                f"host_memory_limit={config.host_memory_limit!r} is {limit / GIB:.2f} GiB, "
-                f"{available_bytes / GIB:.2f} GiB are available: lower host_memory_limit"
-            )
-        num_blocks = limit // plan.block_bytes
+    streamed, limit = plan.streamed_bytes, config.host_memory_limit
+    takes_host = config.may_offload or streamed > 0
+    if limit is not None and limit > available_bytes and takes_host:
+        raise ValueError(
+            f"host_memory_limit={config.host_memory_limit!r} is {limit / GIB:.2f} GiB, "
+            f"{available_bytes / GIB:.2f} GiB are available: lower host_memory_limit"
+        )
+    if streamed > (available_bytes if limit is None else limit):
+        has = f"{format_gib(available_bytes)} GiB are available"
+        has = has if limit is None else f"host_memory_limit={config.host_memory_limit!r} is {format_gib(limit)} GiB"
+        raise TooSmall(f"{format_gib(streamed)} GiB of weights are to be streamed from host memory, and {has}")
+    if limit is not None:
+        num_blocks = (limit - streamed) // plan.block_bytes
         wanted = config.max_model_len or config.block_size
         smallest = -(-wanted // config.block_size)
         if num_blocks < smallest and config.enable_cpu_offload is True:
+            beside = f" beside {format_gib(streamed)} GiB of weights" if streamed else ""
             raise TooSmall(
                 f"host_memory_limit={config.host_memory_limit!r} holds {num_blocks} KV blocks of "
-                f"{plan.block_bytes / 2**20:.2f} MiB, {wanted} tokens need {smallest}: give at least "
-                f'"{-(-smallest * plan.block_bytes // 2**20)}MiB"'
+                f"{plan.block_bytes / 2**20:.2f} MiB{beside}, {wanted} tokens need {smallest}: give at least "
+                f'"{-(-(smallest * plan.block_bytes + streamed) // 2**20)}MiB"'
             )
     else:
-        num_blocks = min(int(available_bytes * 0.6) // plan.block_bytes, most)
+        num_blocks = min(int((available_bytes - streamed) * 0.6) // plan.block_bytes, most)
     plan = replace(plan, num_host_blocks=max(1, num_blocks))
     fewest = min(most, 2 * max(plan.num_gpu_blocks, plan.num_host_blocks) + plan.max_num_seqs)
     # Many rows may share one long beginning, and then attend to far more splits than there are blocks.

@@ -1,4 +1,4 @@
-"""What a plan lets a decode step stream."""
+"""What a plan lets a decode step stream: weights, and KV blocks."""
 
 from __future__ import annotations
 
@@ -30,4 +30,5 @@ def num_streamed(config: EngineConfig, spec: ModelSpec, memory: MemoryPlan, leng
 def streamed_bytes(config: EngineConfig, spec: ModelSpec, memory: MemoryPlan, lengths: Sequence[int]) -> int:
     """Return what each decode step of rows of so many tokens moves over the link."""
     full_layers = sum(window is None for window in spec.windows)
-    return num_streamed(config, spec, memory, lengths) * full_layers * spec.layout.layer_block_bytes
+    kv_bytes = num_streamed(config, spec, memory, lengths) * full_layers * spec.layout.layer_block_bytes
+    return memory.streamed_bytes + kv_bytes

@@ -105,6 +105,8 @@ class ModelSpec:
     """Bytes of the embeddings, of which a step reads a few rows."""
     place_bytes: tuple[int, ...] = ()
     """Bytes of each place in which what the model wants from host memory lies while its pieces read it."""
+    piece_bytes: tuple[int, ...] = ()
+    """Bytes of each piece's projections and experts, which may lie in host memory; see `StreamedWeights`."""
     scratch_bytes: int = 0
     """Bytes of the buffer that packed weights are expanded to, on a CPU."""
     gpu_scratch_bytes: int = 0

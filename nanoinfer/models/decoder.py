@@ -23,7 +23,7 @@ tokens of several sequences may lie in one batch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -46,6 +46,7 @@ from nanoinfer.models.checkpoint_info import CheckpointInfo
 from nanoinfer.models.layer import DecoderLayer, KVSlots, Traits
 from nanoinfer.models.pieces import Held, Piece
 from nanoinfer.models.step_tensors import StepTensors
+from nanoinfer.models.streamed import StreamedWeights
 from offload import Cut
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -85,14 +86,16 @@ class Decoder(nn.Module):
         device: torch.device | str,
         max_position: int,
         context: int | None = None,
+        streamed_pieces: Sequence[int] = (),
     ) -> None:
         """Allocate the weights, not yet filled, and the position tables.
 
         max_position: positions that will be used, [0, max_position). context: the tokens of a sequence by which
-        rotations are chosen that differ for short and long ones; None: the config's limit.
+        rotations are chosen that differ for short and long ones; None: the config's limit. streamed_pieces: see
+        `StreamedWeights`.
         """
         super().__init__()
-        self.spec = spec
+        self.spec, self.streamed = spec, StreamedWeights(spec, streamed_pieces, device)
         hf_config, formats, held = checkpoint.hf_config, checkpoint.formats, checkpoint.modules
         traits = self.traits(hf_config)
         options = dict(dtype=spec.dtype, device=device)
@@ -104,11 +107,14 @@ class Decoder(nn.Module):
             sparse = traits.sparse if self.is_sparse(hf_config, index) else None
             own = replace(traits, formats=of_layer, sparse=sparse)
             self.layers.append(self.layer_classes[type(state)](spec, own, device=device))
+            self.streamed.take_layer(index, self.layers[index])
         self.norm = traits.norm(spec.hidden_size, traits.norm_eps, factor=traits.residual_factor, **options)
         if not spec.tied_embeddings:
             self.lm_head = Head(spec.hidden_size, spec.vocab_size, formats=formats.below("lm_head"), **options)
         share_scratch(self, **options)
-        self.expert_pools = share_pools(self, device=device)
+        layer_of = {one: index for index, layer in enumerate(self.layers) for one in layer.modules()}
+        own_pool = lambda one: self.streamed.pool_of(layer_of[one], one)  # noqa: E731
+        self.expert_pools = share_pools(self, device=device, own_pool=own_pool)
         self._embedding_scale = traits.embedding_scale
         if traits.rounds_embedding_scale:  # a product with the number rounds as with a scalar tensor then
             self._embedding_scale = torch.tensor(self._embedding_scale, dtype=spec.dtype, device="cpu").item()
@@ -216,6 +222,7 @@ class Decoder(nn.Module):
             ),
             sparse=shapes_only.sparse_spec(traits.sparse),
             place_bytes=shapes_only.place_bytes(),
+            piece_bytes=tuple(shapes_only.streamed.num_bytes),
             rope_row_bytes=sum(table.nbytes for table in shapes_only.rope_tables)
             + dtype.itemsize * bool(traits.query_scaling),
         )
@@ -243,7 +250,7 @@ class Decoder(nn.Module):
         """Return what the engine runs: the layers, cut at each attention. It is called several times, on meta, too."""
         attentions = self.spec.kv_layers
         begins, ends = [0, *(layer + 1 for layer in attentions)], [*attentions, len(self.layers)]
-        cuts = [*(Cut(kv_layer=number) for number in range(len(attentions))), Cut()]
+        cuts = self.streamed.cuts([*(Cut(kv_layer=number) for number in range(len(attentions))), Cut()])
         return [self.piece(*each) for each in zip(begins, ends, cuts, strict=True)]
 
     def piece(self, begin: int, end: int, cut: Cut) -> Piece:
@@ -354,10 +361,17 @@ class Decoder(nn.Module):
 
     # The checkpoint
 
-    def checkpoint_views(self) -> dict[str, Tensor | Filling]:
-        """Return for each tensor name of the checkpoint the part of our (merged) weights that it fills, or how."""
+    def checkpoint_views(
+        self, is_wanted: Callable[[nn.Module], bool] = lambda module: True
+    ) -> dict[str, Tensor | Filling]:
+        """Return for each tensor name of the checkpoint the part of our (merged) weights that it fills, or how.
+
+        is_wanted: whether the weights of a module are asked for.
+        """
         views = {}
         for name, module in self.named_modules():
+            if not is_wanted(module):
+                continue
             prefix = name if name == "lm_head" else f"model.{name}"
             if isinstance(module, Linear):
                 found = module.checkpoint_views()

@@ -29,8 +29,8 @@ _NAMES = {
 _LAST = "tuning and tests"
 GROUPS = {
     "length and memory": (
-        "max_model_len", "gpu_memory_limit", "host_memory_limit", "enable_cpu_offload", "max_num_seqs",
-        "gpu_memory_utilization",
+        "max_model_len", "gpu_memory_limit", "host_memory_limit", "enable_cpu_offload", "resident_weights_limit",
+        "cpu_offload_gb", "max_num_seqs", "gpu_memory_utilization",
     ),
     "model and formats": (
         "quantization", "head_quantization", "kv_cache_dtype", "dtype", "hf_overrides", "tokenizer",
@@ -150,7 +150,8 @@ def _kind(name: str, annotation: str, default: Any) -> dict[str, Any]:
         word, meaning = ("staged", "staged") if "str" in annotation else ("none", [])
         return dict(type=partial(_numbers, word=word, meaning=meaning), metavar="NUMBERS")
     if "str" not in annotation:
-        return dict(type=float if "float" in annotation else int, metavar="SHARE" if "float" in annotation else "N")
+        unit = "GIB" if name.endswith("_gb") else "SHARE"
+        return dict(type=float if "float" in annotation else int, metavar=unit if "float" in annotation else "N")
     return dict(type=_size, metavar="SIZE") if "int" in annotation else {}
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -33,20 +33,48 @@ _KV_SCALE = re.compile(
 
 
 def fill_from_files(
-    model: Decoder, entries: dict[str, TensorEntry], device: torch.device | str, progress: bool
+    model: Decoder,
+    entries: dict[str, TensorEntry],
+    device: torch.device | str,
+    progress: bool,
+    require_pin: bool = False,
 ) -> None:
     """Fill all weights. What is repacked lies on the device twice, one tensor or 64 MiB of small ones at a time.
 
     What is quantised lies there as it is in the file for 64 MiB at a time, and quantised twice, one tensor, or 64 MiB
-    of small ones, at a time.
+    of small ones, at a time. require_pin: as in `StreamedWeights.groups`.
 
     Raises:
         ValueError: a file cannot be read to its end, or a tensor's values are not possible. The message names it.
     """
+    read = [entries[name] for name in model.checkpoint_views() if name in entries]
+    largest = max(entry.num_bytes for entry in read)
+    with (
+        host_buffers(torch.device(device), num_bytes=max(1, min(PIECE_BYTES, largest))) as buffers,
+        tqdm(
+            total=sum(entry.num_bytes for entry in read),
+            desc="loading weights",
+            unit="B",
+            unit_scale=True,
+            delay=_PROGRESS_DELAY_S,
+            disable=not progress,
+        ) as bar,
+    ):
+        for is_wanted in model.streamed.groups(require_pin):
+            _fill(model.checkpoint_views(is_wanted), entries, device, dict(report=bar.update, buffers=buffers))
+
+
+def _fill(
+    views: Mapping[str, Tensor | Filling],
+    entries: dict[str, TensorEntry],
+    device: torch.device | str,
+    options: dict[str, Any],
+) -> None:
+    """Fill these views, by the names of their tensors. options: of `read_tensors`."""
     direct: list[tuple[TensorEntry, Tensor]] = []
     alone: list[_Group] = []
     stacks: dict[Stack, list[TensorEntry | None]] = {}
-    for name, view in model.checkpoint_views().items():
+    for name, view in views.items():
         view = as_filled(view, entries[name]) if name in entries else view
         if isinstance(view, Tensor):
             direct.append((entries[name], view))
@@ -55,38 +83,24 @@ def fill_from_files(
         elif view.fill is not None and name in entries:
             alone.append(_Group([entries[name]], view))
     stacked = [group for stack, members in stacks.items() for group in _groups(stack, members)]
-    everything = [entry for entry, _ in direct] + [entry for group in [*alone, *stacked] for entry in group.entries]
-    largest = max(entry.num_bytes for entry in everything)
-    with (
-        host_buffers(torch.device(device), num_bytes=max(1, min(PIECE_BYTES, largest))) as buffers,
-        tqdm(
-            total=sum(entry.num_bytes for entry in everything),
-            desc="loading weights",
-            unit="B",
-            unit_scale=True,
-            delay=_PROGRESS_DELAY_S,
-            disable=not progress,
-        ) as bar,
-    ):
-        options = dict(report=bar.update, buffers=buffers)
-        read_tensors(direct, **options)
-        _check_finite(direct)
-        groups = [*alone, *stacked]
-        whole = [group for group in groups if not group.filling.by_rows]
-        limit = max([_BATCH_BYTES, *(group.num_bytes for group in whole)])
-        for batch in in_batches(whole, limit, lambda group: group.num_bytes):
-            staged = [group.stage(device) for group in batch]
-            read_tensors([pair for group, values in zip(batch, staged) for pair in group.pairs(values)], **options)
-            for group in batch:
-                group.fill([staged.pop(0)])
-        for group in groups:
-            if group.filling.by_rows and len(group.entries) == 1:
-                rows = read_rows(group.entries[0], device, **options)
-                group.fill(rows if group.stack is None else (one.unsqueeze(0) for one in rows))
-            elif group.filling.by_rows:
-                staged = [group.stage(device)]
-                read_tensors(group.pairs(staged[0]), **options)
-                group.fill(staged)
+    read_tensors(direct, **options)
+    _check_finite(direct)
+    groups = [*alone, *stacked]
+    whole = [group for group in groups if not group.filling.by_rows]
+    limit = max([_BATCH_BYTES, *(group.num_bytes for group in whole)])
+    for batch in in_batches(whole, limit, lambda group: group.num_bytes):
+        staged = [group.stage(device) for group in batch]
+        read_tensors([pair for group, values in zip(batch, staged) for pair in group.pairs(values)], **options)
+        for group in batch:
+            group.fill([staged.pop(0)])
+    for group in groups:
+        if group.filling.by_rows and len(group.entries) == 1:
+            rows = read_rows(group.entries[0], device, **options)
+            group.fill(rows if group.stack is None else (one.unsqueeze(0) for one in rows))
+        elif group.filling.by_rows:
+            staged = [group.stage(device)]
+            read_tensors(group.pairs(staged[0]), **options)
+            group.fill(staged)
     for group in groups:
         group.check()
 
@@ -234,7 +248,7 @@ def check_kv_scales(entries: Iterable[TensorEntry]) -> None:
                 )
 
 
-def fill_with_noise(model: Decoder, seed: int, progress: bool) -> None:
+def fill_with_noise(model: Decoder, seed: int, progress: bool, require_pin: bool = False) -> None:
     """Fill the weights with normal noise, standard deviation 0.02.
 
     The mean is 0; for norms it is the value that leaves the norm's input unscaled. Wide embeddings of a sparse model
@@ -242,8 +256,13 @@ def fill_with_noise(model: Decoder, seed: int, progress: bool) -> None:
     Otherwise all rows of a prompt would soon choose the same, as the mean over the prompt is most of each.
     """
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
+    # In the order of the modules, which is that of the pieces, too: streamed or not, a weight has the same values.
+    groups = model.streamed.groups(require_pin)
+    is_resident, is_of_run = next(groups), lambda module: False
     modules = list(model.modules())
     for module in tqdm(modules, desc="random weights", delay=_PROGRESS_DELAY_S, disable=not progress):
+        while not is_resident(module) and not is_of_run(module):
+            is_of_run = next(groups)
         if isinstance(module, Linear | Experts):
             module.fill_with_noise(generator)
             continue
@@ -252,6 +271,7 @@ def fill_with_noise(model: Decoder, seed: int, progress: bool) -> None:
         for name, weight in module.named_parameters(recurse=False):
             mean = module.neutral_weight if name == "weight" else 0.0
             weight.normal_(mean, 0.02, generator=generator)
+    assert next(groups, None) is None, "a run is left"
     table = model.embed_tokens.weights
     if model.spec.sparse is not None and isinstance(table, Dense):
         model.embed_tokens.weight.mul_(1 / 0.02)

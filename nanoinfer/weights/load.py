@@ -6,7 +6,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -289,6 +289,8 @@ def load_model(
     max_position: int | None = None,
     context: int | None = None,
     progress: bool = True,
+    streamed_pieces: Sequence[int] = (),
+    require_pin: bool = False,
 ) -> Decoder:
     """Build the model on `device` and fill its weights.
 
@@ -299,6 +301,7 @@ def load_model(
     load_format: "auto" reads safetensors; "dummy" makes random weights, the same for the same seed and device kind.
     max_position: number of positions in the position tables; None: the config's. context: as in `Decoder`.
     progress: show a bar if loading takes more than 2 s.
+    streamed_pieces: whose weights lie in host memory; require_pin: whether it must be pinned.
 
     Raises:
         ValueError: the config or the files do not make a supported model; nothing lies on the device then. Or a file
@@ -308,14 +311,15 @@ def load_model(
     if notice := checkpoint.formats.notice:
         warnings.warn(notice, stacklevel=2)
     max_position = spec.max_position if max_position is None else max_position
+    options = dict(max_position=max_position, context=context, streamed_pieces=streamed_pieces)
     if load_format == "dummy":
-        model = model_class(checkpoint, spec, device=device, max_position=max_position, context=context)
-        fill_with_noise(model, seed, progress)
+        model = model_class(checkpoint, spec, device=device, **options)
+        fill_with_noise(model, seed, progress, require_pin)
     elif load_format == "auto":
         entries, model_dir = tensors_of(checkpoint), checkpoint.directory
         check_matches(entries, model_class(checkpoint, spec, device="meta", max_position=1), model_dir)
-        model = model_class(checkpoint, spec, device=device, max_position=max_position, context=context)
-        fill_from_files(model, entries, device, progress)
+        model = model_class(checkpoint, spec, device=device, **options)
+        fill_from_files(model, entries, device, progress, require_pin)
         if checkpoint.is_text_part:
             say_what_is_skipped(model_dir, check_safetensors(model_dir))
         for notice in notices(checkpoint, spec.dtype) if checkpoint.gguf is not None else ():

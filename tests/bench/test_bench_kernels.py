@@ -242,13 +242,15 @@ def test_sparse_models_and_links_are_parts_of_the_record_that_keep_the_rest(tmp_
     monkeypatch.setattr(gpu_bench, "CASES", {"dense": lambda bench: {"one": {"seconds_per_token": 1.0}}})
     monkeypatch.setattr(gpu_bench, "SPARSE", {"sparse": lambda bench: {"other": {"microseconds_per_layer": 46.25}}})
     monkeypatch.setattr(gpu_bench, "LINKS", {"links": lambda bench: {"more": {"case": "more", "link": "slow"}}})
-    for arguments in (["--part", "sparse"], ["--part", "links"], []):
+    monkeypatch.setattr(gpu_bench, "WEIGHTS", {"weights": lambda bench: {"some": {"seconds": 1.0}}})
+    for arguments in (["--part", "sparse"], ["--part", "links"], ["--part", "weights"], []):
         monkeypatch.setattr(sys, "argv", ["gpu_bench.py", "--scale", "256", "--out", str(out), *arguments])
         assert gpu_bench.main() == 0
     record = json.loads(out.read_text())
     assert set(record["cases"]) == {"dense"} and "--part" not in record["command"]
     assert set(record["sparse"]["cases"]) == {"sparse"} and "--part sparse" in record["sparse"]["command"]
     assert set(record["links"]["cases"]) == {"links"} and "--part links" in record["links"]["command"]
+    assert set(record["weights"]["cases"]) == {"weights"}
     printed = capsys.readouterr().out
     assert re.search(r"^other +46\.2", printed, re.MULTILINE) and re.search(r"^more +slow", printed, re.MULTILINE)
 

@@ -95,8 +95,8 @@ def test_documents_have_the_names_that_are_shown():
     [
         # llama.cpp
         ("--ctx-size=4096", "did you mean --max-model-len?"),
-        ("--n-gpu-layers=99", "did you mean --gpu-memory-limit?"),
-        ("-ngl", "did you mean --gpu-memory-limit?"),
+        ("--n-gpu-layers=99", "did you mean --resident-weights-limit?"),
+        ("-ngl", "did you mean --resident-weights-limit?"),
         ("--parallel", "did you mean --max-num-seqs?"),
         ("-ub", "did you mean --max-num-batched-tokens?"),
         ("--no-kv-offload", "did you mean --offload?"),
@@ -110,7 +110,7 @@ def test_documents_have_the_names_that_are_shown():
         ("--model-draft", "is not supported: there is no speculative decoding"),
         # Ollama
         ("--num-ctx", "did you mean --max-model-len?"),
-        ("--num-gpu", "did you mean --gpu-memory-limit?"),
+        ("--num-gpu", "did you mean --resident-weights-limit?"),
         ("--num-batch", "did you mean --max-num-batched-tokens?"),
         ("--keep-alive", "is not supported: the model stays loaded"),
         # vLLM

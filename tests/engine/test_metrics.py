@@ -114,8 +114,8 @@ def test_streaming_steps_are_sampled_and_counted(path):
 def test_experts_that_steps_read_are_counted(runtime, tmp_path, monkeypatch):
     """Each once a layer and step, of tokens alone; what ran before the engine was ready does not count."""
 
-    def pools_of_experts_that_were_read(model, *, device):
-        pools = share_pools(model, device=device)
+    def pools_of_experts_that_were_read(model, *, device, **others):
+        pools = share_pools(model, device=device, **others)
         model.layers[1].mlp.experts.reads.add_(100)
         return pools
 

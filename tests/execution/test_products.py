@@ -42,7 +42,7 @@ def test_each_shape_is_asked_once_and_every_projection_of_it_told(differs, monke
     options = dict(dtype=torch.bfloat16, device="cpu")
     model.first, model.second = (Linear(64, 32, bias=False, **options) for _ in range(2))
     model.third = Linear(64, 32, bias=True, **options)
-    model.spec = SimpleNamespace(dtype=torch.bfloat16)
+    model.spec, model.streamed = SimpleNamespace(dtype=torch.bfloat16), SimpleNamespace(bring=lambda module: None)
     for weight in model.parameters():
         weight.data = torch.randn_like(weight)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))

@@ -52,7 +52,7 @@ def test_a_smaller_budget_takes_smaller_prefill_steps_before_it_refuses(tmp_path
         made = plan(tmp_path, budget_gib, enable_cpu_offload=True, max_num_seqs=1, max_model_len=131_072)
         sizes.append(made.max_num_batched_tokens)
     assert sizes == sorted(sizes, reverse=True) and sizes[0] == 8192 > sizes[-1]
-    arguments = dict(enable_cpu_offload=True, max_num_seqs=1, max_model_len=131_072)
+    arguments = dict(enable_cpu_offload=True, max_num_seqs=1, max_model_len=131_072, cpu_offload_gb=0)
     with pytest.raises(ValueError, match="too small: weights 7.5") as refusal:
         plan(tmp_path, 7.8, **arguments)
     smallest = int(re.search(r'give at least "(\d+)MiB"', str(refusal.value))[1])

@@ -11,7 +11,7 @@ HOST = dict(host_memory="32GiB")
 
 
 def test_proposals_come_in_the_order_of_what_they_lose():
-    forecast = nanoinfer.plan("qwen3-8b", gpu_memory="10GiB", context=32_768, **HOST)
+    forecast = nanoinfer.plan("qwen3-8b", gpu_memory="10GiB", context=32_768, cpu_offload_gb=0, **HOST)
     changes = [one.changes for one in forecast.proposals]
     assert changes[0] == {"quantization": "int8"}
     assert changes.index({"quantization": "fp8"}) < changes.index({"quantization": "int4"})
@@ -23,6 +23,7 @@ def test_proposals_come_in_the_order_of_what_they_lose():
 
 def test_what_costs_time_alone_comes_first():
     asked = dict(gpu_memory="9GiB", context=4096, enable_cpu_offload=False, max_num_batched_tokens=8192, **HOST)
+    asked |= dict(cpu_offload_gb=0)
     forecast = nanoinfer.plan("qwen3-4b", **asked)
     first, second, *_ = forecast.proposals
     assert not forecast.fits and first.changes.keys() == {"max_num_batched_tokens"}
@@ -51,17 +52,18 @@ def test_what_streams_is_told_what_would_be_faster():
 
 
 def test_a_checkpoint_that_is_quantised_is_offered_what_it_can_have():
-    forecast = nanoinfer.plan("qwen3-8b", gpu_memory="6.5GiB", context=32_768, quantization="int8", **HOST)
+    asked = dict(gpu_memory="6.5GiB", context=32_768, quantization="int8", cpu_offload_gb=0, **HOST)
+    forecast = nanoinfer.plan("qwen3-8b", **asked)
     assert not forecast.fits and forecast.proposals
     assert all(one.changes["quantization"] == "int4" for one in forecast.proposals)
-    less = nanoinfer.plan(
-        "qwen3-8b", gpu_memory="2GiB", context=32_768, quantization="int4", kv_cache_dtype="fp8", **HOST
-    )
+    asked |= dict(gpu_memory="2GiB", quantization="int4", kv_cache_dtype="fp8")
+    less = nanoinfer.plan("qwen3-8b", **asked)
     assert not less.proposals and "with head and embeddings in int8" in less.advice[-1]
 
 
 def test_the_report_in_options_has_commands_that_can_be_pasted(capsys):
-    assert main(["plan", "qwen3-8b", "--gpu-memory", "7.1GiB", "--host-memory", "32GiB", "--context", "32k"]) == 1
+    asked = ["plan", "qwen3-8b", "--gpu-memory", "7.1GiB", "--host-memory", "32GiB", "--context", "32k"]
+    assert main([*asked, "--cpu-offload-gb", "0"]) == 1
     printed = capsys.readouterr().out
     commands = [line.strip() for line in printed.splitlines() if line.strip().startswith("nanoinfer serve")]
     assert commands and "what fits, from the least loss" in printed
