@@ -2,11 +2,12 @@
 
 import math
 import numbers
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
-from nanoinfer.common.errors import UnknownNameError, unknown
+from nanoinfer.common.errors import UnknownNameError, shown, unknown
 from nanoinfer.common.unsupported import SAMPLING, check_keywords
 
 # vLLM's threshold: dividing by a smaller value would only blur the logits' differences, so such rows take the argmax.
@@ -15,6 +16,15 @@ GREEDY_TEMPERATURE = 1e-5
 MAX_LOGPROBS = 20
 # Whenever a completion ends, all of its request are counted: 1 s for 1,024, and 70 s for 10,000.
 MAX_COMPLETIONS = 1024
+# Ids in `logit_bias`: what a row's table on the device has room for.
+MAX_BIASED = 1024
+# OpenAI's, and so vLLM's.
+_MAX_BIAS = 100.0
+_DIGITS = re.compile("[0-9]{1,18}")
+
+
+class _CheckedIds(tuple):
+    """Token ids that were checked: a list may be as long as the vocabulary, and params are cloned for each request."""
 
 
 class Advised(int):
@@ -60,6 +70,14 @@ class SamplingParams:
     """Strings that end a completion; its text ends before them. Kept as a tuple."""
     stop_token_ids: Iterable[int] | None = None
     """Tokens that end a completion. Kept as a tuple."""
+    logit_bias: Mapping[int, float] | None = None
+    """Token id -> what is added to its logit before everything else, cut to [-100, 100]; at most 1,024 ids. Kept as a
+    dict."""
+    allowed_token_ids: Iterable[int] | None = None
+    """The only tokens that may come; None: all. Kept as a tuple."""
+    bad_words: Iterable[str] | None = None
+    """Words that do not come, alone or after a space: behind the other tokens of one, its last token is banned. Words
+    of several tokens may have 2,048 tokens in all. Kept as a tuple."""
     ignore_eos: bool = False
     """Go on after the model's own end token."""
     include_stop_str_in_output: bool = False
@@ -86,7 +104,16 @@ class SamplingParams:
                 "min_tokens may be at most max_tokens; lower min_tokens or raise max_tokens."
             )
         self._set("stop", _stop_strings(self.stop))
-        self._set("stop_token_ids", _stop_token_ids(self.stop_token_ids))
+        self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        self._set("logit_bias", _logit_bias(self.logit_bias))
+        if self.allowed_token_ids is not None:
+            self._set("allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
+            if not self.allowed_token_ids:
+                raise ValueError(
+                    "allowed_token_ids is empty: nothing could be generated; give the tokens that may come, or None "
+                    "for all"
+                )
+        self._set("bad_words", _bad_words(self.bad_words))
         if self.stop and self.detokenize is False:
             raise ValueError(
                 f"stop is {list(self.stop)} and detokenize is False: stop strings are found in the text, so leave "
@@ -144,7 +171,8 @@ _OPTIONAL = ("max_tokens", "seed", "logprobs")
 
 
 def _message(name: str, given: object, allowed: str, fix: str) -> str:
-    return f"{name} is {given!r}, it must be {allowed}: {fix}."
+    given = shown(given) if isinstance(given, list | dict) else repr(given)
+    return f"{name} is {given}, it must be {allowed}: {fix}."
 
 
 def _number(name: str, given: object) -> int | float:
@@ -179,10 +207,50 @@ def _stop_strings(given: object) -> tuple[str, ...]:
     return strings
 
 
-def _stop_token_ids(given: object) -> tuple[int, ...]:
+def _is_token_id(given: object) -> bool:
+    return isinstance(given, numbers.Integral) and not isinstance(given, bool) and given >= 0
+
+
+def _token_ids(name: str, given: object) -> tuple[int, ...]:
+    if isinstance(given, _CheckedIds):
+        return given
     allowed = "a list of token ids, integers >= 0"
-    ids = _listed("stop_token_ids", given, allowed)
+    ids = _listed(name, given, allowed)
     for token_id in ids:
-        if isinstance(token_id, bool) or not isinstance(token_id, numbers.Integral) or token_id < 0:
-            raise ValueError(_message("stop_token_ids", list(ids), allowed, f"{token_id!r} is not a token id"))
-    return tuple(int(token_id) for token_id in ids)
+        if not _is_token_id(token_id):
+            raise ValueError(_message(name, list(ids), allowed, f"{token_id!r} is not a token id"))
+    return _CheckedIds(map(int, ids))
+
+
+def _logit_bias(given: object) -> dict[int, float] | None:
+    allowed = "a dict of token ids, integers >= 0, and numbers"
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise ValueError(_message("logit_bias", given, allowed, "pass logit_bias={id: number}"))
+    if len(given) > MAX_BIASED:
+        raise ValueError(
+            f"logit_bias has {len(given)} token ids, {MAX_BIASED} are possible: give fewer, or allowed_token_ids for "
+            "the only ones that may come"
+        )
+    found = {}
+    for key, bias in given.items():
+        # JSON's keys are text.
+        token_id = int(key) if isinstance(key, str) and _DIGITS.fullmatch(key) else key
+        if not _is_token_id(token_id):
+            raise ValueError(_message("logit_bias", dict(given), allowed, f"{key!r} is not a token id"))
+        if isinstance(bias, bool) or not isinstance(bias, numbers.Real) or bias != bias:
+            raise ValueError(_message("logit_bias", dict(given), allowed, f"{bias!r} is not a number"))
+        found[int(token_id)] = float(min(max(bias, -_MAX_BIAS), _MAX_BIAS))
+    return found
+
+
+def _bad_words(given: object) -> tuple[str, ...]:
+    allowed = "a list of strings, none of them blank"
+    words = _listed("bad_words", given, allowed)
+    for word in words:
+        if not isinstance(word, str):
+            raise ValueError(_message("bad_words", list(words), allowed, f"{word!r} is not a string"))
+        if not word.strip():  # a word counts without the space before it
+            raise ValueError(_message("bad_words", list(words), allowed, "ban blanks by logit_bias={id: -100}"))
+    return tuple(dict.fromkeys(words))

@@ -40,6 +40,8 @@ class Settings:
             return replace(self, variables=value or {})
         if name == "stop" and not isinstance(value, list | None):
             value = text  # "7" is a string here
+        if name == "bad_words" and not isinstance(value, list | None):
+            value = [text]
         return replace(self, params=replace(self.params, **{name: value}))
 
     def lines(self) -> list[str]:

@@ -75,8 +75,8 @@ SAMPLING: Table = by_advice({
     "shorten the prompt": dict(truncate_prompt_tokens=()),
     "generate() gives whole completions, generate_stream() what they gained": dict(output_kind=()),
     LEAVE_OUT: dict(
-        length_penalty=(1,), early_stopping=(False,), logit_bias=({},), logits_processors=([],), allowed_token_ids=(),
-        bad_words=([],), spaces_between_special_tokens=(True,), extra_args=({},),
+        length_penalty=(1,), early_stopping=(False,), logits_processors=([],), spaces_between_special_tokens=(True,),
+        extra_args=({},),
     ),
 })  # fmt: skip
 

@@ -25,6 +25,7 @@ from nanoinfer.outputs import StreamOutput
 from nanoinfer.requests.prompts import Prompt
 from nanoinfer.requests.request import Request
 from nanoinfer.requests.sequence import Sequence
+from nanoinfer.sampling.limits import TokenLimits
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.step.batch import Batch
 from offload import Runtime
@@ -147,12 +148,18 @@ class LLMEngine:
     # Requests
 
     def add_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, token_ids: list[int] | None = None
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        token_ids: list[int] | None = None,
+        limits: TokenLimits | None = None,
     ) -> Request:
         """Queue a request.
 
         Args:
             token_ids: the prompt's tokens, if `intake.tokenize` was called before.
+            limits: of the params, if `intake.limits` was called before.
 
         Raises:
             ValueError: the id or the parameters cannot be used. Nothing changes.
@@ -160,7 +167,7 @@ class LLMEngine:
         """
         if request_id in self.work.requests:
             raise ValueError(f"request id {request_id!r} is in use: give each request an id of its own")
-        request = self.intake.make_request(request_id, prompt, params, token_ids)
+        request = self.intake.make_request(request_id, prompt, params, token_ids, limits)
         with self.changing():
             self.work.at_risk = request.sequences  # half queued it would never end
             self.work.requests[request_id] = request

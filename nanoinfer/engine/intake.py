@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import random
+from functools import lru_cache
+
+from transformers import PreTrainedTokenizerBase
 
 from nanoinfer.common.errors import RequestError, shown
 from nanoinfer.engine.modes import Modes
 from nanoinfer.engine.start import BuiltEngine
+from nanoinfer.engine.token_limits import check_some_left, token_limits
 from nanoinfer.requests.prompts import Prompt, encode, too_long, unpack
 from nanoinfer.requests.request import Request
 from nanoinfer.requests.sequence import Sequence
+from nanoinfer.sampling.limits import TokenLimits
 from nanoinfer.sampling.settings import MAX_BANNED
 from nanoinfer.sampling_params import Advised, SamplingParams
 
@@ -22,6 +27,7 @@ class Intake:
         self._tokenizer, self._end_token_ids, self._modes = built.tokenizer, built.end_token_ids, modes
         self._vocab_size, self._max_model_len = built.runner.spec.vocab_size, built.runner.plan.max_model_len
         self._random = random.Random(built.config.seed)  # seeds of requests that give none
+        self._known_limits = lru_cache(maxsize=64)(token_limits)  # many requests ask for the same
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """Return the checked token ids of a prompt.
@@ -50,8 +56,28 @@ class Intake:
                     field="prompt",
                 )
 
+    def limits(self, params: SamplingParams, tokenizer: PreTrainedTokenizerBase | None = None) -> TokenLimits | None:
+        """Return what the params ask of the choice of tokens; None: nothing. May be called on any thread.
+
+        Args:
+            tokenizer: one that this thread may use; None: the engine's.
+
+        Raises:
+            RequestError: a token is outside the vocabulary, bad words are too long or cannot be read.
+        """
+        if not params.logit_bias and params.allowed_token_ids is None and not params.bad_words:
+            return None
+        bias = tuple(sorted((params.logit_bias or {}).items()))
+        tokenizer = self._tokenizer if tokenizer is None else tokenizer
+        return self._known_limits(bias, params.allowed_token_ids, params.bad_words, tokenizer, self._vocab_size)
+
     def make_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, token_ids: list[int] | None
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        token_ids: list[int] | None,
+        limits: TokenLimits | None = None,
     ) -> Request:
         """Make a request with all its sequences; see `LLMEngine.add_request`."""
         if not isinstance(params, SamplingParams):
@@ -60,6 +86,7 @@ class Intake:
             message = f"stop={list(params.stop)} is text, but there is no tokenizer: give stop_token_ids"
             raise RequestError(message, field="stop")
         token_ids = self.tokenize(prompt) if token_ids is None else token_ids
+        limits = self.limits(params) if limits is None else limits
         max_tokens = self._max_tokens(params, len(token_ids))
         banned = self._end_token_ids.union(params.stop_token_ids or ()) if params.min_tokens else ()
         num_banned = sum(token_id < self._vocab_size for token_id in banned)
@@ -69,13 +96,15 @@ class Intake:
                 "give fewer stop_token_ids or min_tokens=0",
                 field="min_tokens",
             )
+        if limits is not None:
+            check_some_left(limits, banned, self._vocab_size)
         prompt = unpack(prompt)
         text = prompt if isinstance(prompt, str) else None
         params = params.clone()  # the caller may assign to it
         request = Request(request_id, text, token_ids, params, self._tokenizer, self._end_token_ids)
         for index in range(params.n):
             seed = self._random.getrandbits(64) if params.seed is None else (params.seed + index) % 2**64
-            sequence = Sequence(self.num_sequences, request_id, index, token_ids, params, seed, max_tokens)
+            sequence = Sequence(self.num_sequences, request_id, index, token_ids, params, seed, max_tokens, limits)
             self.num_sequences += 1
             request.add_sequence(sequence)
         return request

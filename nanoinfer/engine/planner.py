@@ -160,6 +160,7 @@ class StepPlanner:
                     penalty_token_ids=tuple(sequence.token_ids) if params.repetition_penalty != 1 else (),
                     output_token_ids=sequence.output_token_ids,
                     end_token_ids=self._end_token_ids.union(params.stop_token_ids or ()),
+                    limits=sequence.limits,
                 )
                 found.append((sequence.row, settings))
                 self._settings_of[sequence.row] = sequence.sequence_id

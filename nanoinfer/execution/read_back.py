@@ -8,18 +8,24 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from nanoinfer.common.errors import RequestError
 from nanoinfer.execution.tables import DeviceTable
 from nanoinfer.sampling.reference import logprobs_of
-from nanoinfer.sampling.settings import UNSOUND
+from nanoinfer.sampling.settings import NOTHING_LEFT, UNSOUND
 from nanoinfer.sampling_params import MAX_LOGPROBS
 from offload import Event, Runtime, Stream
+
+_NOTHING_LEFT = (
+    "no token is left to go on with: allowed_token_ids, bad_words and min_tokens forbid every one whose logit is "
+    "finite; allow more tokens, or give min_tokens=0"
+)
 
 
 class PendingTokens:
     """The tokens that a launched step samples, on their way to the host.
 
     Args:
-        tokens: [n] int64, pinned, valid once `done` was reached; `UNSOUND` where none could be drawn.
+        tokens: [n] int64, pinned, valid once `done` was reached; `UNSOUND` or `NOTHING_LEFT` where none could be drawn.
         places: of the tokens with log-probabilities.
         values: [places, 1 + top] float32, pinned: the token's log-probability, then the top values.
         ids: [places, 1 + top] int64, pinned: the token's rank, then the top ids.
@@ -59,8 +65,12 @@ class PendingTokens:
         logprobs: list[tuple[float, int, list[float], list[int]] | None] = [None] * len(tokens)
         for place, values, ids in zip(self._places, self._values.tolist(), self._ids.tolist(), strict=True):
             logprobs[place] = values[0], ids[0], values[1:], ids[1:]
-        errors = [ValueError(self._fault) if token == UNSOUND else None for token in tokens]
-        return list(zip(tokens, logprobs, errors, strict=True))
+        return list(zip(tokens, logprobs, map(self._error, tokens), strict=True))
+
+    def _error(self, token: int) -> Exception | None:
+        if token == NOTHING_LEFT:
+            return RequestError(_NOTHING_LEFT, field="allowed_token_ids")
+        return ValueError(self._fault) if token == UNSOUND else None
 
 
 class ReadBack:
@@ -98,7 +108,7 @@ class ReadBack:
             index = self._places.tensor[: len(places)]
 
             def look_up() -> None:
-                chosen = tokens.index_select(0, index).clamp(min=0)  # not `UNSOUND`
+                chosen = tokens.index_select(0, index).clamp(min=0)  # not those without one
                 found = logprobs_of(logits.index_select(0, index).float(), chosen, top)
                 logprobs, ranks, top_values, top_ids = found
                 values.copy_(torch.cat((logprobs[:, None], top_values), dim=1), non_blocking=True)

@@ -9,11 +9,14 @@ import numpy as np
 import torch
 
 from nanoinfer.execution.tables import RowState
+from nanoinfer.sampling.limits import TokenLimits, line_words
 from nanoinfer.sampling.reference import sampling_workspace
-from nanoinfer.sampling.settings import MAX_COUNT, ROW, ROW_WORDS, RowSampling, SettingsTable
+from nanoinfer.sampling.settings import MAX_COUNT, ROW, ROW_WORDS, RowSampling, SettingsTable, limits_table
 from offload import Runtime, Staging, Stream
 
 _FLOAT32 = torch.finfo(torch.float32)
+# Rows of one step whose limits differ, before the host waits for the upload of the first.
+_LIMITS_AT_ONCE = 4
 
 
 class SamplingState:
@@ -30,6 +33,7 @@ class SamplingState:
         seen: [rows, vocab_size / 32] int32, a bit per token of prompt and output; kept only with a repetition penalty.
         counts: [rows, vocab_size] int16, how often each token is in the output, up to `MAX_COUNT`; kept only with a
             presence or frequency penalty.
+        limits: of each row, which tokens it may draw; kept only where it has `RowSampling.limits`.
         space: what the kernels pass to each other.
     """
 
@@ -46,6 +50,9 @@ class SamplingState:
         self._seen_updates = torch.zeros_like(self.seen)
         self._seen_staging = Staging(runtime, self.seen.numel(), torch.int32)
         self._counts_staging = Staging(runtime, vocab_size, torch.int16)  # for one row: pinned memory is expensive
+        words = line_words(vocab_size)
+        self.limits = limits_table(torch.zeros(num_rows, words, dtype=torch.int32, device=device), vocab_size)
+        self._limits_staging = Staging(runtime, words, torch.int32, depth=_LIMITS_AT_ONCE)
         self.space = sampling_workspace(max_batch, vocab_size, device)
 
     def update(self, stream: Stream, settings: Several[tuple[int, RowSampling]]) -> None:
@@ -63,6 +70,7 @@ class SamplingState:
         for row, given in settings:
             if given.counts_output:
                 self._upload_counts(stream, self.counts[row], given.output_token_ids)
+        self._upload_limits(stream, settings)
 
     def _upload_seen(self, stream: Stream, seen: list[tuple[int, Collection[int]]]) -> None:
         bits = np.zeros((len(seen), self.seen.shape[1] * 32), dtype=np.uint8)
@@ -84,6 +92,19 @@ class SamplingState:
         np.minimum(found, MAX_COUNT, out=self._counts_staging.acquire().numpy(), casting="unsafe")
         self._counts_staging.upload(stream, counts)
 
+    def _upload_limits(self, stream: Stream, settings: Several[tuple[int, RowSampling]]) -> None:
+        """Upload the lines of rows with limits: one line for all rows for which it is the same."""
+        rows_of: dict[tuple[TokenLimits, tuple[int, ...]], list[int]] = {}
+        for row, given in settings:
+            if given.limits is not None:
+                rows_of.setdefault((given.limits, tuple(given.output_token_ids)), []).append(row)
+        for (limits, output), (first, *others) in rows_of.items():
+            self._limits_staging.acquire().numpy()[:] = limits.line(self.vocab_size, output)
+            lines = self.limits.words
+            self._limits_staging.upload(stream, lines[first])
+            for row in others:
+                stream.copy(lines[row], lines[first])
+
     def _lines(self, settings: Several[tuple[int, RowSampling]]) -> np.ndarray:
         """Return settings, each with its row, as the table holds them: [n, ROW_WORDS] int32."""
         lines = np.zeros(len(settings), dtype=ROW)
@@ -101,6 +122,9 @@ class SamplingState:
             line["banned_until"] = min(given.min_tokens, 2**31 - 1) if banned else 0
             line["num_banned"] = len(banned)
             line["banned_ids"][: len(banned)] = banned
+            if (limits := given.limits) is not None:
+                line["is_masked"], line["num_listed"] = limits.is_masked, len(limits.listed)
+                line["num_places"] = limits.num_places
         return lines.view(np.int32).reshape(len(lines), ROW_WORDS)
 
     def sample(self, logits: torch.Tensor, batch_rows: torch.Tensor, tokens: torch.Tensor) -> None:

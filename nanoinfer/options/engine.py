@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.options.parser import OFFLOAD, Parser, length
+from nanoinfer.options.parser import OFFLOAD, Parser, json_object, length
 
 _WORDS = {value: word for word, value in OFFLOAD.items()}
 # Fields that are no options: commands take the model by position, and have their own switch for progress bars.
@@ -145,7 +145,7 @@ def _kind(name: str, annotation: str, default: Any) -> dict[str, Any]:
     if name in ("max_model_len", "max_num_batched_tokens"):
         return dict(type=length, metavar="TOKENS")
     if "dict" in annotation:
-        return dict(type=_object, metavar="JSON")
+        return dict(type=json_object, metavar="JSON")
     if "list" in annotation:
         word, meaning = ("staged", "staged") if "str" in annotation else ("none", [])
         return dict(type=partial(_numbers, word=word, meaning=meaning), metavar="NUMBERS")
@@ -165,16 +165,6 @@ def _size(text: str) -> int | float | str:
     if re.fullmatch(r"0?\.[0-9]+|1\.0*", text):
         return float(text)  # a share; "1" is a byte, as it is for the engine
     return 0 if text == "0" else text
-
-
-def _object(text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON ({error})") from None
-    if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} must be an object in JSON, such as '{{\"rope_theta\": 5e5}}'")
-    return found
 
 
 def _numbers(text: str, word: str, meaning: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import sys
@@ -143,6 +144,17 @@ def length(text: str) -> int:
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, such as 4096, or 4k for the same")
     return int(match[1]) * (1024 if match[2] else 1)
+
+
+def json_object(text: str, example: str = '{"rope_theta": 5e5}') -> dict[str, Any]:
+    """For `type=` of an option: parse an object in JSON. example: one, for the message about what is none."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} must be an object in JSON, such as '{example}'")
+    return found
 
 
 def in_options(text: str, parser: Parser) -> str:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from nanoinfer.options.parser import Parser, length
+from nanoinfer.options.parser import Parser, json_object, length
 from nanoinfer.sampling_params import SamplingParams
 
 # Fields that choose among tokens, which greedy sampling does not.
 _CHOOSING = ("top_p", "top_k", "min_p")
+_BIAS = '{"50256": -100}'
+# Fields that say which tokens may come.
+_LIMITING = ("logit_bias", "bad_words", "allowed_token_ids")
 
 
 def add_sampling_options(parser: Parser, max_tokens: str) -> None:
@@ -26,6 +30,12 @@ def add_sampling_options(parser: Parser, max_tokens: str) -> None:
         ("--min-p", float, "P", "leave out tokens less likely than P times the most likely one"),
     ):
         group.add_argument(option, type=kind, metavar=metavar, help=text)
+    text = "a word that must not come; may be given several times"
+    group.add_argument("--bad-words", action="append", metavar="WORD", help=text)
+    text = f"what is added to the logits of tokens, from -100 to 100, such as '{_BIAS}'"
+    group.add_argument("--logit-bias", type=partial(json_object, example=_BIAS), metavar="JSON", help=text)
+    text = "the only tokens that may come, such as 16,17,18"
+    group.add_argument("--allowed-token-ids", type=_token_ids, metavar="IDS", help=text)
     text = "the same seed and prompt give the same tokens (default: the engine draws one)"
     group.add_argument("--seed", type=int, metavar="N", help=text)
 
@@ -40,7 +50,7 @@ def sampling_params(options: argparse.Namespace, recommended: Mapping[str, Any],
     Raises:
         ValueError: a value is not allowed, or it has no effect because sampling is greedy.
     """
-    names = ("max_tokens", "temperature", "seed", *_CHOOSING)
+    names = ("max_tokens", "temperature", "seed", *_CHOOSING, *_LIMITING)
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
     params = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens} | dict(recommended) | given)
     without_effect = [f"--{name.replace('_', '-')}" for name in _CHOOSING if name in given]
@@ -50,3 +60,10 @@ def sampling_params(options: argparse.Namespace, recommended: Mapping[str, Any],
             "always taken, because the checkpoint recommends none; give --temperature, such as 0.7, too"
         )
     return params
+
+
+def _token_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be token ids, such as 16,17,18") from None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from nanoinfer.outputs import Logprob
 from nanoinfer.requests.detokenizer import Detokenizer
+from nanoinfer.sampling.limits import TokenLimits
 from nanoinfer.sampling_params import SamplingParams
 
 
@@ -44,6 +45,7 @@ class Sequence:
     params: SamplingParams
     seed: int
     max_tokens: int  # params.max_tokens, cut to what max_model_len leaves
+    limits: TokenLimits | None = None  # what params ask of the choice of tokens
     token_ids: list[int] = field(init=False)
     num_tokens: int = field(init=False)
     max_num_tokens: int = field(init=False)

@@ -4,19 +4,29 @@ A row's token depends only on that row's logits, settings, seed and step: never 
 neighbours or the batch's size. So top_p sums integers, whose order does not matter, one program adds up a tile's
 weights, and the noise is a hash of (seed, step, id) instead of a generator's next numbers.
 
-Order, as in vLLM: repetition penalty, frequency and presence penalty, and bans. Then greedy rows take the argmax. The
-other rows are divided by the temperature, cut by min_p, top_k and top_p (each on what the previous cut left), and drawn
-by exponential races: argmin(e / p) with standard exponential noise e is a sample of p. This is the Gumbel-max trick
-(Gumbel, 1954; Maddison et al., 2014: argmax(log p - log e)) with one logarithm less. The first race is between tiles of
-the vocabulary, by the sums of their weights, the second between the tokens of the winning tile. So noise is drawn for
-few tokens.
+Order, as in vLLM: limits (`nanoinfer.sampling.limits`), repetition penalty, frequency and presence penalty, and bans.
+Then greedy rows take the argmax. The other rows are divided by the temperature, cut by min_p, top_k and top_p (each on
+what the previous cut left), and drawn by exponential races: argmin(e / p) with standard exponential noise e is a sample
+of p. This is the Gumbel-max trick (Gumbel, 1954; Maddison et al., 2014: argmax(log p - log e)) with one logarithm less.
+The first race is between tiles of the vocabulary, by the sums of their weights, the second between the tokens of the
+winning tile. So noise is drawn for few tokens.
 """
 
 import torch
 import torch.nn.functional as F
 
 from nanoinfer.common.exact import elementwise
-from nanoinfer.sampling.settings import MAX_BANNED, MAX_COUNT, TILE_TOKENS, UNSOUND, SamplingBatch, SettingsTable
+from nanoinfer.sampling.limits import BEGINS_WORD, LISTED_BITS, MAX_BAD_TOKENS, NO_SLOT
+from nanoinfer.sampling.settings import (
+    MAX_BANNED,
+    MAX_COUNT,
+    NOTHING_LEFT,
+    TILE_TOKENS,
+    UNSOUND,
+    SamplingBatch,
+    SettingsTable,
+    limits_table,
+)
 from nanoinfer.sampling_params import GREEDY_TEMPERATURE
 
 # Elements of the rows that are filtered at a time: 13 rows of a vocabulary of 150,000.
@@ -39,7 +49,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
 
     logits: [B, V] float32; not changed.
     Returns: [B] int64, on the same device; `UNSOUND` for a row with a logit of NaN or infinity, or without any above
-    -infinity.
+    -infinity; `NOTHING_LEFT` where bans and limits left none above -infinity.
     """
     assert logits.dtype == torch.float32, f"logits are {logits.dtype}, the sampler takes float32"
     num_rows = len(batch.settings.words)
@@ -48,18 +58,19 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     )
     scores = penalise(logits, batch)
     greedy = tokens = scores.argmax(dim=-1)
-    is_sound = scores.gather(1, greedy[:, None])[:, 0].isfinite()
+    best = scores.gather(1, greedy[:, None])[:, 0]
+    without = torch.where((best == -torch.inf) & batch.is_narrowed, NOTHING_LEFT, UNSOUND)
     if not batch.is_greedy.all():
         scores = cut(scores, batch, owned=scores is not logits)
         tokens = torch.where(batch.is_greedy, greedy, _draw(scores, batch))
-    return torch.where(is_sound, tokens, UNSOUND)
+    return torch.where(best.isfinite(), tokens, without)
 
 
 def sample_rows(logits: torch.Tensor, rows: torch.Tensor, state, tokens: torch.Tensor) -> None:
     """Sample the next token of each row, as the kernels do it (`nanoinfer.kernels.step.sample`).
 
-    logits: [B, vocab_size]; rows: [B] int32, rows of `state` (a `SamplingState`); tokens: [B] int64, out, may be
-    `UNSOUND`; the row goes on with token 0 then.
+    logits: [B, vocab_size]; rows: [B] int32, rows of `state` (a `SamplingState`); tokens: [B] int64, out, as `sample`
+    returns; a row without one goes on with token 0.
     """
     batch, rows = gather(state, rows), rows.long()
     tokens.copy_(sample(logits.float(), batch))
@@ -73,6 +84,9 @@ def sample_rows(logits: torch.Tensor, rows: torch.Tensor, state, tokens: torch.T
     if len(batch.counted_rows):
         place = rows[batch.counted_rows], tokens[batch.counted_rows]
         state.counts[place] = (state.counts[place].int() + 1).clamp(max=MAX_COUNT).to(torch.int16)
+    for row in batch.limited_rows.tolist():
+        step, num_places = (int(batch.settings[name][row]) for name in ("step", "num_places"))
+        _advance_words(state.limits, int(rows[row]), int(tokens[row]), step, num_places)
     lengths, is_real = state.rows.length, (rows != state.rows.padding_row).to(torch.int32)
     lengths.index_copy_(0, rows, lengths[rows] + is_real)
 
@@ -85,6 +99,7 @@ def gather(state, rows: torch.Tensor) -> SamplingBatch:
     counted = settings["is_counted"].nonzero()[:, 0]
     listed = torch.arange(MAX_BANNED, device=rows.device) < settings["num_banned"][:, None]
     banned = (listed & (settings["step"] < settings["banned_until"])[:, None]).nonzero()
+    limited = ((settings["is_masked"] != 0) | (settings["num_listed"] > 0)).nonzero()[:, 0]
     return SamplingBatch(
         vocab_size=vocab_size,
         settings=settings,
@@ -94,7 +109,30 @@ def gather(state, rows: torch.Tensor) -> SamplingBatch:
         counts=state.counts[rows[counted]],
         banned_rows=banned[:, 0],
         banned_ids=settings["banned_ids"][banned[:, 0], banned[:, 1]].long(),
+        limited_rows=limited,
+        limits=limits_table(state.limits.words[rows[limited]], vocab_size),
     )
+
+
+def _advance_words(limits: SettingsTable, row: int, token: int, step: int, num_places: int) -> None:
+    """Note in a row's line which bad words its next token would complete, behind the token that `step` has drawn."""
+    places, blocks = limits["places"][row, :num_places], limits["blocks"][row, :num_places].long()
+    matched = limits["matched"][row].view(2, MAX_BAD_TOKENS)[:, :num_places]
+    begins = places >= BEGINS_WORD
+    goes_on = F.pad(matched[step % 2], (1, 0))[:-1] != 0
+    matches = (places - begins.int() * BEGINS_WORD == token) & (begins | goes_on)
+    matched[(step + 1) % 2].copy_(matches)
+    limits["blocked_at"][row][blocks[matches & (blocks != NO_SLOT)]] = step + 1
+
+
+def _narrow(scores: torch.Tensor, limits: SettingsTable, row: int, step: torch.Tensor, is_masked: torch.Tensor) -> None:
+    """Add a row's biases to its scores, and put -infinity where it may not draw. scores: [V]; row: of the limits."""
+    listed = limits["listed"][row][:, None] >> torch.arange(LISTED_BITS, device=scores.device) & 1
+    ids = listed.flatten().nonzero()[:, 0]  # in the order of their slots
+    scores[ids] += limits["bias"][row, : len(ids)]
+    scores[ids[limits["blocked_at"][row, : len(ids)] == step]] = -torch.inf
+    if is_masked:
+        scores[~_bits(limits["allowed"][row][None])[0, : len(scores)]] = -torch.inf
 
 
 def logprobs_of(
@@ -178,16 +216,19 @@ def _chunk_rows(vocab_size: int) -> int:
 
 
 def penalise(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Apply repetition penalty (CTRL, section 4.1), frequency and presence penalty and bans.
+    """Apply limits, repetition penalty (CTRL, section 4.1), frequency and presence penalty and bans.
 
     The score of a logit of NaN or infinity is infinity, banned or not, and no other one is.
     Returns `logits` itself if there is nothing to apply.
     """
     is_unsound = (logits < torch.inf).logical_not_()
-    if not any(map(len, (batch.penalty_rows, batch.counted_rows, batch.banned_ids))) and not is_unsound.any():
+    applied = batch.penalty_rows, batch.counted_rows, batch.banned_ids, batch.limited_rows
+    if not any(map(len, applied)) and not is_unsound.any():
         return logits
     scores, settings = logits.clone(), batch.settings
     num_chunk_rows = _chunk_rows(batch.vocab_size)
+    for place, row in enumerate(batch.limited_rows.tolist()):
+        _narrow(scores[row], batch.limits, place, settings["step"][row], settings["is_masked"][row])
     for rows, seen in zip(batch.penalty_rows.split(num_chunk_rows), batch.seen.split(num_chunk_rows), strict=True):
         score, penalty = scores[rows], settings["repetition_penalty"][rows, None]
         scores[rows] = torch.where(seen, torch.where(score > 0, score / penalty, score * penalty), score)

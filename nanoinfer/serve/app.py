@@ -157,9 +157,9 @@ def _add_generation(app: FastAPI, engine: AsyncEngine, names: list[str], read: R
             del body  # the answer may take long
             asked = answer.request
             _check_length(asked, answer.prompts, engine.plan.max_model_len)
-            wants_deltas = bool(asked.stream)
+            limits, wants_deltas = await engine.prompts.limits(params), bool(asked.stream)
             how = dict(name=answer.name, wants_deltas=wants_deltas, arrival=arrival, charge=charge)
-            stream = RequestStream(answer.prompts, params, **how)
+            stream = RequestStream(answer.prompts, params, limits, **how)
             await engine.submit(stream)
             if wants_deltas:
                 return EventStream(stream, answer)

@@ -63,7 +63,8 @@ class AsyncLLM:
         params = SamplingParams(**self._engine.sampling_defaults) if sampling_params is None else sampling_params
         given = unpack(prompt)
         arrival, tokenized = time.perf_counter(), await self._engine.prompts.tokenize(given)
-        stream = RequestStream([tokenized], params, name=name, wants_deltas=True, arrival=arrival, charge=ExitStack())
+        limits, how = await self._engine.prompts.limits(params), dict(wants_deltas=True, charge=ExitStack())
+        stream = RequestStream([tokenized], params, limits, name=name, arrival=arrival, **how)
         self._running[name] = stream
         found = RequestOutput(
             request_id=name,

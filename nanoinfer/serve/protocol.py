@@ -20,6 +20,9 @@ MAX_COMPLETIONS = 128  # prompts times n of one HTTP request
 MAX_STOP_STRINGS = 64  # every token's text is searched for each of them
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 1024
+MAX_ALLOWED_TOKEN_IDS = 262_144
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORDS_CHARS = 65_536  # in all
 MAX_REQUEST_ID_CHARS = 256  # every event of a stream repeats the id
 # Far larger numbers do not fit into the device's 64-bit tables, and nobody needs them.
 _INT32_MAX = 2**31 - 1
@@ -87,6 +90,9 @@ class GenerationRequest(Body):
     seed: int | None = None
     stop: Any = None
     stop_token_ids: Annotated[list[Count], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: Annotated[list[Count], Field(max_length=MAX_ALLOWED_TOKEN_IDS)] | None = None
+    bad_words: Annotated[list[str], Field(max_length=MAX_BAD_WORDS)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -126,6 +132,16 @@ class GenerationRequest(Body):
         if len(texts) < len(stops):
             raise BadRequestError(f"stop is {shown(stop)}: give a string or a list of strings", param="stop")
         return stop
+
+    @field_validator("bad_words")
+    @classmethod
+    def _check_bad_words(cls, words: list[str] | None) -> list[str] | None:
+        if (num_chars := sum(map(len, words or ()))) > MAX_BAD_WORDS_CHARS:
+            raise BadRequestError(
+                f"bad_words has {num_chars} characters, {MAX_BAD_WORDS_CHARS} are possible: give fewer or shorter ones",
+                param="bad_words",
+            )
+        return words
 
     @property
     def num_logprobs(self) -> int | None:

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from starlette.requests import ClientDisconnect
 
 from nanoinfer.outputs import StreamOutput
+from nanoinfer.sampling.limits import TokenLimits
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.serve.tokenizing import Prompt
 
@@ -21,6 +22,7 @@ class RequestStream:
 
     Attributes:
         prompts: (text or None, token ids) of each prompt.
+        limits: what `params` ask of the choice of tokens.
         wants_deltas: True: outputs come token by token. False: one output for each completion, at its prompt's end.
         name: the id of the HTTP answer.
         arrival: `time.perf_counter` at the arrival of the HTTP request.
@@ -37,13 +39,15 @@ class RequestStream:
         self,
         prompts: list[Prompt],
         params: SamplingParams,
+        limits: TokenLimits | None = None,
         *,
         name: str,
         wants_deltas: bool,
         arrival: float,
         charge: ExitStack,
     ) -> None:
-        self.prompts, self.params, self.name, self.wants_deltas = prompts, params, name, wants_deltas
+        self.prompts, self.params, self.limits = prompts, params, limits
+        self.name, self.wants_deltas = name, wants_deltas
         self.arrival, self.charge, self.has_started = arrival, charge, False
         self._num_running = len(prompts)
         self._outputs: list[Output] = []

@@ -15,7 +15,7 @@ from nanoinfer.engine.meter import DecodeTimes
 from nanoinfer.outputs import StreamOutput
 from nanoinfer.requests.request import Request
 from nanoinfer.serve.ended import EndedRequest, ended_request
-from nanoinfer.serve.errors import ApiError, OverloadedError
+from nanoinfer.serve.errors import ApiError, BadRequestError, OverloadedError
 from nanoinfer.serve.load import Load, LoadMeter
 from nanoinfer.serve.request_stream import RequestStream
 
@@ -72,7 +72,7 @@ class ServedRequests:
             for place, (text, token_ids) in enumerate(stream.prompts):
                 request_id = f"{name}-{place}"
                 prompt = token_ids if text is None else text
-                request = self._engine.add_request(request_id, prompt, stream.params, token_ids)
+                request = self._engine.add_request(request_id, prompt, stream.params, token_ids, stream.limits)
                 added[request_id] = _Tracked(request, stream, place)
         except BaseException:
             for request_id in added:
@@ -191,6 +191,8 @@ class ServedRequests:
         self.calls.append((self.on_finished, ended))
         if error is None:
             self.calls.append((stream.end_one,))
+        elif isinstance(request.failure, RequestError):  # what was asked for is at fault
+            self.calls.append((stream.fail, BadRequestError(error, param=request.failure.field)))
         else:
             message = (
                 f"the engine failed while it computed this request ({error}): send it again, and look into the "

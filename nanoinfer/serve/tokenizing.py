@@ -13,6 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from nanoinfer.engine.intake import Intake
 from nanoinfer.requests.prompts import encode, encode_chat, too_long
+from nanoinfer.sampling.limits import TokenLimits
+from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.serve import text_pieces
 
 T = TypeVar("T")
@@ -21,6 +23,7 @@ Prompt = tuple[str | None, list[int]]
 _LONG_PROMPT_CHARS = 20_000  # about 20 ms of work
 _HUGE_PIECE_CHARS = 200_000
 _HUGE_BODY_BYTES = 2**20
+_WORD_CHARS = 100  # a bad word takes as long as a text of so many more characters
 
 
 class PromptTokenizer:
@@ -82,6 +85,13 @@ class PromptTokenizer:
             return None, await self._on(_lane(num_bytes), lambda: self.intake.tokenize(templated()))
         text = await self._on(_lane(num_bytes), lambda: templated(tokenize=False))
         return None, await self._tokenize_text(text, is_bare=True)
+
+    async def limits(self, params: SamplingParams) -> TokenLimits | None:
+        """Return what the params ask of the choice of tokens. Raises as `Intake.limits`."""
+        if not params.bad_words and params.allowed_token_ids is None:
+            return self.intake.limits(params)
+        size = sum(map(len, params.bad_words)) + _WORD_CHARS * len(params.bad_words)
+        return await self._on(_lane(size), lambda: self.intake.limits(params, self.tokenizer))
 
     async def text_of(self, prompt: Prompt) -> str:
         """Return the prompt as text; "" without a tokenizer."""

@@ -95,6 +95,10 @@ def test_set_takes_fields_of_sampling_params_and_variables_of_the_template(sessi
         "stop none": ("stop", None),
         "max_tokens none": ("max_tokens", None),
         "ignore_eos true": ("ignore_eos", True),
+        "bad_words sure": ("bad_words", ("sure",)),
+        'bad-words ["sure", "7"]': ("bad_words", ("sure", "7")),
+        'logit_bias {"5": -200}': ("logit_bias", {5: -100.0}),
+        "logit_bias none": ("logit_bias", None),
     }
     for text, (name, value) in cases.items():
         run(f"/set {text}", session)

@@ -3,6 +3,7 @@
 import io
 import re
 import threading
+from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 
@@ -123,6 +124,21 @@ def test_two_prompts_are_no_prompt(asked, capsys):
 
 
 @pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--logit-bias", "[5]"], "'[5]' must be an object in JSON, such as '{\"50256\": -100}'"),
+        (["--logit-bias", '{"x": 5}'], "--logit-bias is {'x': 5}, it must be a dict of token ids"),
+        (["--allowed-token-ids", "5;6"], "'5;6' must be token ids, such as 16,17,18"),
+        (["--bad-words", ""], "--bad-words is [''], it must be a list of strings, none of them blank"),
+    ],
+)
+def test_limits_that_cannot_be_are_refused(asked, capsys, words, message):
+    with suppress(SystemExit):
+        assert asked("text", *words) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     "words, recommended, params",
     [
         ([], {}, dict(temperature=0, max_tokens=128)),
@@ -131,6 +147,8 @@ def test_two_prompts_are_no_prompt(asked, capsys):
          dict(temperature=0.7, top_p=0.9, top_k=20, min_p=0.1, seed=5, max_tokens=128)),
         ([], dict(temperature=0.6, top_p=0.95), dict(temperature=0.6, top_p=0.95, max_tokens=128)),
         (["--top-p", "0.5"], dict(temperature=0.6, top_p=0.95), dict(temperature=0.6, top_p=0.5, max_tokens=128)),
+        (["--bad-words", "two", "--bad-words", "three", "--logit-bias", '{"5": 1}', "--allowed-token-ids", "5,6"], {},
+         dict(temperature=0, bad_words=["two", "three"], logit_bias={5: 1}, allowed_token_ids=[5, 6], max_tokens=128)),
         (["--temperature", "0", "--top-p", "0.5"], dict(temperature=0.6),
          dict(temperature=0, top_p=0.5, max_tokens=128)),
     ],

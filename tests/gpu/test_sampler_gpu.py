@@ -8,12 +8,18 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from nanoinfer.sampling.limits import TokenLimits
 from nanoinfer.sampling.reference import logprobs_bytes, logprobs_of
 from nanoinfer.sampling.settings import RowSampling
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 VOCAB_SIZE = 20_011
+LIMITS = TokenLimits(
+    bias=tuple((i, 3.0 - i % 7) for i in range(1024)),
+    allowed=tuple(range(0, VOCAB_SIZE, 2)),
+    words=(*((i, (7 * i) % VOCAB_SIZE) for i in range(512)), *((i,) for i in range(0, VOCAB_SIZE, 10))),
+)
 
 
 @pytest.fixture
@@ -38,6 +44,9 @@ def mixed_rows(num_rows):
             "output_token_ids": [3] * 40_000 + list(range(0, VOCAB_SIZE, 5)),
         },
         {"temperature": 0.9, "top_p": 0.9, "presence_penalty": -0.7, "frequency_penalty": 0.2},
+        {"temperature": 1.0, "limits": TokenLimits(allowed=tuple(range(3, VOCAB_SIZE, 5)))},
+        {"temperature": 0.0, "limits": TokenLimits(bias=tuple((i, (i % 31) - 15.0) for i in range(0, 20_000, 20)))},
+        {"temperature": 0.7, "top_k": 30, "top_p": 0.95, "limits": LIMITS},
     ]
     return [
         RowSampling(seed=(i * 0x9E3779B97F4A7C15) % 2**64, step=i, **kinds[i % len(kinds)]) for i in range(num_rows)
@@ -105,11 +114,11 @@ def test_a_row_draws_the_same_token_alone_anywhere_in_a_batch_and_in_any_batch_s
 
 
 def test_a_captured_step_draws_what_eager_ones_draw(runtime):
-    settings, logits = mixed_rows(14), random_logits(14).cuda()
+    settings, logits = mixed_rows(24), random_logits(24).cuda()
     eager, rows = make_cuda_state(settings, runtime)
     want = [tokens_of(eager, logits, rows) for _ in range(4)]
     state, rows = make_cuda_state(settings, runtime)
-    tokens = torch.zeros(14, dtype=torch.int64, device="cuda")
+    tokens = torch.zeros(24, dtype=torch.int64, device="cuda")
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
@@ -138,6 +147,23 @@ def test_compiled_kernels_count_what_they_draw(runtime):
     assert len({step[1] for step in drawn}) > 1
 
 
+def test_compiled_kernels_limit_rows_as_the_reference(runtime):
+    from sampling_cases import check_limited_rows
+
+    check_limited_rows(VOCAB_SIZE, steps=25, runtime=runtime)
+    check_limited_rows(40, steps=5, runtime=runtime)
+
+
+def test_rows_without_limits_read_nothing_of_them(runtime):
+    settings = [row for row in mixed_rows(24) if row.limits is None]
+    logits = random_logits(len(settings)).cuda()
+    state, rows = make_cuda_state(settings, runtime)
+    want = tokens_of(state, logits, rows)
+    state, rows = make_cuda_state(settings, runtime)
+    state.limits.words.fill_(-1)
+    assert tokens_of(state, logits, rows) == want and (state.limits.words == -1).all()
+
+
 def test_logprobs_have_the_same_bits_in_any_batch_size_on_cuda():
     logits, tokens = random_logits(64).cuda(), torch.arange(64, device="cuda")
     whole = logprobs_of(logits, tokens, 5)
@@ -148,8 +174,8 @@ def test_logprobs_have_the_same_bits_in_any_batch_size_on_cuda():
 
 
 def test_a_step_never_waits_for_the_gpu_and_takes_no_memory(runtime):
-    state, rows = make_cuda_state(mixed_rows(14), runtime)
-    logits, tokens = random_logits(14).cuda(), torch.zeros(14, dtype=torch.int64, device="cuda")
+    state, rows = make_cuda_state(mixed_rows(24), runtime)
+    logits, tokens = random_logits(24).cuda(), torch.zeros(24, dtype=torch.int64, device="cuda")
     state.sample(logits, rows, tokens)  # compiles
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

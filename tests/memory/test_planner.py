@@ -223,7 +223,8 @@ def test_an_option_that_is_given_reaches_the_forecast_and_one_that_is_not_has_th
 def test_a_step_streams_what_was_forecast(tmp_path, batch, length):
     """Of sequences that are decoded since their prompts: what is left in the pool is theirs."""
     path = make_checkpoint("qwen3", tmp_path, max_position=2048)
-    limits = dict(gpu_memory_limit="1300KiB", host_memory_limit="64MiB", resident_kv_limit=None, max_model_len=1024)
+    limit = f"{1300 + 33 * (batch + 1)}KiB"  # each row has a line of limits
+    limits = dict(gpu_memory_limit=limit, host_memory_limit="64MiB", resident_kv_limit=None, max_model_len=1024)
     engine = make_engine(path, **limits, enable_cpu_offload=True, max_num_seqs=batch, max_num_batched_tokens=128)
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     (prompt,) = random_prompts(1, length, length)

@@ -328,6 +328,7 @@ def test_kernels_take_the_tokens_of_the_reference(kernels, vocab_size):
     check_rows(rows, logits, steps=1)
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 def test_kernels_cut_penalise_and_ban_as_the_reference(kernels):
     check_rows(MIXED_ROWS, random_logits(len(MIXED_ROWS), 301), steps=3)
 

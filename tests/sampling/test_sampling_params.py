@@ -27,6 +27,9 @@ def test_defaults_are_those_of_vllm():
         "min_tokens": 0,
         "stop": (),
         "stop_token_ids": (),
+        "logit_bias": None,
+        "allowed_token_ids": None,
+        "bad_words": (),
         "ignore_eos": False,
         "include_stop_str_in_output": False,
         "detokenize": True,
@@ -94,6 +97,23 @@ def test_vllms_neutral_values_are_taken():
         ("stop_token_ids", [True], "a list of token ids, integers >= 0"),
         ("stop_token_ids", "12", "a list of token ids, integers >= 0"),
         ("stop_token_ids", 12, "a list of token ids, integers >= 0"),
+        ("logit_bias", [(5, 1.0)], "a dict of token ids, integers >= 0, and numbers"),
+        ("logit_bias", {-1: 1.0}, "a dict of token ids, integers >= 0, and numbers"),
+        ("logit_bias", {"five": 1.0}, "a dict of token ids, integers >= 0, and numbers"),
+        ("logit_bias", {"9" * 30: 1.0}, "a dict of token ids, integers >= 0, and numbers"),
+        ("logit_bias", {True: 1.0}, "a dict of token ids, integers >= 0, and numbers"),
+        ("logit_bias", {1.5: 1.0}, "a dict of token ids, integers >= 0, and numbers"),
+        ("logit_bias", {5: math.nan}, "a dict of token ids, integers >= 0, and numbers"),
+        ("logit_bias", {5: "1"}, "a dict of token ids, integers >= 0, and numbers"),
+        ("logit_bias", {5: True}, "a dict of token ids, integers >= 0, and numbers"),
+        ("logit_bias", {5: None}, "a dict of token ids, integers >= 0, and numbers"),
+        ("allowed_token_ids", [3, -1], "a list of token ids, integers >= 0"),
+        ("allowed_token_ids", [3, "4"], "a list of token ids, integers >= 0"),
+        ("allowed_token_ids", 3, "a list of token ids, integers >= 0"),
+        ("bad_words", "word", "a list of strings, none of them blank"),
+        ("bad_words", ["word", ""], "a list of strings, none of them blank"),
+        ("bad_words", ["word", " \n"], "a list of strings, none of them blank"),
+        ("bad_words", ["word", 3], "a list of strings, none of them blank"),
         ("ignore_eos", 1, "True or False"),
         ("skip_special_tokens", 0, "True or False"),
         ("seed", 1.0, "an integer in [-9223372036854775808, 18446744073709551615]"),
@@ -112,6 +132,35 @@ def test_a_refusal_says_what_was_given_what_is_allowed_and_what_to_do(name, valu
     text = str(error.value)
     assert text.startswith(f"{name} is ") and f"it must be {allowed}: " in text and text.endswith(".")
     assert repr(given).strip("[]()").rstrip(",") in text
+
+
+def test_a_bias_is_cut_to_the_range_of_openai_and_its_ids_may_be_text():
+    given = {5: 1, "6": -1000, np.int64(7): np.float32(0.5), 8: math.inf, 9: -math.inf, 10: 10**400}
+    bias = SamplingParams(logit_bias=given).logit_bias
+    assert bias == {5: 1.0, 6: -100.0, 7: 0.5, 8: 100.0, 9: -100.0, 10: 100.0}
+    assert {type(token_id) for token_id in bias} == {int} and {type(one) for one in bias.values()} == {float}
+    assert SamplingParams(logit_bias={}).logit_bias == {}
+
+
+def test_limits_beyond_what_a_row_has_room_for_are_refused_by_name():
+    assert len(SamplingParams(logit_bias=dict.fromkeys(range(1024), 1.0)).logit_bias) == 1024
+    with pytest.raises(ValueError, match="^logit_bias has 1025 token ids, 1024 are possible: give fewer, or allowed_"):
+        SamplingParams(logit_bias=dict.fromkeys(range(1025), 1.0))
+    with pytest.raises(ValueError, match="^allowed_token_ids is empty: nothing could be generated"):
+        SamplingParams(allowed_token_ids=[])
+    with pytest.raises(ValueError, match="^allowed_token_ids is .*: -1 is not a token id") as error:
+        SamplingParams(allowed_token_ids=[*range(10**5), -1])
+    assert len(str(error.value)) < 300, "the whole list is shown"
+
+
+def test_bad_words_are_kept_once_and_ids_as_a_tuple():
+    params = SamplingParams(bad_words=["a", " b", "a"], allowed_token_ids=np.array([3, 5]))
+    assert params.bad_words == ("a", " b") and params.allowed_token_ids == (3, 5)
+    assert [type(token_id) for token_id in params.allowed_token_ids] == [int, int]
+    copy = params.clone()
+    copy.logit_bias = {3: 400}
+    assert copy.logit_bias == {3: 100.0} and params.logit_bias is None
+    assert copy.allowed_token_ids is params.allowed_token_ids, "a list as long as the vocabulary is checked once"
 
 
 def test_min_tokens_above_max_tokens_are_refused_with_both_values():
@@ -191,7 +240,7 @@ def test_an_unknown_argument_is_refused_with_the_nearest_name(kind):
     [
         (dict(best_of=3), "best_of=3 is not supported, but for 1: all n completions are returned"),
         (dict(prompt_logprobs=0), "prompt_logprobs=0 is not supported: logprobs are those of generated tokens"),
-        (dict(logit_bias={5: -100}), r"logit_bias=\{5: -100\} is not supported, but for \{\}: leave it out"),
+        (dict(logits_processors=[len]), r"logits_processors=.* is not supported, but for \[\]: leave it out"),
         (dict(use_beam_search=True), "use_beam_search=True is not supported, but for False: use n and sampling"),
         (dict(structured_outputs=[1]), r"structured_outputs=\[1\] is not supported"),
     ],

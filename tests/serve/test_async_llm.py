@@ -32,7 +32,13 @@ async def last_of(stream):
 
 def test_requests_of_many_tasks_have_the_outputs_of_generate(model):
     prompts = ["w20 w21", [30, 31, 32], {"prompt": "w40"}, "w50 w51 w52"]
-    params = [replace(GREEDY, logprobs=2), replace(GREEDY, n=2, temperature=1, seed=3), GREEDY, GREEDY]
+    limits = dict(logit_bias={5: 2.0}, bad_words=["w1 w2", "w7"], allowed_token_ids=range(120))
+    params = [
+        replace(GREEDY, logprobs=2),
+        replace(GREEDY, n=2, temperature=1, seed=3),
+        GREEDY,
+        replace(GREEDY, **limits),
+    ]
 
     async def work(llm):
         asked = [last_of(llm.generate(*each)) for each in zip(prompts, params, strict=True)]

@@ -119,6 +119,35 @@ def test_stops_seeds_and_penalties_reach_the_sampler(path, llm):
     assert full["choices"][0]["stop_reason"] == wanted[0].stop_reason
 
 
+def test_limits_reach_the_sampler(path, llm):
+    """And bad words are read on a thread of the server's, not between two steps."""
+    (free,) = generated(llm, "w20 w21", max_tokens=8, **GREEDY)
+    tokens = free[0].token_ids
+    limits = [
+        dict(logit_bias={str(tokens[0]): -100, "7": 2.5}),
+        dict(bad_words=[f"w{tokens[1]} w{tokens[2]}"]),
+        dict(allowed_token_ids=[3, tokens[0], 90], n=2, temperature=0.7, seed=4),
+        dict(logit_bias={"5": 3}, bad_words=[f"w{tokens[0]}"], allowed_token_ids=list(range(0, 160, 2))),
+    ]
+    common = dict(max_tokens=8, ignore_eos=True, temperature=0)
+    wanted = [[c.token_ids for c in generated(llm, "w20 w21", **common | one)[0]] for one in limits]
+    assert all([tokens] != one for one in wanted)
+    messages = [{"role": "user", "content": "w1"}]
+    prompt = llm.get_tokenizer().apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    said = generated(llm, prompt, **common)[0][0].token_ids[0]
+
+    async def ask():
+        async with serving(path) as served:
+            served.engine.tokenizer.encode = lambda *_, **__: pytest.fail("read on the engine's thread")
+            answers = [await served.complete("w20 w21", return_token_ids=True, **common | one) for one in limits]
+            asked = dict(messages=messages, return_token_ids=True, bad_words=[f"w{said}"], **common)
+            return answers, (await served.post("/v1/chat/completions", **asked)).json()
+
+    answers, talked = asyncio.run(ask())
+    assert [[choice["token_ids"] for choice in answer["choices"]] for answer in answers] == wanted
+    assert said not in talked["choices"][0]["token_ids"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_echo_puts_the_prompt_in_front(path, stream):
     async def ask():

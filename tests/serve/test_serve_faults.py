@@ -152,7 +152,26 @@ REFUSED = {
     "presence": (dict(prompt=[5], presence_penalty=2.5), "presence_penalty is 2.5, it must be a", "presence_penalty"),
     "frequency": (dict(prompt=[5], frequency_penalty=-3), "in [-2, 2]: use 0 to turn it off", "frequency_penalty"),
     "penalty is text": (dict(prompt=[5], frequency_penalty="1"), "frequency_penalty is '1'", "frequency_penalty"),
-    "logit_bias": (dict(prompt=[5], logit_bias={"5": 1}), "logit_bias={'5': 1} is not", "logit_bias"),
+    "bias": (dict(prompt=[5], logit_bias={"x": 1}), "logit_bias is {'x': 1.0}, it must be a dict", "logit_bias"),
+    "bias is text": (dict(prompt=[5], logit_bias={"5": "1"}), "logit_bias.5 is '1'", "logit_bias"),
+    "unknown bias": (dict(prompt=[5], logit_bias={"160": 1}), "logit_bias has [160] outside", "logit_bias"),
+    "many biases": (
+        dict(prompt=[5], logit_bias={str(i): 1 for i in range(1025)}), "1025 token ids, 1024 are possible", "logit_bias"
+    ),
+    "none allowed": (dict(prompt=[5], allowed_token_ids=[]), "allowed_token_ids is empty", "allowed_token_ids"),
+    "unknown allowed": (dict(prompt=[5], allowed_token_ids=[160]), "has [160] outside", "allowed_token_ids"),
+    "allowed is text": (dict(prompt=[5], allowed_token_ids=["5"]), "allowed_token_ids.0 is '5'", "allowed_token_ids"),
+    "all forbidden": (
+        dict(prompt=[5], allowed_token_ids=[4], bad_words=["w4"]), "leave no token to begin with", "allowed_token_ids",
+    ),
+    "forbidden later": (
+        dict(prompt=[5], allowed_token_ids=[4], bad_words=["w4 w4"]), "no token is left", "allowed_token_ids",
+    ),
+    "bad words": (dict(prompt=[5], bad_words="w4"), "bad_words is 'w4'", "bad_words"),
+    "blank word": (dict(prompt=[5], bad_words=["w4", " "]), "none of them blank", "bad_words"),
+    "many words": (dict(prompt=[5], bad_words=["w4"] * 1025), "at most 1024 items", "bad_words"),
+    "much text": (dict(prompt=[5], bad_words=["w" * 65_537]), "has 65537 characters, 65536 are", "bad_words"),
+    "long words": (dict(prompt=[5], bad_words=["w1 " * 2049]), "2049 in all, 2048 are possible", "bad_words"),
     "suffix": (dict(prompt=[5], suffix="x"), "suffix='x' is not supported", "suffix"),
     "priority": (dict(prompt=[5], priority=1), "first come, first served", "priority"),
     "salt": (dict(prompt=[5], cache_salt="x"), "cache_salt='x' is not supported", "cache_salt"),
@@ -241,7 +260,8 @@ def test_nonsense_is_refused_by_name_and_harms_nobody(path):
 def test_fields_that_stock_clients_send_are_accepted(path):
     harmless = dict(
         user="me", metadata={"a": "b"}, store=False, service_tier="auto", presence_penalty=0, frequency_penalty=0.0,
-        logit_bias=None, best_of=1, suffix=None, temperature=None, seed=-1, logprobs=None, request_id="mine",
+        logit_bias=None, allowed_token_ids=None, bad_words=[], best_of=1, suffix=None, temperature=None, seed=-1,
+        logprobs=None, request_id="mine",
         priority=0, cache_salt=None, skip_special_tokens=True, tool_choice="auto",
     )  # fmt: skip
     chat = dict(

@@ -31,8 +31,9 @@ RULES = [
     "write_through.after_kv_is_written",
 ]
 # "staging.fill_after_upload" cannot be missed in an engine: there are two buffers, each table is uploaded at most once
-# in a step, and step n is read before step n + 2 is launched. (Generated tokens' counts are uploaded row by row, but
-# only three sequences that come back from preemption at once would show it.) test_offload_streams.py shows that rule.
+# in a step, and step n is read before step n + 2 is launched. (Generated tokens' counts and limits are uploaded row by
+# row, but only three sequences that come back from preemption at once, or five with limits, would show it.)
+# test_offload_streams.py shows that rule.
 RULES_SEEN_BY_AN_ENGINE = [rule for rule in RULES if rule != "staging.fill_after_upload"]
 
 VOCAB = 160

@@ -1,12 +1,15 @@
 """Rows of all kinds, and the kernels against the reference on them, for the interpreter and for a GPU."""
 
+import random
+
 import torch
 from simulated import SimulatedRuntime
 
 from nanoinfer.execution.sampling_state import SamplingState
 from nanoinfer.execution.tables import RowState
+from nanoinfer.sampling.limits import TokenLimits
 from nanoinfer.sampling.reference import gather, sample
-from nanoinfer.sampling.settings import UNSOUND, RowSampling, SamplingBatch
+from nanoinfer.sampling.settings import NOTHING_LEFT, RowSampling, SamplingBatch
 
 MIXED_ROWS = [
     RowSampling(),
@@ -31,6 +34,20 @@ MIXED_ROWS = [
         temperature=0.8, frequency_penalty=-1e-4, output_token_ids=[7] * 40_000 + [8] * 3, banned_token_ids=(8,),
         min_tokens=99, seed=12,
     ),
+    RowSampling(limits=TokenLimits(allowed=(3, 31, 32, 200, 300))),
+    RowSampling(temperature=1.0, seed=13, limits=TokenLimits(bias=((0, 4.5), (15, -100.0), (16, 3.0), (299, 5.0)))),
+    RowSampling(
+        temperature=1.1, seed=14, step=3, output_token_ids=[5, 5, 6],
+        limits=TokenLimits(words=(*(((6, i), (5, 6, i + 1))[i % 2] for i in range(0, 250)), (9,), (6, 7, 8))),
+    ),
+    RowSampling(
+        temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.3, presence_penalty=0.2, seed=15, step=2,
+        penalty_token_ids=range(0, 300, 3), output_token_ids=[4, 9], banned_token_ids=(9, 12), min_tokens=4,
+        limits=TokenLimits(
+            bias=tuple((i, (i % 7) - 3.0) for i in range(0, 301, 4)), allowed=tuple(range(0, 301, 2)),
+            words=((4, 9, 16), (9, 20), (300,)),
+        ),
+    ),
 ]  # fmt: skip
 
 SETTINGS = [
@@ -44,6 +61,19 @@ SETTINGS = [
 
 def random_logits(num_rows: int, vocab_size: int, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
     return torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def naive_limits(logits: torch.Tensor, limits: TokenLimits, output: list[int]) -> torch.Tensor:
+    """A row's logits after allowed_token_ids, bad_words and logit_bias, in vLLM's order and in the plainest way."""
+    result = logits.clone()
+    if limits.allowed is not None:
+        result[[i for i in range(len(result)) if i not in limits.allowed]] = -torch.inf
+    for word in limits.words:
+        if len(word) <= len(output) + 1 and list(word[:-1]) == output[len(output) - len(word) + 1 :]:
+            result[word[-1]] = -torch.inf
+    for token_id, bias in limits.bias:
+        result[token_id] += bias
+    return result
 
 
 def make_state(
@@ -90,7 +120,33 @@ def check_rows(settings: list[RowSampling], logits: torch.Tensor, steps: int, ru
         for name in ("seen", "counts"):
             assert torch.equal(getattr(state, name).cpu(), getattr(reference, name)), name
         assert torch.equal(state.settings.words.cpu(), reference.settings.words)
+        assert torch.equal(state.limits.words.cpu(), reference.limits.words)
         assert torch.equal(state.rows.token.cpu(), reference.rows.token)
+
+
+def check_limited_rows(vocab_size: int, steps: int, runtime=None) -> None:
+    """Over steps in which bad words of up to five tokens begin and end. Rows are greedy: no draw is close."""
+    generator, last = random.Random(1), vocab_size - 1
+    words = (*((i, i) for i in range(6)), *(tuple(generator.choices(range(6), k=2 + i % 4)) for i in range(60)))
+    limits = [
+        TokenLimits(words=words),
+        TokenLimits(words=(*words[:12], (3,)), bias=((0, -2.0), (1, 4.0), (5, 2.5)), allowed=tuple(range(40))),
+        TokenLimits(bias=((0, 1.0), (last, 100.0))),
+        TokenLimits(allowed=(last,)),
+        TokenLimits(allowed=(2,), words=((2,),)),
+        None,
+    ]
+    rows, logits = [RowSampling(limits=one) for one in limits], random_logits(len(limits), vocab_size)
+    logits[:, :6] += 20
+    check_rows(rows, logits, steps, runtime)
+    state, batch_rows = make_state(rows, vocab_size)
+    drawn, tokens = [], torch.zeros(len(rows), dtype=torch.int64)
+    for _ in range(steps):
+        state.sample(logits, batch_rows, tokens)
+        drawn.append(tokens.tolist())
+    by_row = [set(column) for column in zip(*drawn, strict=True)]
+    assert min(len(by_row[0]), len(by_row[1])) > 1, "words were hardly ever banned"
+    assert by_row[2:] == [{last}, {last}, {NOTHING_LEFT}, {int(logits[5].argmax())}]
 
 
 def check_unsound_rows(runtime=None) -> None:
@@ -105,6 +161,7 @@ def check_unsound_rows(runtime=None) -> None:
     is_unsound = torch.tensor([0, 1, 1, 1, 1, 1, 0, 0, 0], dtype=torch.bool)
     kinds = [
         {"temperature": 0.0},
+        {"limits": TokenLimits(bias=((3, -100.0), (4, 100.0)), words=((5,), (0, 3)))},
         {"top_k": 3},
         {"top_p": 0.5, "top_k": 30},
         {"min_p": 0.2, "temperature": 1e-5},
@@ -118,5 +175,5 @@ def check_unsound_rows(runtime=None) -> None:
     state, batch_rows = make_state(rows, vocab_size)
     tokens = torch.zeros(len(rows), dtype=torch.int64)
     state.sample(logits, batch_rows, tokens)
-    assert torch.equal(tokens == UNSOUND, is_unsound) and (state.rows.token[batch_rows[is_unsound]] == 0).all()
+    assert torch.equal(tokens < 0, is_unsound) and (state.rows.token[batch_rows[is_unsound]] == 0).all()
     assert (logits[~is_unsound, tokens[~is_unsound]] > -inf).all()

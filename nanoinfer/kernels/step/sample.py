@@ -19,18 +19,20 @@ from nanoinfer.kernels.attention.online_softmax import finite
 from nanoinfer.kernels.launch.sizes import next_power_of_2
 from nanoinfer.kernels.step.scores import (
     MIN_P,
+    NUM_PLACES,
     SEED,
     STEP,
     TEMPERATURE,
     TOP_K,
     TOP_P,
+    advance_words,
     load_scores,
     real,
     scoring,
     wide,
 )
 from nanoinfer.sampling import reference as sampler
-from nanoinfer.sampling.settings import MAX_COUNT, UNSOUND
+from nanoinfer.sampling.settings import MAX_COUNT, NOTHING_LEFT, UNSOUND
 from nanoinfer.sampling_params import GREEDY_TEMPERATURE
 
 # Programs per row in launch 3, which weighs tiles after a cut. In rows without a cut they end at once, but still have
@@ -138,7 +140,7 @@ def winner(arrival, ids, last):
 def _tile_kernel(
     logits,  # [B, VOCAB_SIZE]
     rows,  # [B] int32
-    settings, seen, counts,  # SamplingState, by row
+    settings, seen, counts, limits,  # SamplingState, by row
     tile_max,  # [B, num_tiles] float32, out
     tile_weight,  # [B, num_tiles] float32, out, for rows that keep every token: relative to the tile's largest score
     num_tiles,
@@ -146,7 +148,7 @@ def _tile_kernel(
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
-    source = scoring(logits, rows, settings, seen, counts, index, VOCAB_SIZE, SEEN_WORDS)
+    source = scoring(logits, rows, settings, seen, counts, limits, index, VOCAB_SIZE, SEEN_WORDS)
     given = source[1]
     heat = real(given, TEMPERATURE)
     is_free = keeps_all(given, VOCAB_SIZE)
@@ -160,7 +162,7 @@ def _tile_kernel(
 
 @triton.jit
 def _cut_kernel(
-    logits, rows, settings, seen, counts, tile_max,
+    logits, rows, settings, seen, counts, limits, tile_max,
     peak,  # [B] float32, out: the row's largest score, as `row_peak` has it
     cut,  # [B] int32, out: order of the last score that is kept
     cut_id,  # [B] int32, out: last token id that is kept among those with that score; -1: no cut
@@ -168,7 +170,7 @@ def _cut_kernel(
     VOCAB_SIZE: tl.constexpr, SEEN_WORDS: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr, GREEDY: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
-    source = scoring(logits, rows, settings, seen, counts, index, VOCAB_SIZE, SEEN_WORDS)
+    source = scoring(logits, rows, settings, seen, counts, limits, index, VOCAB_SIZE, SEEN_WORDS)
     given = source[1]
     heat = real(given, TEMPERATURE)
     k = tl.load(given + TOP_K)
@@ -260,13 +262,13 @@ def _cut_kernel(
 
 @triton.jit
 def _cut_weight_kernel(
-    logits, rows, settings, seen, counts, tile_max, peak, cut, cut_id,
+    logits, rows, settings, seen, counts, limits, tile_max, peak, cut, cut_id,
     tile_weight,  # [B, num_tiles] float32, out, for rows with a cut: relative to the row's largest score
     num_tiles,
     VOCAB_SIZE: tl.constexpr, SEEN_WORDS: tl.constexpr, TILE: tl.constexpr, GREEDY: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
-    source = scoring(logits, rows, settings, seen, counts, index, VOCAB_SIZE, SEEN_WORDS)
+    source = scoring(logits, rows, settings, seen, counts, limits, index, VOCAB_SIZE, SEEN_WORDS)
     given = source[1]
     heat = real(given, TEMPERATURE)
     if (heat >= GREEDY) & (keeps_all(given, VOCAB_SIZE) == 0):
@@ -287,18 +289,18 @@ def _cut_weight_kernel(
 
 @triton.jit
 def _choose_kernel(
-    logits, rows, settings, seen, counts, tile_max, peak, cut, cut_id, tile_weight,
-    tokens,  # [B] int64, out; `NO_TOKEN` where no token can be drawn
+    logits, rows, settings, seen, counts, limits, tile_max, peak, cut, cut_id, tile_weight,
+    tokens,  # [B] int64, out; `NO_TOKEN` where no token can be drawn, `NOTHING` where none is left
     row_tokens,  # [rows] int64, out
     row_lengths,  # [rows] int32, counted up
     num_tiles, padding_row,
     VOCAB_SIZE: tl.constexpr, SEEN_WORDS: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr, GREEDY: tl.constexpr,
-    MAX_COUNT: tl.constexpr, NO_TOKEN: tl.constexpr,
+    MAX_COUNT: tl.constexpr, NO_TOKEN: tl.constexpr, NOTHING: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + index)
-    source = scoring(logits, rows, settings, seen, counts, index, VOCAB_SIZE, SEEN_WORDS)
-    _, given, own_seen, own_counts, penalty, is_counted, _ = source
+    source = scoring(logits, rows, settings, seen, counts, limits, index, VOCAB_SIZE, SEEN_WORDS)
+    _, given, own_seen, own_counts, penalty, is_counted, num_banned, own_limits, is_masked, num_listed = source
     heat = real(given, TEMPERATURE)
     high = tl.load(peak + index)
     now = wide(given, STEP)
@@ -326,7 +328,9 @@ def _choose_kernel(
     best = tl.max(highs, 0)
     is_sound = (best > -float("inf")) & (best < float("inf"))
     token = tl.where(is_sound, winner(score, ids, VOCAB_SIZE - 1), 0)
-    tl.store(tokens + index, tl.where(is_sound, token, NO_TOKEN).to(tl.int64))
+    is_narrowed = (num_banned > 0) | (is_masked != 0) | (num_listed > 0)
+    without = tl.where((best == -float("inf")) & is_narrowed, NOTHING, NO_TOKEN)
+    tl.store(tokens + index, tl.where(is_sound, token, without).to(tl.int64))
     tl.store(row_tokens + row, token.to(tl.int64))
     tl.store((given + STEP).to(tl.pointer_type(tl.int64)), now + 1)
     if penalty != 1.0:
@@ -335,15 +339,18 @@ def _choose_kernel(
     if is_counted != 0:
         place = own_counts + token
         tl.store(place, tl.minimum(tl.load(place).to(tl.int32) + 1, MAX_COUNT).to(tl.int16))
+    num_places = tl.load(given + NUM_PLACES)
+    if num_places > 0:
+        advance_words(own_limits, token, now, num_places, TILE)
     if row != padding_row:
         tl.store(row_lengths + row, tl.load(row_lengths + row) + 1)
 
 
 def sample_rows(logits: torch.Tensor, rows: torch.Tensor, state, tokens: torch.Tensor) -> None:
-    """Sample the next token of each row, and advance the rows' step, seen tokens and counts.
+    """Sample the next token of each row, and advance the rows' step, seen tokens, counts and bad words.
 
     logits: [B, vocab_size], packed; rows: [B] int32, rows of `state` (a `SamplingState`); tokens: [B] int64, out, also
-    written to the rows' own tokens, but for `UNSOUND`, in place of which a row goes on with token 0. The rows' lengths
+    written to the rows' own tokens, but where there is none: a row goes on with token 0 then. The rows' lengths
     are incremented, except that of the last row, which is for padding.
     """
     num_rows, vocab_size = logits.shape
@@ -362,11 +369,11 @@ def sample_rows(logits: torch.Tensor, rows: torch.Tensor, state, tokens: torch.T
         enable_fp_fusion=True,
     )
     tiles = dict(TILES=next_power_of_2(num_tiles))
-    common = logits, rows, state.settings.words, state.seen, state.counts, tile_max
+    common = logits, rows, state.settings.words, state.seen, state.counts, state.limits.words, tile_max
     _tile_kernel[(num_rows, num_tiles)](*common, tile_weight, num_tiles, **sizes)
     _cut_kernel[(num_rows,)](*common, *cuts, num_tiles, **sizes, **tiles, num_warps=16)
     _cut_weight_kernel[(num_rows, min(CUT_PROGRAMS, num_tiles))](*common, *cuts, tile_weight, num_tiles, **sizes)
     _choose_kernel[(num_rows,)](
         *common, *cuts, tile_weight, tokens, state.rows.token, state.rows.length, num_tiles, state.rows.padding_row,
-        **sizes, **tiles, MAX_COUNT=MAX_COUNT, NO_TOKEN=UNSOUND,
+        **sizes, **tiles, MAX_COUNT=MAX_COUNT, NO_TOKEN=UNSOUND, NOTHING=NOTHING_LEFT,
     )  # fmt: skip
