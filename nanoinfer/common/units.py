@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 GIB = 2**30
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
+_LEAST_GIB = 0.1  # what is smaller is shown in MiB
 _LEAST_MEMORY = 1000  # a number below it is not meant as bytes where it has no unit
 
 
@@ -62,8 +64,15 @@ def format_gib(num_bytes: float) -> str:
 
 
 def format_size(num_bytes: float) -> str:
-    """Return a size as text, in GiB, or in MiB where that would be 0.00."""
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 0.01 * 2**30 else f"{num_bytes / 2**20:.2f} MiB"
+    """Return a size as text, in GiB, or in MiB below a tenth of one."""
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= _LEAST_GIB * GIB else f"{num_bytes / 2**20:.2f} MiB"
+
+
+def enough(num_bytes: int) -> str:
+    """Return a limit that can be given and has so many bytes, such as "15.73GiB", in the same units."""
+    if num_bytes < _LEAST_GIB * GIB:
+        return f"{-(-num_bytes // 2**20)}MiB"
+    return f"{math.ceil(num_bytes / GIB * 100) / 100:.2f}GiB"
 
 
 def counted(number: int, noun: str) -> str:

@@ -10,7 +10,7 @@ import torch
 from tqdm import tqdm
 
 from nanoinfer.attention.base import AttentionBackend, KeyRange
-from nanoinfer.common.units import GIB
+from nanoinfer.common.units import GIB, format_size
 from nanoinfer.execution.memory import MemoryPlan, reserved_bytes
 from nanoinfer.execution.pieces import Around, Pieces
 from nanoinfer.execution.products import check_products, run_ours
@@ -77,7 +77,8 @@ class Activations:
             warnings.warn(
                 f"memory use is {over / GIB:.3f} GiB above the plan (weights and ring {held / GIB:.3f} instead of "
                 f"{(plan.weight_bytes + plan.ring_bytes) / GIB:.3f} GiB, prefill {(peak - held) / GIB:.3f} instead of "
-                f"{plan.activation_bytes / GIB:.3f}): {blocks} KV blocks fewer on the GPU",
+                f"{plan.activation_bytes / GIB:.3f}): {format_size(blocks * self.layout.block_bytes)} less of the KV "
+                "cache on the GPU",
                 stacklevel=2,
             )
         return blocks, checks

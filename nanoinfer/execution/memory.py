@@ -26,6 +26,7 @@ class MemoryPlan:
         max_resident_blocks: full blocks that may stay on the GPU in offload mode; None: as many as there is room for.
         streamed_pieces, streamed_bytes: the pieces whose weights lie in host memory, and the bytes of these.
         max_splits: splits of whole blocks that one decode step may attend to.
+        is_taken_as_needed: memory for KV is taken page by page as requests fill it, as on the CPU.
     """
 
     budget_bytes: int = 0
@@ -48,6 +49,7 @@ class MemoryPlan:
     max_num_batched_tokens: int = 0
     streamed_pieces: tuple[int, ...] = ()
     streamed_bytes: int = 0
+    is_taken_as_needed: bool = False
 
     @property
     def fixed_bytes(self) -> int:
@@ -72,17 +74,22 @@ class MemoryPlan:
 
     def one_line(self) -> str:
         """Return the plan as the engine prints it at start-up."""
-        gib = format_gib
+        gib, steps = format_gib, f"max_model_len {self.max_model_len}, prefill steps of {self.max_num_batched_tokens}"
+        if self.is_taken_as_needed:
+            rest = self.total_bytes - self.weight_bytes + self.host_bytes
+            return (
+                f"weights {gib(self.weight_bytes)} GiB; the rest is reserved, and taken only as requests need it: up "
+                f"to {gib(rest)} GiB, less with gpu_memory_limit and host_memory_limit; {steps} tokens"
+            )
         buffers = self.workspace_bytes + self.library_bytes + self.graph_bytes
         streamed = ""
         if self.streamed_pieces:
             streamed = f" and {gib(self.streamed_bytes)} streamed from host memory through {gib(self.place_bytes)}"
         return (
-            f"{gib(self.total_bytes)} of {gib(self.budget_bytes)} GiB: weights {gib(self.weight_bytes)}{streamed}, "
-            f"KV pool {gib(self.pool_bytes)} ({self.num_gpu_blocks - 1} blocks), ring {gib(self.ring_bytes)}, "
-            f"activations {gib(self.activation_bytes)}, buffers and graphs {gib(buffers)}; "
-            f"host pool up to {gib(self.host_bytes)} GiB ({self.num_host_blocks} blocks); "
-            f"max_model_len {self.max_model_len}, prefill steps of {self.max_num_batched_tokens} tokens"
+            f"{gib(self.total_bytes)} of {gib(self.budget_bytes)} GiB of GPU memory: weights {gib(self.weight_bytes)}"
+            f"{streamed}, KV cache {gib(self.pool_bytes)}, ring {gib(self.ring_bytes)}, working memory "
+            f"{gib(self.activation_bytes)}, buffers and graphs {gib(buffers)}; "
+            f"up to {gib(self.host_bytes)} GiB of host memory for KV; {steps} tokens"
         )
 
 

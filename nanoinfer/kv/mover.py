@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from nanoinfer.common.units import format_gib
+from nanoinfer.common.units import format_size
 from nanoinfer.kv.cache import KVCache
 from nanoinfer.kv.kept_blocks import KeptBlocks
 from nanoinfer.kv.tables import present
@@ -226,10 +226,9 @@ class Mover:
         if needed > num_free:
             block_bytes = self._block_bytes
             raise ValueError(
-                f"switch to {mode} refused: the running sequences {what} {needed} KV blocks "
-                f"({format_gib(needed * block_bytes)} GiB), the {name} pool has {num_free} free "
-                f"({format_gib(num_free * block_bytes)} GiB): raise {name.lower()}_memory_limit or wait until some "
-                "have ended"
+                f"switch to {mode} refused: the running sequences {what} a KV cache of "
+                f"{format_size(needed * block_bytes)}, the {name} has {format_size(num_free * block_bytes)} free for "
+                f"it: raise {name.lower()}_memory_limit or wait until some have ended"
             )
 
     def switch_to_resident(self, sequences: list[Sequence]) -> None:

@@ -105,15 +105,15 @@ class Forecast:
             ("GPU memory", f"{format_gib(memory.total_bytes)} of {format_gib(self.budget_bytes)} GiB"),
             ("  weights", format_size(memory.weight_bytes)),
             *([("  places", f"{format_size(memory.place_bytes)}, for layers that are streamed")] if weights else []),
-            ("  activations", f"{format_size(memory.activation_bytes)}, "
-                              f"{memory.max_num_batched_tokens} tokens at a time"),
+            ("  working memory", f"{format_size(memory.activation_bytes)}, "
+                                 f"{memory.max_num_batched_tokens:,} tokens of a prompt at a time"),
             ("  buffers", f"{format_size(buffers)}, workspaces of libraries included"),
             ("  graphs", format_size(memory.graph_bytes)),
-            ("  ring", f"{format_size(memory.ring_bytes)}, whatever the context"),
-            ("  KV pool", f"{format_size(memory.pool_bytes)}, {memory.num_gpu_blocks - 1} blocks"),
+            ("  ring", f"{format_size(memory.ring_bytes)}, through which KV streams, whatever the context"),
+            ("  KV cache", f"{format_size(memory.pool_bytes)}, what is left"),
             ("host memory", f"{format_gib(on_host)} of {format_gib(self.host_budget_bytes)} GiB"
                             if on_host else "none is needed"),
-            ("KV cache", f"{format_size(self.kv_bytes)}, {self.resident_share:.1%} of it stays on the GPU"),
+            ("whole KV cache", f"{format_size(self.kv_bytes)}, {self.resident_share:.1%} of it stays on the GPU"),
             ("streamed per step", streamed),
             ("longest context", f"{_count(self.longest_context)} tokens for {_sequences(self.batch)}, "
                                 f"{_count(self.longest_resident_context)} with nothing to stream"),

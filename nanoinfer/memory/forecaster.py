@@ -19,7 +19,7 @@ import torch
 
 from nanoinfer.attention.base import check_fp8
 from nanoinfer.common.other_names import takes_also
-from nanoinfer.common.units import GIB, format_gib
+from nanoinfer.common.units import GIB, format_gib, format_size
 from nanoinfer.config import EngineConfig
 from nanoinfer.memory.cards import card_named
 from nanoinfer.memory.floors import bytes_read_per_step
@@ -208,11 +208,12 @@ class Forecaster:
         is_offload = config.enable_cpu_offload is True or num_all > room
         if num_all > room:
             if not config.may_offload:
-                needed = f"{batch} x {context} tokens need {num_all} KV blocks"
-                return replace(asked, problem=f"{needed}, {room} fit on the GPU")
+                sizes = [format_size(number * layout.block_bytes) for number in (num_all, room)]
+                needed = f"{batch} x {context} tokens need a KV cache of {sizes[0]}"
+                return replace(asked, problem=f"{needed}, {sizes[1]} fit on the GPU")
             if num_full > memory.num_host_blocks:
                 gib, limit = format_gib(num_full * layout.block_bytes), format_gib(memory.host_bytes)
-                needed = f"{batch} x {context} tokens need {gib} GiB of host memory for KV blocks"
+                needed = f"{batch} x {context} tokens need {gib} GiB of host memory for their KV cache"
                 limit = f"the limit is {limit} GiB"
                 if config.host_memory_limit is None:
                     limit += " (of what is available here: state host_memory_limit for another machine)"

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import psutil
 
-from nanoinfer.common.units import GIB, format_gib, format_size
+from nanoinfer.common.units import GIB, enough, format_gib, format_size
 from nanoinfer.config import EngineConfig
 from nanoinfer.execution.buffers import buffer_bytes, split_bytes
 from nanoinfer.execution.memory import MemoryPlan
@@ -156,6 +156,7 @@ def _spend(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
+        is_taken_as_needed=not is_cuda,
     )
     of_split = split_bytes(spec, config.num_ring_slots)
     scratch_bytes = spec.gpu_scratch_bytes if is_cuda else spec.scratch_bytes
@@ -277,10 +278,10 @@ def _refuse_gpu(config: EngineConfig, plan: MemoryPlan, also: str = "") -> None:
     help_lower = ", or set " + " or ".join(f"{name} below {getattr(plan, name)}" for name in lower) if lower else ""
     help_offload = "" if config.may_offload else ", lower max_model_len or set enable_cpu_offload=True"
     raise TooSmall(
-        f"{given} ({plan.budget_bytes / GIB:.3f} GiB) is too small: weights {plan.weight_bytes / GIB:.3f} GiB, "
-        f"activations and buffers {(plan.fixed_bytes - plan.weight_bytes) / GIB:.3f} GiB and {blocks} KV blocks of "
-        f"{plan.block_bytes / 2**20:.2f} MiB need {needed} bytes ({needed / GIB:.3f} GiB): give at least "
-        f'"{needed // 2**20}MiB"{help_lower}{help_offload}{also}'
+        f"{given} ({format_size(plan.budget_bytes)}) is too small: weights {format_size(plan.weight_bytes)}, working "
+        f"memory and buffers {format_size(plan.fixed_bytes - plan.weight_bytes)} and the least KV cache "
+        f'{format_size(needed - plan.fixed_bytes)} need {format_size(needed)}: give at least "{enough(needed)}"'
+        f"{help_lower}{help_offload}{also}"
     )
 
 
@@ -303,11 +304,11 @@ def _with_host(config: EngineConfig, plan: MemoryPlan, available_bytes: int) -> 
         wanted = config.max_model_len or config.block_size
         smallest = -(-wanted // config.block_size)
         if num_blocks < smallest and config.enable_cpu_offload is True:
-            beside = f" beside {format_gib(streamed)} GiB of weights" if streamed else ""
+            beside = f" beside {format_size(streamed)} of weights" if streamed else ""
+            least = smallest * plan.block_bytes + streamed
             raise TooSmall(
-                f"host_memory_limit={config.host_memory_limit!r} holds {num_blocks} KV blocks of "
-                f"{plan.block_bytes / 2**20:.2f} MiB{beside}, {wanted} tokens need {smallest}: give at least "
-                f'"{-(-(smallest * plan.block_bytes + streamed) // 2**20)}MiB"'
+                f"host_memory_limit={config.host_memory_limit!r} is too small{beside}: the KV cache of {wanted} tokens "
+                f'takes {format_size(smallest * plan.block_bytes)}: give at least "{enough(least)}"'
             )
     else:
         num_blocks = min(int((available_bytes - streamed) * 0.6) // plan.block_bytes, most)
@@ -335,9 +336,10 @@ def _with_model_len(config: EngineConfig, plan: MemoryPlan) -> MemoryPlan:
         blocks = plan.num_host_blocks if config.enable_cpu_offload is True else max(blocks, plan.num_host_blocks)
     capacity = blocks * config.block_size
     if config.max_model_len is not None and config.max_model_len > capacity:
+        wanted = -(-config.max_model_len // config.block_size) * plan.block_bytes
         raise TooSmall(
-            f"max_model_len={config.max_model_len} needs {-(-config.max_model_len // config.block_size)} KV blocks, "
-            f"{blocks} fit: lower max_model_len to at most {capacity} or raise "
+            f"max_model_len={config.max_model_len} needs a KV cache of {format_size(wanted)}, and "
+            f"{format_size(blocks * plan.block_bytes)} fit: lower max_model_len to at most {capacity} or raise "
             f"{'host_memory_limit' if config.may_offload else 'gpu_memory_limit'}"
         )
     return replace(plan, max_model_len=min(plan.max_model_len, capacity))

@@ -55,10 +55,10 @@ def test_a_smaller_budget_takes_smaller_prefill_steps_before_it_refuses(tmp_path
     arguments = dict(enable_cpu_offload=True, max_num_seqs=1, max_model_len=131_072, cpu_offload_gb=0)
     with pytest.raises(ValueError, match="too small: weights 7.5") as refusal:
         plan(tmp_path, 7.8, **arguments)
-    smallest = int(re.search(r'give at least "(\d+)MiB"', str(refusal.value))[1])
-    assert plan(tmp_path, smallest / 1024, **arguments).num_gpu_blocks == 4
+    smallest = float(re.search(r'give at least "([\d.]+)GiB"', str(refusal.value))[1])
+    assert plan(tmp_path, smallest, **arguments).num_gpu_blocks == 4
     with pytest.raises(ValueError, match="too small"):
-        plan(tmp_path, (smallest - 1) / 1024, **arguments)
+        plan(tmp_path, smallest - 0.011, **arguments)
 
 
 def test_an_override_below_the_smallest_useful_pool_is_refused_by_name(tmp_path):
@@ -79,8 +79,21 @@ def test_an_open_max_model_len_is_cut_to_what_one_sequence_can_have(tmp_path):
 
 def test_the_plan_in_one_line_names_every_part(tmp_path):
     line = plan(tmp_path, 12, enable_cpu_offload=True).one_line()
-    for word in ("of 12.00 GiB", "weights 7.", "KV pool", "ring 0.12", "activations", "host pool", "max_model_len"):
+    for word in ("of 12.00 GiB of GPU memory", "weights 7.", "KV cache ", "ring 0.12", "working memory ",
+                 " GiB of host memory for KV", "max_model_len"):  # fmt: skip
         assert word in line
+
+
+def test_on_the_cpu_the_line_says_what_is_held_and_that_the_rest_is_taken_as_needed(tmp_path):
+    path = make_checkpoint("qwen3", tmp_path, num_layers=2)
+    engine = make_engine(path)
+    made = engine.plan
+    rest = made.total_bytes - made.weight_bytes + made.host_bytes
+    assert engine.plan.one_line().startswith(
+        f"weights {made.weight_bytes / 2**30:.2f} GiB; the rest is reserved, and taken only as requests need it: up to "
+        f"{rest / 2**30:.2f} GiB, less with gpu_memory_limit and host_memory_limit; max_model_len "
+    )
+    engine.close()
 
 
 def test_the_pool_has_as_many_blocks_as_the_plan_and_a_longest_request_runs(tmp_path):

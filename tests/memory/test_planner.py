@@ -181,7 +181,7 @@ def test_the_command_prints_a_table_or_json(capsys):
     words += ["--hf-overrides", json.dumps(UNLIMITED)]
     assert main([*words, "--batch", "2", "--device-gbps", "450"]) == 0
     printed = capsys.readouterr().out
-    for part in ("weights", "ring", "KV pool", "graphs", "buffers", "streamed per step", "longest context",
+    for part in ("weights", "ring", "KV cache", "graphs", "buffers", "streamed per step", "longest context",
                  "largest batch", "decode step", "what would help"):  # fmt: skip
         assert part in printed, part
     assert main([*words, "--json"]) == 0
