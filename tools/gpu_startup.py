@@ -39,7 +39,8 @@ def write_checkpoint(directory: Path, shape: str, device: object) -> int:
     """
     from nanoinfer.measure.run import free_memory
     from nanoinfer.models.shapes import write_shape
-    from nanoinfer.weights.load import find_model, load_model, read_checkpoint
+    from nanoinfer.weights.find import find_model
+    from nanoinfer.weights.load import load_model, read_checkpoint
 
     for file in find_model("recall").glob("tokenizer*"):
         shutil.copy(file, directory)

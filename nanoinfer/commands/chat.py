@@ -15,7 +15,7 @@ from nanoinfer.options.sampling import add_sampling_options, sampling_params
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="checkpoint directory or hub id")
+    parser.add_argument("model", metavar="MODEL", help="checkpoint directory, GGUF file or hub id")
     parser.add_argument("--system", metavar="TEXT", help="system prompt (default: the chat template's own)")
     parser.add_argument(
         "--chat-template-kwargs",

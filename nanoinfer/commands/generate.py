@@ -24,7 +24,7 @@ _MAX_TOKENS = 128
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="checkpoint directory or hub id")
+    parser.add_argument("model", metavar="MODEL", help="checkpoint directory, GGUF file or hub id")
     parser.add_argument("text", nargs="?", metavar="TEXT", help="the prompt; - or nothing: what is piped in")
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt as an option")
     parser.add_argument("--chat", action="store_true", help="the prompt is a message, in the model's chat template")

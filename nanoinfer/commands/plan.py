@@ -19,7 +19,9 @@ ENGINE_OPTIONS = (
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("model", metavar="MODEL", help=f"checkpoint directory, hub id, or a shape: {', '.join(SHAPES)}")
+    parser.add_argument(
+        "model", metavar="MODEL", help=f"checkpoint directory, GGUF file, hub id, or a shape: {', '.join(SHAPES)}"
+    )
     parser.add_argument("--batch", type=int, default=1, help="sequences at once (default: %(default)s)")
     parser.take_also("--batch", "--max-num-seqs")
     parser.add_argument("--gpu", metavar="CARD", help='memory and bandwidths of a card, such as "RTX 4070"')

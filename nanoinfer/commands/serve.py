@@ -27,7 +27,7 @@ _FORCED_SECONDS = 0.5  # the same after a second SIGINT
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="checkpoint directory or hub id")
+    parser.add_argument("model", metavar="MODEL", help="checkpoint directory, GGUF file or hub id")
     parser.add_argument("--host", default="127.0.0.1", help='"0.0.0.0": all interfaces (default: %(default)s)')
     parser.add_argument("--port", type=int, default=8000, help="0: any free one (default: %(default)s)")
     parser.add_argument(

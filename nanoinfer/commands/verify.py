@@ -19,7 +19,7 @@ ENGINE_OPTIONS = (
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="checkpoint directory or hub id")
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="checkpoint directory, GGUF file or hub id")
     parser.add_argument("--shape", help=f"random weights in a known shape instead: {', '.join(SHAPES)}")
     parser.add_argument(
         "--context",
@@ -34,7 +34,7 @@ def add_arguments(parser: Parser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the report line by line; return 0 if all is equal, else 1."""
     if (options.model is None) == (options.shape is None):
-        raise ValueError("give either a model (checkpoint directory or hub id) or --shape")
+        raise ValueError("give either a model (checkpoint directory, GGUF file or hub id) or --shape")
     with open_model(options, "cpu") as (model, _):
         verdict = nanoinfer.verify.verify(
             model,

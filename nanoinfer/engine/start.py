@@ -20,8 +20,9 @@ from nanoinfer.memory.plan import TooSmall
 from nanoinfer.memory.remedies import with_remedies
 from nanoinfer.memory.setup import Setup
 from nanoinfer.weights.fill import check_kv_scales
+from nanoinfer.weights.find import find_model
 from nanoinfer.weights.generation_config import end_token_ids, sampling_defaults
-from nanoinfer.weights.load import find_model, load_model, tensors_of
+from nanoinfer.weights.load import load_model, tensors_of
 from nanoinfer.weights.tokenizer_files import load_tokenizer
 from offload import BlockLifetimes, BlockPool, CpuRuntime, CudaRuntime, Runtime
 
@@ -61,7 +62,7 @@ def build(config: EngineConfig, runtime: Runtime | None) -> BuiltEngine:
         raise with_remedies(error, setup) from None
     tokenizer = load_tokenizer(config, model_dir)
     end_ids = end_token_ids(model_dir, checkpoint.hf_config)
-    defaults = sampling_defaults(model_dir) if config.generation_config == "auto" else {}
+    defaults = sampling_defaults(model_dir, str(config.model)) if config.generation_config == "auto" else {}
     memory_before = reserved_bytes(device)
     if runtime is None:
         runtime = CudaRuntime(device) if device.type == "cuda" else CpuRuntime()

@@ -33,7 +33,7 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 def add_model_arguments(
-    parser: Parser, text: str = "checkpoint directory or hub id", *, has_shapes: bool = True
+    parser: Parser, text: str = "checkpoint directory, GGUF file or hub id", *, has_shapes: bool = True
 ) -> None:
     """Add the options for the model, or, if the command `has_shapes`, for the shape of random weights."""
     model = parser.add_mutually_exclusive_group()

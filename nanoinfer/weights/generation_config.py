@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from nanoinfer.gguf.sources import ollama_stops
 from nanoinfer.sampling_params import Advised, SamplingParams
 from nanoinfer.weights.checkpoint import TOKEN_IDS
 from nanoinfer.weights.load import read_json_object
@@ -36,8 +37,13 @@ def end_token_ids(model_dir: Path, hf_config: PretrainedConfig) -> frozenset[int
     return frozenset(found if isinstance(found, list) else [found])
 
 
-def sampling_defaults(model_dir: Path) -> dict[str, Any]:
-    """Return values for fields of SamplingParams that a request leaves out; ValueError if one is not allowed."""
+def sampling_defaults(model_dir: Path, model: str = "") -> dict[str, Any]:
+    """Return values for fields of SamplingParams that a request leaves out; ValueError if one is not allowed.
+
+    model: the name that a user gave; Ollama keeps the texts that end an answer beside the model of a name.
+    """
+    if stops := ollama_stops(model):
+        return {"stop": stops}
     content = read(model_dir)
     defaults = {name: content[name] for name in _SAMPLING_FIELDS if content.get(name) is not None}
     if "max_new_tokens" in defaults:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from nanoinfer.common.errors import shown
-from nanoinfer.gguf.reader import read_gguf
+from nanoinfer.gguf.shards import read_model
 from nanoinfer.layers.formats.base import FLOATS, Filling
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.models.checkpoint_info import CheckpointInfo, TensorEntry
@@ -25,16 +22,13 @@ from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.registry import find_class
 from nanoinfer.weights.checkpoint import ARCHITECTURES, OBJECT, check_fields
 from nanoinfer.weights.fill import fill_from_files, fill_with_noise, is_kv_scale
+from nanoinfer.weights.find import find_model
 from nanoinfer.weights.gguf import gguf_checkpoint, notices
 from nanoinfer.weights.hf_config import make_config
-from nanoinfer.weights.other_kinds import hint_for, refuse_name, shapes_near, what_it_holds
+from nanoinfer.weights.other_kinds import what_it_holds
 from nanoinfer.weights.overrides import with_overrides
 from nanoinfer.weights.text_part import WRAPPERS, say_what_is_skipped, text_config, text_tensors
 
-_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-CONFIG_AND_TOKENIZER = ["*.json", "*.model", "*.txt", "*.jinja"]
-# Not *.safetensors: some repositories contain the weights a second time in another layout (consolidated.safetensors).
-_WEIGHTS = ["model*.safetensors"]
 _WIDE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 # Dtypes of quantised weights, which are not cast.
 _PACKED_DTYPES = {
@@ -46,54 +40,10 @@ _PACKED_DTYPES = {
 }
 # By the names that safetensors gives them.
 FILE_DTYPES = _WIDE_DTYPES | _PACKED_DTYPES
-# Models that are part of the package, by name.
-PACKAGED = {"recall": Path(__file__).parent.parent / "recall" / "checkpoint"}
 # Far deeper than any file of a checkpoint, and shallow enough for recursive code that walks through it.
 _MAX_JSON_DEPTH = 32
 # File systems do not allow longer names.
 _MAX_NAME_BYTES = 255
-
-
-def find_model(model: str | Path, *, weights: bool = True, names: Iterable[str] = ()) -> Path:
-    """Return the local directory of a checkpoint, or its GGUF file: `model` itself, a packaged model, or a download.
-
-    Args:
-        weights: False downloads only the config and the tokenizer.
-        names: names that the caller accepts in place of a checkpoint.
-
-    Raises:
-        ValueError: there is no such directory, or the hub does not provide it. The message gives the nearest name.
-    """
-    path = Path(os.path.expanduser(model))  # which, unlike Path's own, leaves a name of no user as it is
-    packaged = PACKAGED.get(str(model))
-    # A directory of that name without a checkpoint, such as the results of an evaluation, must not hide the model.
-    if packaged is not None and packaged.is_dir() and not (path / "config.json").is_file():
-        return packaged
-    if path.is_dir():
-        return path
-    if path.is_file() and path.suffix.lower() == ".gguf":
-        return path
-    refuse_name(str(model))
-    if path.exists():
-        raise ValueError(f"model {str(model)!r} is a file: give the directory that holds config.json")
-    if not _HUB_ID.fullmatch(str(model)):
-        packaged = [name for name, path in PACKAGED.items() if path.is_dir()]
-        hint = hint_for(str(model), [*packaged, *names])
-        raise ValueError(
-            f"model {str(model)!r} does not exist{hint}: give a directory with config.json, a hub id such as "
-            "Qwen/Qwen3-4B"
-            + "".join(f", or {name!r}, which comes along" for name in packaged)
-            + shapes_near(model, names)
-        )
-    try:
-        patterns = CONFIG_AND_TOKENIZER + (_WEIGHTS if weights else [])
-        return Path(snapshot_download(str(model), allow_patterns=patterns))
-    except Exception as error:  # the client's errors and those of its HTTP library have no common base class
-        raise ValueError(
-            f"model {str(model)!r} is no directory here, and the Hugging Face hub does not give it "
-            f"({type(error).__name__}: {error}). Check the name, the network and your access, or give a directory"
-            + shapes_near(model, names)
-        ) from error
 
 
 def read_checkpoint(
@@ -109,7 +59,7 @@ def read_checkpoint(
     """
     model_dir = find_model(model, weights=False, names=names)
     if model_dir.is_file():
-        return gguf_checkpoint(read_gguf(model_dir), overrides)
+        return gguf_checkpoint(read_model(model_dir), overrides)
     path: Path | str = model_dir / "config.json"
     if not path.is_file():
         raise ValueError(what_it_holds(model_dir))

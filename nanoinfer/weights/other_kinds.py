@@ -12,15 +12,9 @@ from nanoinfer.common.errors import did_you_mean, same_digits
 from nanoinfer.models.checkpoints import checkpoint_named
 from nanoinfer.models.shapes import SHAPES
 
-# "Qwen3-8B-GGUF", "x.gguf" and either with the name of a quantisation behind a colon.
-_GGUF = re.compile(r"(.*?)[-_.](?:Q\d\w*[-_.])?gguf(?::[\w.-]+)?", re.IGNORECASE)
-_TAG = re.compile(r"(.*?):(?:i?q\d|f16|bf16)[\w.-]*", re.IGNORECASE)
 
-
-def refuse_name(model: str) -> None:
-    """Raise ValueError if the name says that it is no checkpoint of safetensors: GGUF, or a shape."""
-    if match := _GGUF.fullmatch(model) or _TAG.fullmatch(model):
-        raise ValueError(_gguf(f"model {model!r} is GGUF", match[1]))
+def refuse_shape(model: str) -> None:
+    """Raise ValueError if the name is that of a shape."""
     if model in SHAPES:
         wanted = checkpoint_named(model)
         raise ValueError(
@@ -60,15 +54,4 @@ def what_it_holds(model_dir: Path) -> str:
             f"{model_dir} holds a LoRA adapter ({adapter.name}), and adapters are not supported yet: merge it into "
             f"{base} with peft (merge_and_unload, then save_pretrained with the tokenizer) and give that directory"
         )
-    files = sorted(path.name for path in model_dir.glob("*.gguf"))
-    if files:
-        return _gguf(f"{model_dir} holds GGUF files ({files[0]})", model_dir.name)
-    return f"{model_dir} holds no config.json: give the directory of a Hugging Face checkpoint"
-
-
-def _gguf(what: str, name: str) -> str:
-    checkpoint = checkpoint_named(Path(name).name)
-    return (
-        f"{what}: give the path of a .gguf file, or the checkpoint in safetensors that it was made "
-        f'of{f", {checkpoint}" if checkpoint else ""}, and quantization="int4" for as little memory'
-    )
+    return f"{model_dir} holds no config.json and no GGUF file: give the directory of a Hugging Face checkpoint"

@@ -23,14 +23,8 @@ from nanoinfer.layers.formats.base import DENSE
 from nanoinfer.layers.formats.mxfp4 import MXFP4
 from nanoinfer.models.checkpoint_info import CheckpointInfo
 from nanoinfer.weights.fill import in_batches
-from nanoinfer.weights.load import (
-    CONFIG_AND_TOKENIZER,
-    FILE_DTYPES,
-    find_model,
-    read_checkpoint,
-    read_json_object,
-    resolve_dtype,
-)
+from nanoinfer.weights.find import CONFIG_AND_TOKENIZER, find_model
+from nanoinfer.weights.load import FILE_DTYPES, read_checkpoint, read_json_object, resolve_dtype
 from nanoinfer.weights.parts import Part, parts_of
 from nanoinfer.weights.quantize import quantised_while_read, settings_for
 from nanoinfer.weights.read import host_buffers

@@ -9,7 +9,7 @@ import pytest
 
 from nanoinfer.commands import main as cli
 from nanoinfer.commands.recall import checkpoint_sha256
-from nanoinfer.weights.load import PACKAGED
+from nanoinfer.weights.find import PACKAGED
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanoinfer.weights import read as weight_files
-from nanoinfer.weights.load import PACKAGED, check_safetensors, load_model, read_checkpoint
+from nanoinfer.weights.find import PACKAGED
+from nanoinfer.weights.load import check_safetensors, load_model, read_checkpoint
 from nanoinfer.weights.read import read_tensors
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

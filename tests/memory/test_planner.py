@@ -12,7 +12,7 @@ from nanoinfer.commands.main import main
 from nanoinfer.common.units import GIB
 from nanoinfer.memory.streamed import num_streamed
 from nanoinfer.models.shapes import UNLIMITED
-from nanoinfer.weights import load
+from nanoinfer.weights import find
 
 QWEN3_4B = dict(gpu_memory="12GiB", host_memory="64GiB", hf_overrides=UNLIMITED)
 BLOCK_BYTES = 36 * 2 * 256 * 8 * 128 * 2  # layers, K and V, tokens, heads, head size, bf16
@@ -165,7 +165,7 @@ def test_bad_arguments_are_refused(arguments, message):
     ],
 )
 def test_a_name_of_no_model_is_told_the_nearest_shapes(model, near, monkeypatch):
-    monkeypatch.setattr(load, "snapshot_download", lambda *_, **__: open("/nowhere/at/all"))  # no network
+    monkeypatch.setattr(find, "snapshot_download", lambda *_, **__: open("/nowhere/at/all"))  # no network
     with pytest.raises(ValueError, match="nanoinfer plan --help lists them") as refusal:
         nanoinfer.plan(model, **QWEN3_4B)
     assert near in str(refusal.value)

@@ -15,7 +15,7 @@ from nanoinfer.kernels import reference
 from nanoinfer.measure.answers import largest_error
 from nanoinfer.recall.answers import EngineAnswers
 from nanoinfer.recall.evaluate import Exam, Grid, evaluate
-from nanoinfer.weights.load import PACKAGED
+from nanoinfer.weights.find import PACKAGED
 from offload import OffloadEngine
 
 BLOCK_SIZE = 64

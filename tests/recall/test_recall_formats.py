@@ -20,7 +20,8 @@ from nanoinfer.recall.formats import (
     prompt_logits,
     prompts_of,
 )  # fmt: skip
-from nanoinfer.weights.load import PACKAGED, load_model, read_checkpoint
+from nanoinfer.weights.find import PACKAGED
+from nanoinfer.weights.load import load_model, read_checkpoint
 
 MODEL = PACKAGED["recall"]
 # Mean KL divergence, in nats: twice what the packaged model has. Scales that are 5 % off exceed those of 8 bits, scales

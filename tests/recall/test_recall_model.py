@@ -13,7 +13,7 @@ from nanoinfer.recall.answers import EngineAnswers
 from nanoinfer.recall.evaluate import Exam, Grid, evaluate
 from nanoinfer.recall.reference import ReferenceAnswers
 from nanoinfer.recall.text import WORDS
-from nanoinfer.weights.load import PACKAGED
+from nanoinfer.weights.find import PACKAGED
 
 GRID = Grid(lengths=(1024,), depths=(0.0, 0.6), num_questions=5)
 README = Path(__file__).resolve().parents[2] / "README.md"

@@ -14,9 +14,10 @@ from transformers import AutoConfig
 
 from nanoinfer.layers.formats.base import DENSE
 from nanoinfer.models.layer import KVSlots
-from nanoinfer.weights import fill
+from nanoinfer.weights import fill, find
 from nanoinfer.weights import load as loader
-from nanoinfer.weights.load import check_safetensors, find_model, load_model, read_checkpoint, resolve_dtype
+from nanoinfer.weights.find import find_model
+from nanoinfer.weights.load import check_safetensors, load_model, read_checkpoint, resolve_dtype
 from nanoinfer.weights.quantize import quantised_while_read
 
 
@@ -166,12 +167,12 @@ def test_missing_directory_is_refused(tmp_path):
 
 def test_a_packaged_model_is_found_by_its_name_once_it_is_there(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(loader, "PACKAGED", {"small": tmp_path / "packaged"})
-    with pytest.raises(ValueError, match="model 'small' does not exist: .*Qwen/Qwen3-4B$"):
+    monkeypatch.setattr(find, "PACKAGED", {"small": tmp_path / "packaged"})
+    with pytest.raises(ValueError, match="model 'small' does not exist: .*Qwen/Qwen3-4B, a GGUF file$"):
         find_model("small")
     (tmp_path / "packaged").mkdir()
     assert find_model("small") == tmp_path / "packaged"
-    with pytest.raises(ValueError, match="Qwen/Qwen3-4B, or 'small', which comes along"):
+    with pytest.raises(ValueError, match="a GGUF file, or 'small', which comes along"):
         find_model("smal")
     (tmp_path / "small").mkdir()
     assert find_model("small") == tmp_path / "packaged", "a directory that is no checkpoint hides nothing"
@@ -239,7 +240,7 @@ def test_hub_id_is_downloaded_config_first(tmp_path, monkeypatch):
         asked.append((repo_id, "model*.safetensors" in allow_patterns))
         return str(directory)
 
-    monkeypatch.setattr(loader, "snapshot_download", download)
+    monkeypatch.setattr(find, "snapshot_download", download)
     assert read_checkpoint("someone/some-model").hf_config.hidden_size == 48
     assert find_model("someone/some-model") == directory
     assert asked == [("someone/some-model", False), ("someone/some-model", True)]
@@ -250,7 +251,7 @@ def test_hub_that_cannot_be_reached_is_reported_with_the_reason(error, monkeypat
     def download(repo_id, allow_patterns):
         raise error("no route to the hub")
 
-    monkeypatch.setattr(loader, "snapshot_download", download)
+    monkeypatch.setattr(find, "snapshot_download", download)
     with pytest.raises(ValueError, match="someone/some-model.*no route to the hub.*Check the name, the network"):
         read_checkpoint("someone/some-model")
 

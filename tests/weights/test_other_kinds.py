@@ -8,36 +8,11 @@ from nanoinfer.common.errors import nearest
 from nanoinfer.config import EngineConfig
 from nanoinfer.models.checkpoints import CHECKPOINTS, checkpoint_named, instead_of
 from nanoinfer.models.registry import find_class, supported_architectures
-from nanoinfer.weights.load import find_model, read_checkpoint
+from nanoinfer.weights.load import read_checkpoint
 
 
-@pytest.mark.parametrize(
-    "name, base",
-    [
-        ("unsloth/Qwen3-8B-GGUF:Q4_K_M", "of, Qwen/Qwen3-8B, and"),
-        ("unsloth/Qwen3-8B-GGUF", "of, Qwen/Qwen3-8B, and"),
-        ("qwen3-8b-q4_k_m.gguf", "of, Qwen/Qwen3-8B, and"),
-        ("someone/other-model-gguf", "of, and quantization"),
-        ("someone/other-model:IQ3_XS", "of, and quantization"),
-    ],
-)
-def test_a_name_of_gguf_is_refused_without_asking_the_hub(name, base, monkeypatch):
-    monkeypatch.setattr("nanoinfer.weights.load.snapshot_download", None)
-    with pytest.raises(ValueError) as refusal:
-        find_model(name)
-    said = str(refusal.value)
-    assert said.startswith(f"model {name!r} is GGUF: give the path of a .gguf file, or") and base in said
-
-
-def test_files_of_gguf_are_refused_as_such(tmp_path):
-    folder = tmp_path / "Qwen3-4B"
-    folder.mkdir()
-    (folder / "Qwen3-4B-Q4_K_M.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ValueError, match="holds GGUF files .Qwen3-4B-Q4_K_M.gguf.*made of, Qwen/Qwen3-4B, and"):
-        read_checkpoint(folder)
-    with pytest.raises(ValueError, match="Qwen3-4B-Q4_K_M.gguf is no GGUF file: it is shorter than a header"):
-        read_checkpoint(folder / "Qwen3-4B-Q4_K_M.gguf")
-    with pytest.raises(ValueError, match="holds no config.json"):
+def test_a_directory_without_a_model_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="holds no config.json and no GGUF file"):
         read_checkpoint(tmp_path)
 
 

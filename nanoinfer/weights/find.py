@@ -1,0 +1,110 @@
+"""Where a model lies, by the name that a user gave it: here, in other programs' folders, or on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from huggingface_hub import list_repo_files, snapshot_download
+
+from nanoinfer.gguf.sources import (
+    file_in,
+    hub_file,
+    lm_studio_folder,
+    named_file,
+    ollama_file,
+    packaged_file,
+    tagged,
+)
+from nanoinfer.weights.other_kinds import hint_for, refuse_shape, shapes_near
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_HUB_GGUF = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)(?::([\w.-]+))?")
+CONFIG_AND_TOKENIZER = ["*.json", "*.model", "*.txt", "*.jinja"]
+# Not *.safetensors: some repositories contain the weights a second time in another layout (consolidated.safetensors).
+_WEIGHTS = ["model*.safetensors"]
+# Models that are part of the package, by name.
+PACKAGED = {"recall": Path(__file__).parent.parent / "recall" / "checkpoint"}
+
+
+def find_model(model: str | Path, *, weights: bool = True, names: Iterable[str] = ()) -> Path:
+    """Return the local directory of a checkpoint, or its GGUF file: `model` itself, a packaged model, or a download.
+
+    Args:
+        weights: False downloads only the config and the tokenizer; of GGUF, where they lie with the weights, all.
+        names: names that the caller accepts in place of a checkpoint.
+
+    Raises:
+        ValueError: there is no such model, or the hub does not provide it. The message gives the nearest name.
+    """
+    name = str(model)
+    path = Path(os.path.expanduser(model))  # which, unlike Path's own, leaves a name of no user as it is
+    packaged = PACKAGED.get(name)
+    # A directory of that name without a checkpoint, such as the results of an evaluation, must not hide the model.
+    if packaged is not None and packaged.is_dir() and not (path / "config.json").is_file():
+        return packaged
+    if path.is_dir():
+        is_checkpoint = (path / "config.json").is_file() and any(path.glob("*.safetensors"))
+        return path if is_checkpoint else file_in(path) or path
+    if path.is_file() and path.suffix.lower() == ".gguf":
+        return named_file(path)
+    if (found := ollama_file(name) or packaged_file(name)) is not None:
+        return found
+    refuse_shape(name)
+    if path.exists():
+        raise ValueError(f"model {name!r} is a file: give the directory that holds config.json, or a file of GGUF")
+    if name.lower().endswith(".gguf"):
+        raise ValueError(f"model {name!r} does not exist: give the path of a GGUF file, or org/name-GGUF:Q4_K_M")
+    match = _HUB_GGUF.fullmatch(name)
+    if match is not None and (match[2] or "gguf" in name.lower()):
+        return _gguf_of(match[1], match[2])
+    if not _HUB_ID.fullmatch(name):
+        packaged = [name for name, path in PACKAGED.items() if path.is_dir()]
+        hint = hint_for(name, [*packaged, *names])
+        raise ValueError(
+            f"model {name!r} does not exist{hint}: give a directory with config.json, a hub id such as "
+            "Qwen/Qwen3-4B, a GGUF file"
+            + "".join(f", or {name!r}, which comes along" for name in packaged)
+            + (f"; a model of Ollama is ollama:{name}" if ":" in name else "")
+            + shapes_near(model, names)
+        )
+    try:
+        patterns = CONFIG_AND_TOKENIZER + (_WEIGHTS if weights else [])
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except Exception as error:  # the client's errors and those of its HTTP library have no common base class
+        raise ValueError(
+            f"model {name!r} is no directory here, and the Hugging Face hub does not give it "
+            f"({type(error).__name__}: {error}). Check the name, the network and your access, or give a directory"
+            + shapes_near(model, names)
+        ) from error
+
+
+def _gguf_of(repository: str, tag: str | None) -> Path:
+    """Return the file of a repository with GGUF files: LM Studio's, if it has one of that name, or the hub's."""
+    folder = lm_studio_folder(repository)
+    if folder is not None and (found := file_in(folder, tag)) is not None:
+        return found
+    try:
+        names = list_repo_files(repository)
+    except Exception as error:  # as above; without a network, what was downloaded before is there
+        try:
+            folder = Path(snapshot_download(repository, local_files_only=True))
+        except Exception:
+            raise ValueError(
+                f"model {repository!r} is not given by the Hugging Face hub ({type(error).__name__}: {error}). Check "
+                "the name, the network and your access, or give the path of a GGUF file"
+            ) from error
+        return folder / tagged((str(path.relative_to(folder)) for path in folder.rglob("*.gguf")), tag, repository)
+    return hub_file(repository, tag, names, lambda files: _downloaded(repository, files))
+
+
+def _downloaded(repository: str, files: list[str]) -> Path:
+    try:
+        return Path(snapshot_download(repository, allow_patterns=files))
+    except Exception as error:
+        raise ValueError(
+            f"{files[0]} of {repository} cannot be downloaded ({type(error).__name__}: {error}). Check the network and "
+            "the disk"
+        ) from error
