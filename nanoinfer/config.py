@@ -41,12 +41,12 @@ class EngineConfig:
             object is laid over the one that is there. None: nothing.
         dtype: "auto" (the checkpoint's), "bfloat16", "float16" (or "half") or "float32" (or "float"); in Python also
             torch's own, such as torch.float32.
-        quantization: "fp8", "int8" or "int4" quantise the weights of a wide checkpoint while they are read, but for
-            head and embeddings; "int4-symmetric" without zero points, for 3% fewer bytes than "int4" and a larger
-            error. Of a quantised checkpoint: how it is quantised, such as "awq"; another one is refused. None: as its
-            config says.
-        head_quantization: "int8" quantises head and embeddings, if they are wide, while they are read: 8 bits, a scale
-            for each token. None: as in the checkpoint.
+        quantization: "fp8", "int8" or "int4" quantise the weights of a checkpoint in 16 or 32 bits while they are
+            read, but for head and embeddings (the last and the first matrix); "int4-symmetric" without zero points, for
+            3% fewer bytes than "int4" and a larger error. Of a quantised checkpoint: how it is quantised, such as
+            "awq"; another one is refused. None: as its config says.
+        head_quantization: "int8" quantises head and embeddings, if they have 16 or 32 bits, while they are read: 8
+            bits, a scale for each token. None: as in the checkpoint.
         kv_cache_dtype: "auto" (the model's dtype) or "fp8" ("fp8_e4m3", scale 1): half the memory of bfloat16 and half
             its bytes on the link, at 3 bits of mantissa. On CUDA it needs compute capability 8.9.
         generation_config: where the defaults of omitted sampling parameters come from. "auto": the checkpoint's
@@ -55,12 +55,13 @@ class EngineConfig:
         max_model_len: the most tokens of a prompt with its output. None: the model's own limit, cut to what fits into
             memory; -1 is the same, as in vLLM.
         max_num_seqs: the most sequences that run at once. None: 256, or 64 if the budget is below 32 GiB.
-        max_num_batched_tokens: the most tokens of one prefill step; bounds the activations. None: 8192 on CUDA and 2048
-            on the CPU, cut to what the budget holds, and where max_model_len is given to what leaves room for all KV.
+        max_num_batched_tokens: the most tokens of one prefill step, which bounds the working memory. None: 8192 on CUDA
+            and 2048 on the CPU, cut to what the budget holds, and where max_model_len is given to what leaves room for
+            all KV.
         gpu_memory_utilization: share of the GPU's memory to use when no limit is given; never more than is free then.
-        gpu_memory_limit: GPU memory for weights, KV blocks, ring, activations and graphs together: bytes, "12GiB", or a
-            share of the GPU's memory such as 0.5. More than is free when the engine starts is refused. None: see
-            `gpu_memory_utilization`.
+        gpu_memory_limit: GPU memory for all that the engine takes, weights, KV cache and working memory: bytes,
+            "12GiB", or a share of the GPU's memory such as 0.5. More than is free when the engine starts is refused.
+            None: see `gpu_memory_utilization`.
         resident_kv_limit: in offload mode, bytes of full KV blocks that may stay on the GPU; 0 streams every full
             block. None: what the budget leaves.
         resident_weights_limit: bytes of the layers' weights that may stay on the GPU, where embeddings, head and norms
@@ -93,7 +94,7 @@ class EngineConfig:
             below 2048 for lack of memory); on the CPU no counts, because padding would cost more than it saves. []: no
             counts.
         attention_backend: "auto", "triton", "torch" or "flash_attn".
-        enable_prefix_caching: reuse the KV blocks of prompts that begin alike.
+        enable_prefix_caching: keep the KV of prompts for others that begin alike.
         seed: seed of requests that give none, and of dummy weights.
         load_format: "auto" (safetensors) or "dummy" (random weights from the config alone).
         pin_host_memory: what to do if the system refuses to pin host memory. "auto": use pageable memory and report its

@@ -97,6 +97,19 @@ def test_what_is_to_be_installed_is_installed_from_the_clone():
     assert [one for one in sorted(found) if not re.fullmatch(r"-e '\.\[[a-z,]+\]'", one[1])] == []
 
 
+def test_the_words_of_messages_and_tables_are_explained_where_a_newcomer_looks():
+    text = (ROOT / "docs" / "words.md").read_text()
+    words = {
+        word
+        for cell in re.findall(r"^\| \*\*(.*)\*\* \| [A-Z].*\. \|$", text, re.MULTILINE)
+        for word in cell.split(", ")
+    }
+    assert 12 <= len(words) <= 24 and text.count("\n| **") == len(words) - 1, "head and embeddings share a line"
+    assert {"KV block", "ring", "pinned", "floor", "head", "wide", "product", "spilled", "working memory"} <= words
+    for path in (ROOT / "README.md", ROOT / "docs" / "planner.md", ROOT / "docs" / "troubleshooting.md"):
+        assert "words.md)" in path.read_text(), path
+
+
 DOCUMENTS = [*PAGES, *sorted((ROOT / "examples").iterdir())]
 
 

@@ -27,7 +27,12 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("model", metavar="MODEL", help="checkpoint directory, GGUF file or hub id")
     parser.add_argument("text", nargs="?", metavar="TEXT", help="the prompt; - or nothing: what is piped in")
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt as an option")
-    parser.add_argument("--chat", action="store_true", help="the prompt is a message, in the model's chat template")
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="ask a chat model: the prompt is put into its chat template as a message, and it answers; without this "
+        "the text is continued as it stands",
+    )
     parser.add_argument("--system", metavar="TEXT", help="the system's message before it; implies --chat")
     add_sampling_options(parser, f"{_MAX_TOKENS}; of a chat, as many as there is room for")
     add_engine_options(parser, without=("seed", "skip_tokenizer_init"), defaults={"enable_cpu_offload": "auto"})

@@ -16,7 +16,7 @@ from nanoinfer.options.parser import Parser
 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument(
-        "model", metavar="MODEL", help="directory or hub id of a wide checkpoint, or of gpt-oss in MXFP4"
+        "model", metavar="MODEL", help="directory or hub id of a checkpoint in 16 or 32 bits, or of gpt-oss in MXFP4"
     )
     parser.add_argument(
         "--to", required=True, choices=QUANTISED,

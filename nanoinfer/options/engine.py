@@ -39,7 +39,7 @@ GROUPS = {
     "machine": ("device", "attention_backend", "pin_host_memory"),
 }  # fmt: skip
 _HELP = {
-    "enable_cpu_offload": "host memory for KV blocks: on = from the start, auto = when the GPU is full, off",
+    "enable_cpu_offload": "KV cache in host memory, too: on = from the start, auto = when the GPU is full, off",
     "cuda_graph_batch_sizes": 'padded batch sizes of decode graphs, such as 1,2,4,8, or "staged"',
     "capture_num_tokens": 'token counts of prefill steps that run from graphs, such as 16,64,256, or "none"',
 }

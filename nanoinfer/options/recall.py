@@ -9,8 +9,8 @@ MODES = ("hf", *ENGINE_MODES)
 DEFAULTS = dict(mode="hf,resident,offload", depths="0,0.25,0.5,0.75,1", questions=20)
 # Options of the engine that take several values here: each engine mode is asked once with each.
 HELP_OF_LISTS = {
-    "quantization": 'quantise the weights of a wide checkpoint while they are read; "none,int8,fp8,int4" asks each '
-    "engine mode once with each (none: as the checkpoint is)",
+    "quantization": 'quantise the weights of a checkpoint in 16 or 32 bits while they are read; "none,int8,fp8,int4" '
+    "asks each engine mode once with each (none: as the checkpoint is)",
     "head_quantization": 'head and embeddings in 8 bits; "none,int8" asks once with each',
     "kv_cache_dtype": '"auto" (as the model) or "fp8"; "auto,fp8" asks each engine mode once with each',
 }

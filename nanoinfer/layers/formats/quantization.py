@@ -57,7 +57,11 @@ class Quantization(Formats):
     def check_options(self, quantization: str | None, kv_cache_dtype: str) -> None:
         known = (self.name, *self.scheme_names())
         if quantization not in (None, *known, *self.other_names):
-            only = " (only wide weights are quantised while they are read)" if quantization in QUANTISED else ""
+            only = (
+                " (only weights in 16 or 32 bits are quantised while they are read)"
+                if quantization in QUANTISED
+                else ""
+            )
             raise ValueError(
                 f"quantization={quantization!r} does not fit this checkpoint, which is quantised with {self.name}: "
                 f"give quantization={' or '.join(map(repr, known))}, or leave it out{only}"
