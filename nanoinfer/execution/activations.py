@@ -71,12 +71,14 @@ class Activations:
             bar.update()
         peak = self.peak_bytes()
         reserved_bytes(device)  # gives back the segment, and what came beside it
-        over = peak - (plan.weight_bytes + plan.ring_bytes + plan.activation_bytes + plan.library_bytes)
+        # Of what is fixed, buffers and graphs come later.
+        over = peak - (plan.fixed_bytes - plan.workspace_bytes - plan.graph_bytes)
         blocks = max(0, -(-over // self.layout.block_bytes))
         if blocks:
+            weights = plan.weight_bytes + plan.ring_bytes + plan.place_bytes
             warnings.warn(
                 f"memory use is {over / GIB:.3f} GiB above the plan (weights and ring {held / GIB:.3f} instead of "
-                f"{(plan.weight_bytes + plan.ring_bytes) / GIB:.3f} GiB, prefill {(peak - held) / GIB:.3f} instead of "
+                f"{weights / GIB:.3f} GiB, prefill {(peak - held) / GIB:.3f} instead of "
                 f"{plan.activation_bytes / GIB:.3f}): {format_size(blocks * self.layout.block_bytes)} less of the KV "
                 "cache on the GPU",
                 stacklevel=2,

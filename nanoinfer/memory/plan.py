@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 import psutil
 
@@ -30,7 +31,7 @@ ACTIVATION_SLACK = 1.10
 ACTIVATION_MARGIN_BYTES = 16 * 2**20
 # Prefill steps below so many tokens are too slow to be chosen for the memory that they leave.
 _LEAST_TO_STREAM_NOTHING = 1024
-# Tokens of context for which streamed weights make room where none are asked for.
+# Tokens of context for which streamed weights make room, if they can, where none are asked for: a conversation.
 _STREAMING_CONTEXT = 8192
 # Share of the budget for the partials and tables of more splits than two for each block: 16 questions about one
 # document of 64k tokens are 4,112 splits of 257 blocks, 70 MiB in a 4B model.
@@ -86,15 +87,14 @@ def make_plan(
 
 def _streaming_weights(config: EngineConfig, spec: ModelSpec, *given: int) -> Iterator[MemoryPlan]:
     """Yield the plan with the largest prefill step in which as few weights are streamed as must be; none fits: none."""
-    least, most = least_streamed(config, spec), len(spec.piece_bytes) - 1
-    for tokens in _batched_tokens(config, given[2]):
-        for count in range(least, most + 1):
-            # An even number: with an odd one the first piece of a step would wait for the place of the last.
-            count = min(count + count % 2, most)
-            plan = _spend_all(config, spec, tokens, *given, count)
-            if plan.num_gpu_blocks >= _min_blocks(config, plan):
-                yield plan
-                return
+    first, most = least_streamed(config, spec), len(spec.piece_bytes) - 1
+    # An even number: with an odd one the first piece of a step would wait for the place of the last.
+    counts = sorted({min(count + count % 2, most) for count in range(first, most + 1)})
+    for context, tokens, count in product((_STREAMING_CONTEXT, 1), _batched_tokens(config, given[2]), counts):
+        plan = _spend_all(config, spec, tokens, *given, count)
+        if plan.num_gpu_blocks >= _min_blocks(config, plan, context):
+            yield plan
+            return
 
 
 def least_streamed(config: EngineConfig, spec: ModelSpec) -> int:
@@ -248,13 +248,15 @@ def sampling_bytes(spec: ModelSpec, max_batch: int, is_cuda: bool) -> int:
     return rows * spec.vocab_size * size + max(logprobs, reference)
 
 
-def _min_blocks(config: EngineConfig, plan: MemoryPlan) -> int:
-    """Return the smallest useful GPU pool: scratch, one prefill chunk in flight, its tail and one decoding tail."""
+def _min_blocks(config: EngineConfig, plan: MemoryPlan, context: int = 1) -> int:
+    """Return the smallest useful GPU pool: scratch, one prefill chunk in flight, its tail and one decoding tail.
+
+    context: tokens for which there must be room where the settings ask for none.
+    """
     chunk = -(-plan.max_num_batched_tokens // config.block_size)
     if config.may_offload:
         return chunk + 3
-    # Where weights are streamed, more of them make as much room as a usual conversation takes.
-    least = _STREAMING_CONTEXT if plan.streamed_pieces else config.block_size
+    least = max(context, config.block_size)
     wanted = plan.max_model_len if config.max_model_len is not None else min(plan.max_model_len, least)
     return -(-wanted // config.block_size) + 2
 

@@ -61,6 +61,37 @@ def test_a_smaller_budget_takes_smaller_prefill_steps_before_it_refuses(tmp_path
         plan(tmp_path, smallest - 0.011, **arguments)
 
 
+@pytest.mark.parametrize("arguments", [{}, dict(enable_cpu_offload=True, max_model_len=131_072, max_num_seqs=1)])
+def test_a_budget_below_the_weights_streams_as_few_of_them_as_must_be(tmp_path, arguments):
+    whole, before = spec_of(tmp_path).weight_bytes, None
+    assert plan(tmp_path, 3, **arguments).max_model_len >= 256, "there is not room for a conversation"
+    for budget_gib in (4, 5, 6, 7, 16):
+        made = plan(tmp_path, budget_gib, **arguments)
+        assert made.total_bytes <= budget_gib * GIB and made.streamed_bytes % 1024 == 0
+        assert made.weight_bytes + made.streamed_bytes >= whole
+        assert made.max_model_len >= 8192
+        if budget_gib < 16:
+            assert 0 < made.streamed_bytes <= (before or whole) and len(made.streamed_pieces) % 2 == 0
+        before = made.streamed_bytes
+    assert before == 0 == made.place_bytes
+
+
+def test_what_settings_ask_to_stream_is_streamed_and_what_cannot_be_refused(tmp_path):
+    spec = spec_of(tmp_path)
+    can = sum(spec.piece_bytes[1:])
+    assert plan(tmp_path, 24, cpu_offload_gb=2).streamed_bytes in range(2 * GIB, 2 * GIB + 2 * max(spec.piece_bytes))
+    assert plan(tmp_path, 24, resident_weights_limit=0).streamed_bytes == can
+    stays = can - plan(tmp_path, 24, resident_weights_limit="3GiB").streamed_bytes
+    assert 3 * GIB - 2 * max(spec.piece_bytes) < stays <= 3 * GIB
+    with pytest.raises(ValueError, match=r"cpu_offload_gb=50 is more than the .*, or resident_weights_limit=0"):
+        plan(tmp_path, 24, cpu_offload_gb=50)
+    with pytest.raises(ValueError, match="host_memory_limit='1GiB' is 1.00 GiB"):
+        plan(tmp_path, 24, resident_weights_limit=0, host_memory_limit="1GiB")
+    with pytest.raises(ValueError, match="is too small beside .* GiB of weights: the KV cache of 131072 tokens takes"):
+        wanted = dict(host_memory_limit=can + 15 * spec.layout.block_bytes, max_model_len=131_072)
+        plan(tmp_path, 24, resident_weights_limit=0, enable_cpu_offload=True, **wanted)
+
+
 def test_an_override_below_the_smallest_useful_pool_is_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match="num_gpu_blocks_override=3 is too small: 35 KV blocks of 256 tokens"):
         plan(tmp_path, 12, enable_cpu_offload=True, num_gpu_blocks_override=3, max_num_batched_tokens=8192)
