@@ -36,7 +36,7 @@ FORMATS = {
 }
 BLOCKS_OF_GGUF = {name: block.packing for name, block in BLOCKS.items() if block.packing.scale_words is not None}
 NUM_ROWS, SIZE = 6144, 2560
-_TYPES = {torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8", torch.bfloat16: "*bf16"}
+_TYPES = {torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64", torch.bfloat16: "*bf16"}
 
 
 def compiled(packing: Packing, architecture: int) -> tuple[bytes, int]:
@@ -45,8 +45,10 @@ def compiled(packing: Packing, architecture: int) -> tuple[bytes, int]:
     weight = empty_packed(packing, NUM_ROWS, SIZE, "meta")
     form = forms.form_of(weight, cuda, torch.bfloat16)
     x, out = torch.empty(1, SIZE, device="meta"), torch.empty(1, NUM_ROWS, device="meta")
-    tiles = tiles_of(f"{max(form.bits, 4)} bits", x, out, False, 1)  # of one row they are the same on every GPU
-    unroll = tiles.columns // form.block
+    tiles = tiles_of(
+        "8 bits" if form.bits == 8 else "4 bits", x, out, False, 1
+    )  # of one row they are the same on every GPU
+    unroll = packed.blocks_of_step(SIZE, tiles.columns, form)
     types = dict(x="*bf16", bias="*bf16", out="*bf16", num_tokens="i32", num_rows="i32")
     values = dict(
         FORM=form, PART_SIZE=SIZE, UNROLL=unroll, BIAS=False, GATED=False, GELU=False, EVEN=True, EVEN_SIZE=True,

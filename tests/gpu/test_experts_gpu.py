@@ -58,6 +58,9 @@ CASES = [
     ("int4 with zeros", (512, 384, 16, 4), SILU),
     ("mxfp4", (384, 192, 16, 4), CLAMPED),
     ("int4 out of order", (256, 128, 7, 2), SILU),
+    ("Q6_K", (512, 256, 16, 4), SILU),
+    ("Q5_0", (384, 192, 16, 4), CLAMPED),
+    ("Q4_K", (512, 256, 9, 3), SILU),
 ]
 """Formats, columns, those of an expert, experts, and those of a row; and an activation."""
 ROWS = [(0, 1), (7, 1), (999, 1), (3, 2), (1, 5), (500, 9), (2, 33), (290, 64), (9, 150), (600, 300), (1, 700)]

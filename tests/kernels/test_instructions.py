@@ -7,8 +7,10 @@ import torch
 
 from nanoinfer.kernels.linear.instructions import EXPANSIONS, PAIR_OF_BYTES, number_of
 from nanoinfer.kernels.linear.packed_weight import empty_packed
-from nanoinfer.kernels.linear.packing import Packing
+from nanoinfer.kernels.linear.packing import IQ4_VALUES, Packing
+from nanoinfer.kernels.linear.wide_instructions import WIDE_EXPANSIONS, largest_scale, positions_of, wide_number_of
 from nanoinfer.layers.formats.bits import E2M1_VALUES
+from nanoinfer.layers.formats.gguf_blocks import BLOCKS
 
 BF16, HALF = torch.bfloat16, torch.float16
 LOGIC = {"0xEA": lambda a, b, c: a & b | c, "0x6A": lambda a, b, c: a & b ^ c, "0xF8": lambda a, b, c: a | b & c}
@@ -39,6 +41,13 @@ def carry_out(text: str, inputs: list[torch.Tensor]) -> torch.Tensor:
         names = re.findall(r"[$\w]+", rest)
         if operation.startswith(".reg"):
             continue
+        if operation == "mov.b32" and target_of(rest) in ("x", "y"):  # the bits of a float32 number
+            held[names[0]] = held[names[1]].to(torch.int32).view(torch.float32).double()
+            continue
+        if operation == "fma.rn.f32":
+            a, b, c = (held[name] for name in names[1:])
+            held[names[0]] = (a * b + c).float().double()
+            continue
         target, sources = names[0], names[1:]
         if operation == "mov.b32" and len(names) == 3:  # {h, i} = t
             held[names[0]], held[names[1]] = held[names[2]] & 0xFFFF, held[names[2]] >> 16
@@ -46,6 +55,8 @@ def carry_out(text: str, inputs: list[torch.Tensor]) -> torch.Tensor:
             held[target] = value(sources[0])
         elif operation == "and.b32":
             held[target] = value(sources[0]) & value(sources[1])
+        elif operation == "or.b32":
+            held[target] = value(sources[0]) | value(sources[1])
         elif operation == "shr.u32":
             held[target] = value(sources[0]) >> int(sources[1])
         elif operation == "shl.b32":
@@ -58,14 +69,19 @@ def carry_out(text: str, inputs: list[torch.Tensor]) -> torch.Tensor:
             held[target] = LOGIC[sources[3]](*map(value, sources[:3]))
         elif operation == "cvt.f32.f16":
             held[target] = value(sources[0]).to(torch.uint16).view(HALF).double()
-        elif operation == "cvt.rn.bf16x2.f32":
-            held[target] = words_of(torch.stack((held[sources[1]], held[sources[0]]), 1), BF16)
+        elif operation in ("cvt.rn.bf16x2.f32", "cvt.rn.f16x2.f32"):
+            dtype = BF16 if "bf16" in operation else HALF
+            held[target] = words_of(torch.stack((held[sources[1]], held[sources[0]]), 1), dtype)
         else:
             assert operation.startswith("fma.rn"), line
             dtype = kinds[operation.removeprefix("fma.rn")]
             a, b, c = (halves(value(name), dtype) for name in sources)
             held[target] = words_of(a * b + c, dtype)
     return held["$0"]
+
+
+def target_of(rest: str) -> str:
+    return rest.split(",")[0]
 
 
 def wanted(kind: str, bits: int, codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -150,3 +166,63 @@ def test_bytes_become_exponents_of_two_bfloat16(is_second):
     found = carry_out(PAIR_OF_BYTES, [words, torch.full_like(words, 0x1404 + is_second * 0x2020)])
     wanted = exponents[:, 2 * is_second : 2 * is_second + 2] << 7
     assert torch.equal(torch.stack((found & 0xFFFF, found >> 16), 1), wanted)
+
+
+WIDE = {name: block.packing for name, block in BLOCKS.items() if positions_of(block.packing)}
+
+
+@pytest.mark.parametrize("dtype", [BF16, HALF])
+@pytest.mark.parametrize("name", WIDE)
+def test_every_code_becomes_the_weight_whose_product_is_in_float32(name, dtype):
+    """In each plane, with scales and minima of the largest numbers of bits, as large as they may be, 0 and negative."""
+    packing, generator = WIDE[name], torch.Generator().manual_seed(0)
+    has_minima, limit = packing.scale_words.has_minima, largest_scale(packing)
+    scales = 0.0078125 * torch.randn(64, generator=generator).half().float()
+    scales[:4] = torch.tensor([0.0, limit * (1 - 2**-11), -limit * (1 - 2**-11), 2.0**-24])
+    if packing.scale_words.has_factors:
+        scales[4:] *= torch.randint(64, (60,), generator=generator) / 64
+    minima = scales.flip(0) * torch.randint(64, (64,), generator=generator) / 8 if has_minima else torch.zeros(64)
+    grid = torch.cartesian_prod(torch.arange(2**packing.bits), torch.arange(64))
+    codes, scales, minima = grid[:, 0], scales[grid[:, 1]], minima[grid[:, 1]]
+    codes, scales, minima = (torch.stack((one, one.flip(0)), 1) for one in (codes, scales, minima))
+    values = torch.tensor(IQ4_VALUES)[codes] if packing.kind == "iq4" else codes - packing.zero
+    weights = (values.float() * scales - minima).to(dtype)
+    assert len(weights.unique()) > 2**packing.bits * 10
+    for plane, (text, position) in enumerate(
+        zip(WIDE_EXPANSIONS[wide_number_of(packing, dtype)], positions_of(packing), strict=True)
+    ):
+        others = torch.randint(2**31, codes.shape, generator=generator)  # what lies around the codes
+        field = (2**packing.bits - 1) << packing.bits * plane
+        columns = others & ~field | codes << packing.bits * plane
+        words = [columns[:, 0], columns[:, 1]]
+        if not packing.high_bits:
+            words = [columns[:, 0] & 0xFFFF | (columns[:, 1] & 0xFFFF) << 16]
+        raised = scales.double() * 2.0 ** (149 - position)
+        assert bool((raised.float() == raised).all() and raised.float().isfinite().all())
+        added = -minima.double() if has_minima else -packing.zero * scales.double()
+        found = carry_out(text, [*words, *raised.unbind(1), *added.unbind(1)])
+        got = torch.stack((found & 0xFFFF, found >> 16), 1).to(torch.uint16).view(dtype)
+        assert torch.equal(got, weights), (plane, got[got != weights][:4])
+
+
+def test_scales_that_may_become_infinite_are_left_to_the_compiler():
+    for name, packing in WIDE.items():
+        limit = largest_scale(packing)
+        assert min(positions_of(packing)) + packing.bits <= 24 and limit >= 2**-5, name
+        for scale, is_taken in ((limit * (1 - 2**-11), True), (limit, False), (-limit, False), (0.0, True)):
+            weight = empty_packed(packing, 2, 256, "cpu")
+            groups, words = packing.num_groups(256), packing.scale_words
+            for row, one in ((0, 0.0), (1, scale)):
+                of_row = torch.full((1, groups), one).half()
+                minima, factors = torch.ones(1, groups).half(), []
+                if words.has_factors:
+                    factors = [of_row[:, :1], minima[:, :1]][: 1 + words.has_minima]
+                    of_row = torch.full((1, groups), row, dtype=torch.uint8 if words.has_minima else torch.int8)
+                    minima = torch.full((1, groups), 3, dtype=torch.uint8)
+                weight.put_scale_words(row, row + 1, of_row, minima if words.has_minima else None, *factors)
+            assert weight.folding.scales == is_taken, (name, scale)
+            if words.has_factors and not is_taken:  # nor may the factor alone, although all scales are 0
+                weight = empty_packed(packing, 2, 256, "cpu")
+                none = torch.zeros_like(of_row)
+                weight.put_scale_words(0, 1, none, none if words.has_minima else None, *factors)
+                assert not weight.folding.scales

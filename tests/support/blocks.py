@@ -32,7 +32,7 @@ def random_rows(name: str, num_rows: int, in_features: int, *, seed: int = 0, la
             numbers[~numbers.isfinite()] = 1.0
         else:
             packing = block.packing
-            codes, factor = 2 ** (packing.bits + packing.high_bits), 2 ** (packing.scale_words.bits % 16)
+            codes, factor = 2**packing.bits, 2 ** (packing.scale_words.bits % 16)
             scale = largest / factor / (1 if begin in (2, 82) else 128 if packing.kind == "iq4" else codes)
             numbers = (scale * torch.randn(*shape[:2], 1, generator=generator)).half()
         blocks[..., begin : begin + 2] = numbers.view(torch.uint8)

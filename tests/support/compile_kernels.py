@@ -71,7 +71,7 @@ def loaded_ahead(scales, *, FORM, BLOCK_M, BLOCK_N, UNROLL, STAGES, **_):
     scale_bytes = scales.element_size() * (1 + (FORM.has_zeros and not FORM.has_words)) / FORM.group
     if FORM.mode == SCALE_WORDS.value:  # those of a block, and its factor
         scale_bytes = max(4 / FORM.block, 4 / (FORM.group * FORM.groups_of_word)) + bool(FORM.factor) * 4 / FORM.block
-    return STAGES * UNROLL * FORM.block * (2 * BLOCK_M + BLOCK_N * ((FORM.bits + FORM.high_bits) / 8 + scale_bytes))
+    return STAGES * UNROLL * FORM.block * (2 * BLOCK_M + BLOCK_N * (FORM.bits / 8 + scale_bytes))
 
 
 def first_stages(backend=None, stages=None, *_):
@@ -199,7 +199,7 @@ def compile_packed() -> None:
 def compile_blocks() -> None:
     """The block types of GGUF: each way in which codes and scales lie, for one row, few and many."""
     for name, block in BLOCKS.items():
-        if name == "MXFP4" or (is_brief and (name not in ("Q4_K", "Q6_K") or gpu.architecture != architectures[0])):
+        if name == "MXFP4" or (is_brief and (name != "Q6_K" or gpu.architecture != architectures[0])):
             continue
         weight = empty_packed(block.packing, 256, 1024, "cpu")
         for num_tokens in (1,) if is_brief else (1, 16, 64, 300):

@@ -77,7 +77,7 @@ def fill(module, generator: torch.Generator, *, largest: float = 1.0, zeros_fold
     """
     packing, num_rows, in_features = module.packed.packing, module.num_rows, module.in_features
     device = module.packed.codes.device
-    num_codes = 2 ** (packing.bits + packing.high_bits)
+    num_codes = 2**packing.bits
     codes = torch.randint(0, num_codes, (num_rows, in_features), generator=generator, dtype=torch.uint8)
     if packing.kind == "fp8":
         codes[(codes & 127) == 127] = 126

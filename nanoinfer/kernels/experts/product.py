@@ -29,7 +29,7 @@ from nanoinfer.kernels.linear.forms import COLUMN, first_blocks, form_of
 from nanoinfer.kernels.linear.launches import HOPPER, gpu_of
 from nanoinfer.kernels.linear.packed import expanded_block, waited_for
 from nanoinfer.kernels.linear.tiles import biased
-from nanoinfer.kernels.linear.wide_products import scales_of_block, with_high_bits
+from nanoinfer.kernels.linear.wide_products import high_words, scales_of_block, with_high_bits
 
 RESERVED_BYTES = 8 * 1024
 """Of a program's shared memory, for what is not loaded ahead."""
@@ -134,8 +134,10 @@ def expert_product_kernel(
     else:
         BLOCK: tl.constexpr = FORM.block
         PLANE: tl.constexpr = FORM.plane
+        PLANES: tl.constexpr = FORM.planes
         EVEN: tl.constexpr = EVEN_PART and SIZE % (UNROLL * BLOCK) == 0
         ALIGNED: tl.constexpr = (UNROLL * BLOCK) % FORM.group == 0
+        SHARED: tl.constexpr = UNROLL % FORM.blocks_of_word == 0  # high bits are loaded once for blocks that share them
         scales_at = tensor_of(scales, place, PLACES.scales, PLACES.stride)
         zeros_at = zeros
         if zeros is not None:
@@ -186,7 +188,12 @@ def expert_product_kernel(
                 if not EVEN:
                     block = tl.minimum(block, (SIZE - 1) // BLOCK)
                 words_tile = tl.load(word_tile + block * NUM_ROWS * PLANE)
-                words_tile = with_high_bits(words_tile, high_bits_at, block, row, NUM_ROWS, FORM)
+                if not SHARED or u % FORM.blocks_of_word == 0:
+                    high = high_words(high_bits_at, block, row, NUM_ROWS, FORM)
+                if SHARED:
+                    words_tile = with_high_bits(words_tile, high, u % FORM.blocks_of_word, FORM)
+                else:
+                    words_tile = with_high_bits(words_tile, high, block % FORM.blocks_of_word, FORM)
                 held = scales_of_block(scales_at, factors_at, of_row, row, NUM_ROWS, block, FORM)
                 if WHOLE:
                     at = start + u * BLOCK + tl.arange(0, BLOCK)
@@ -200,7 +207,7 @@ def expert_product_kernel(
                     )  # fmt: skip
                     acc = added(weight, value, acc, FORM, PRECISION)
                 else:
-                    for p in tl.static_range(16 // FORM.bits):
+                    for p in tl.static_range(PLANES):
                         at = start + u * BLOCK + p * PLANE + tl.arange(0, PLANE)
                         weight = expanded_plane(
                             words_tile, scales_at, zeros_at, global_at, index_at, held, row, NUM_ROWS, first,
@@ -338,12 +345,12 @@ def _launch(
         unroll = _blocks_of_step(form, tiles.columns)
         stages = 1 if form.mode == COLUMN.value else stages
     gpu, gated = gpu_of(x.device), activation is not None
-    step, bits = (tiles.columns, 16) if form is None else (unroll * form.block, form.bits + form.high_bits)
+    step, bits = (tiles.columns, 16) if form is None else (unroll * form.block, form.bits)
     step_bytes = step * (tiles.block_m * x.element_size() + tiles.block_n * bits // 8)
     stages = max(1, min(stages, (gpu.shared_memory - RESERVED_BYTES) // step_bytes))
     is_whole = form is not None and part == size and size % (unroll * form.block) == 0 and form.mode != COLUMN.value
     # Other matrix units, and Hopper's for smaller tiles, take the columns of a longer operand in another order.
-    is_whole = is_whole and gpu.major == HOPPER and tiles.block_m >= 16 and tiles.block_n >= 64 and form.bits >= 4
+    is_whole = is_whole and gpu.major == HOPPER and tiles.block_m >= 16 and tiles.block_n >= 64 and form.planes < 8
     x_rows = None
     if gpu.major == HOPPER and not gathers and tiles.block_m >= 64 and part == size and size % step == 0:
         if form is None or is_whole:  # the copy unit loads rows that lie together
@@ -366,6 +373,8 @@ def _launch(
 def _blocks_of_step(form, columns: int) -> int:
     """Return how many blocks make up about so many columns: if possible, so many that the weight is whole steps."""
     least = first_blocks(form)
+    if form.size % (form.blocks_of_word * form.block) == 0:  # of blocks that share words, all
+        least = max(least, form.blocks_of_word)
     most = max(least, columns // form.block // least * least)
     whole = (count for count in range(most, 0, -least) if form.size % (count * form.block) == 0)
     return next(whole, most)

@@ -27,10 +27,23 @@ from nanoinfer.kernels.linear.forms import (
 )
 from nanoinfer.kernels.linear.instructions import EXPANSIONS, PAIR_OF_BYTES, PRODUCT_OF_HALVES
 from nanoinfer.kernels.linear.packed_weight import PackedWeight
-from nanoinfer.kernels.linear.wide_products import scales_of_block, wide, wide_plane, with_high_bits
+from nanoinfer.kernels.linear.wide_products import high_words, scales_of_block, wide_plane, with_high_bits
 
 _EXPANSIONS = tl.constexpr(EXPANSIONS)
 _PRODUCT_OF_HALVES, _PAIR_OF_BYTES = tl.constexpr(PRODUCT_OF_HALVES), tl.constexpr(PAIR_OF_BYTES)
+
+
+@triton.jit
+def wide(value, FORM: tl.constexpr):
+    """8-bit values that were loaded, as int32, in a way that the compiler does not see through.
+
+    It would take them for the operand of a product, and change the order of the columns as it does for operands of 8
+    bits.
+    """
+    value = value.to(tl.int32)
+    if FORM.expansion == -1:
+        value = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1)
+    return value
 
 
 @triton.jit
@@ -218,27 +231,30 @@ def expanded_plane(
 ):  # fmt: skip
     """Return the weights of one plane: [rows, plane] in the model's dtype."""
     if FORM.mode == SCALE_WORDS:
-        return wide_plane(words, of_row, offset % FORM.block, p, FORM).to(like.dtype.element_ty)
-    scale, zero = scales_of_plane(
-        scales, zeros, global_scale, group_index, of_row, row, num_rows, first, offset, FORM, ALIGNED, EVEN
-    )
-    if FORM.expansion >= 0:
-        # Only float16 products become another dtype, bfloat16, among these instructions.
-        dtype: tl.constexpr = tl.bfloat16 if like.dtype.element_ty == tl.bfloat16 else FORM.product
-        code: tl.constexpr = _EXPANSIONS[FORM.expansion][p]
-        if FORM.has_zeros or FORM.fold_zero > 0:
-            weight = tl.inline_asm_elementwise(
-                code, "=r,r,r,r", [words, scale, zero], dtype=dtype.value, is_pure=True, pack=2
-            )
-        else:
-            weight = tl.inline_asm_elementwise(code, "=r,r,r", [words, scale], dtype=dtype.value, is_pure=True, pack=2)
+        return wide_plane(words, of_row, offset % FORM.block, like, p, FORM)
     else:
-        value = code_value(words.to(tl.int32), zero, p, FORM).to(FORM.product)
-        # The product of two 16-bit numbers is exact in float32, so it is rounded once.
-        weight = (value.to(tl.float32) * scale.to(FORM.product).to(tl.float32)).to(FORM.product)
-        if FORM.result is not None:
-            weight = weight.to(FORM.result)
-    return weight.to(like.dtype.element_ty)
+        scale, zero = scales_of_plane(
+            scales, zeros, global_scale, group_index, of_row, row, num_rows, first, offset, FORM, ALIGNED, EVEN
+        )
+        if FORM.expansion >= 0:
+            # Only float16 products become another dtype, bfloat16, among these instructions.
+            dtype: tl.constexpr = tl.bfloat16 if like.dtype.element_ty == tl.bfloat16 else FORM.product
+            code: tl.constexpr = _EXPANSIONS[FORM.expansion][p]
+            if FORM.has_zeros or FORM.fold_zero > 0:
+                weight = tl.inline_asm_elementwise(
+                    code, "=r,r,r,r", [words, scale, zero], dtype=dtype.value, is_pure=True, pack=2
+                )
+            else:
+                weight = tl.inline_asm_elementwise(
+                    code, "=r,r,r", [words, scale], dtype=dtype.value, is_pure=True, pack=2
+                )
+        else:
+            value = code_value(words.to(tl.int32), zero, p, FORM).to(FORM.product)
+            # The product of two 16-bit numbers is exact in float32, so it is rounded once.
+            weight = (value.to(tl.float32) * scale.to(FORM.product).to(tl.float32)).to(FORM.product)
+            if FORM.result is not None:
+                weight = weight.to(FORM.result)
+        return weight.to(like.dtype.element_ty)
 
 
 @triton.jit
@@ -262,7 +278,7 @@ def expand_kernel(
     SIZE: tl.constexpr = FORM.size
     BLOCK: tl.constexpr = FORM.block
     PLANE: tl.constexpr = FORM.plane
-    PLANES: tl.constexpr = 16 // FORM.bits
+    PLANES: tl.constexpr = FORM.planes
     place = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = place < count
     row = tl.minimum(place, count - 1)
@@ -274,7 +290,8 @@ def expand_kernel(
     for u in tl.static_range(UNROLL):
         if (first + u) * BLOCK < SIZE:
             start = ((first + u).to(tl.int64) * num_rows + row[:, None]) * PLANE
-            tile = with_high_bits(tl.load(words + start + at[None, :]), high_bits, first + u, row, num_rows, FORM)
+            high = high_words(high_bits, first + u, row, num_rows, FORM)
+            tile = with_high_bits(tl.load(words + start + at[None, :]), high, (first + u) % FORM.blocks_of_word, FORM)
             held = scales_of_block(scales, factors, of_row, row, num_rows, first + u, FORM)
             for p in tl.static_range(PLANES):
                 weight = expanded_plane(
@@ -293,6 +310,8 @@ def expand(weight: PackedWeight, out: Tensor, ids: Tensor | None = None) -> Tens
     if count == 0:
         return out
     form = form_of(weight, out.device, out.dtype)
+    if form.mode == SCALE_WORDS.value:  # the instructions have another sign of 0, as no product and sum has
+        form = form._replace(expansion=min(form.expansion, -1))
     unroll = first_blocks(form)
     block_n = 32
     grid = (triton.cdiv(len(weight.codes), unroll), triton.cdiv(count, block_n))

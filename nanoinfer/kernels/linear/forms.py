@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.linear.instructions import number_of
 from nanoinfer.kernels.linear.packed_weight import PackedWeight
+from nanoinfer.kernels.linear.wide_instructions import positions_of, wide_number_of
 
 INT, FP8, FP4, IQ4 = (tl.constexpr(number) for number in range(4))  # kinds of codes
 ROW, PAIRS, WORDS, EXPONENTS, TABLE, COLUMN, SCALE_WORDS = (tl.constexpr(number) for number in range(7))
@@ -29,7 +30,7 @@ class Form(NamedTuple):
     Attributes:
         size: columns of the weight.
         bits, kind: of a code.
-        high_bits, blocks_of_byte, zero: see `packing`.
+        planes, high_bits, blocks_of_word, zero: see `packing`.
         plane, block, group, rows: columns of each, and rows that share a scale; see `packing`.
         factor: columns that share a factor of their scales; 0: there is none.
         mode: where scales are.
@@ -37,6 +38,7 @@ class Form(NamedTuple):
         has_words, has_zeros: whether scales lie in words; whether each has a zero.
         has_float8_scales: whether scales are e4m3 numbers.
         global_factor: whether a global scale multiplies (1) or divides (2) the scales.
+        positions: of codes in those instructions of `wide_instructions`, by plane.
         expansion: which instructions; -1: those that triton chooses; -2: the interpreter.
         fold, fold_zero: see `Packing.folded`.
         fold_products: whether zeros are multiplied with their scales; see `Folding.zeros`.
@@ -46,8 +48,9 @@ class Form(NamedTuple):
     size: int
     bits: int
     kind: int
+    planes: int
     high_bits: int
-    blocks_of_byte: int
+    blocks_of_word: int
     zero: int
     plane: int
     block: int
@@ -62,6 +65,7 @@ class Form(NamedTuple):
     has_zeros: bool
     has_float8_scales: bool
     global_factor: int
+    positions: tuple[int, ...] | None
     expansion: int
     fold: int
     fold_zero: int
@@ -90,13 +94,18 @@ def form_of(weight: PackedWeight, device: torch.device, dtype: torch.dtype) -> F
     fits = packing.has_words and has_instructions(device)
     folds = fits and weight.folding.scales and dtype == torch.bfloat16 and packing.folded[0] > 0
     fold_products = folds and packing.has_zeros and weight.folding.zeros
-    number = number_of(packing, dtype, folds, fold_products) if fits else -1 if has_instructions(device) else -2
+    number = number_of(packing, dtype, folds, fold_products) if fits else -1
+    if words is not None and weight.folding.scales:
+        number = wide_number_of(packing, dtype)
+    if not has_instructions(device):
+        number = -2
     return Form(
         size=size,
         bits=packing.bits,
         kind=_KINDS[packing.kind],
+        planes=packing.planes,
         high_bits=packing.high_bits,
-        blocks_of_byte=packing.blocks_of_byte if packing.high_bits else 1,
+        blocks_of_word=packing.blocks_of_word,
         zero=packing.zero,
         plane=plane,
         block=packing.block(plane),
@@ -111,6 +120,7 @@ def form_of(weight: PackedWeight, device: torch.device, dtype: torch.dtype) -> F
         has_zeros=packing.has_zeros,
         has_float8_scales=scale_dtype == torch.float8_e4m3fn,
         global_factor=0 if not packing.has_global_scale else 2 if packing.divides_global_scale else 1,
+        positions=positions_of(packing),
         expansion=number,
         fold=packing.folded[0] if folds else 0,
         fold_zero=packing.folded[1] if folds else 0,

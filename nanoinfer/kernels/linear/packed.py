@@ -25,7 +25,7 @@ from nanoinfer.kernels.linear.forms import COLUMN, SCALE_WORDS, Form, first_bloc
 from nanoinfer.kernels.linear.launches import HOPPER, PROGRAMS, arguments, gpu_of, tiles_of
 from nanoinfer.kernels.linear.packed_weight import PackedWeight
 from nanoinfer.kernels.linear.tiles import finished_product
-from nanoinfer.kernels.linear.wide_products import scales_of_block, with_high_bits
+from nanoinfer.kernels.linear.wide_products import high_words, scales_of_block, with_high_bits
 
 MAX_PLANES = 8
 """The most planes of one step of the loop."""
@@ -39,7 +39,7 @@ def expanded_block(
     FORM: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Return the weights of a block, [rows, block], in the order of its columns. u: its number after the first one."""
-    PLANES: tl.constexpr = 16 // FORM.bits
+    PLANES: tl.constexpr = FORM.planes
     weight = None
     for p in tl.static_range(0, PLANES, 2):
         pair = None
@@ -90,8 +90,10 @@ def packed_linear_kernel(
     SIZE: tl.constexpr = FORM.size
     BLOCK: tl.constexpr = FORM.block
     PLANE: tl.constexpr = FORM.plane
-    PLANES: tl.constexpr = 16 // FORM.bits
+    PLANES: tl.constexpr = FORM.planes
     ALIGNED: tl.constexpr = PART_SIZE % FORM.group == 0 and (UNROLL * BLOCK) % FORM.group == 0
+    # Whether high bits are loaded once for all blocks that share them.
+    SHARED: tl.constexpr = PART_SIZE % (FORM.blocks_of_word * BLOCK) == 0 and UNROLL % FORM.blocks_of_word == 0
     # Programs that share rows of the weight follow each other, so only one of them reads these rows from memory.
     first_token = tl.program_id(0) * BLOCK_M
     token = first_token + tl.arange(0, BLOCK_M)
@@ -124,7 +126,12 @@ def packed_linear_kernel(
             if not EVEN_SIZE:  # beyond the last, x is 0
                 block = tl.minimum(block, (SIZE - 1) // BLOCK)
             tile = tl.load(word_tile + block.to(tl.int64) * all_rows * PLANE)
-            tile = with_high_bits(tile, high_bits, block, row, all_rows, FORM)
+            if not SHARED or u % FORM.blocks_of_word == 0:
+                high = high_words(high_bits, block, row, all_rows, FORM)
+            if SHARED:
+                tile = with_high_bits(tile, high, u % FORM.blocks_of_word, FORM)
+            else:
+                tile = with_high_bits(tile, high, block % FORM.blocks_of_word, FORM)
             held = scales_of_block(scales, factors, of_row, row, all_rows, block, FORM)
             if x_rows is not None:
                 weight = expanded_block(
@@ -195,19 +202,23 @@ def packed_linear(
         return out
     form, part_size, gpu = form_of(weight, x.device, x.dtype), size // num_parts, gpu_of(x.device)
     least_step = first_blocks(form) * form.block
-    tiles = tiles_of(f"{max(form.bits, 4)} bits", x, out, gated, num_parts, least_step=least_step)
-    unroll = _blocks_of_step(part_size, tiles.columns, form)
+    tiles = tiles_of("8 bits" if form.bits == 8 else "4 bits", x, out, gated, num_parts, least_step=least_step)
+    if form.mode == SCALE_WORDS.value and tiles.block_m == 8:  # more rows take longer: their scales are computed
+        tiles = tiles._replace(block_n=32, num_warps=2)
+    unroll = blocks_of_step(part_size, tiles.columns, form)
     step, stages = unroll * form.block, tiles.stages
     if step > tiles.columns:  # as many columns are loaded ahead, in fewer steps
         stages = max(2, stages * tiles.columns // step)
     x_rows, is_even = None, part_size % step == 0
     if form.mode == COLUMN.value:  # a tile of scales for each plane would take all shared memory
         stages = 1
-    elif gpu.major == HOPPER and is_even and tiles.block_m >= 16 and tiles.block_n >= 64 and form.bits >= 4:
+    elif gpu.major == HOPPER and is_even and tiles.block_m >= 16 and tiles.block_n >= 64 and form.planes < 8:
         x_rows = TensorDescriptor(x, [num_tokens, size], [size, 1], [tiles.block_m, form.block])
     grid = (triton.cdiv(num_tokens, tiles.block_m), triton.cdiv(weight.num_rows, tiles.block_n), num_parts)
     if x_rows is not None:
-        word_bytes = step * tiles.block_n * (form.bits + form.high_bits) // 8
+        word_bytes = 2 * unroll * form.plane * tiles.block_n
+        if form.high_bits:
+            word_bytes += word_bytes // (form.blocks_of_word if unroll % form.blocks_of_word == 0 else 1)
         step_bytes = step * 2 * tiles.block_m + word_bytes
         if prod(grid) <= PROGRAMS:  # two on a core, beside an empty one, would take longer
             stages = max(stages, 1 + (HALF_SHARED_MEMORY + word_bytes) // step_bytes)
@@ -226,13 +237,15 @@ def packed_linear(
     return out
 
 
-def _blocks_of_step(part_size: int, columns: int, form: Form) -> int:
+def blocks_of_step(part_size: int, columns: int, form: Form) -> int:
     """Return how many blocks make up about so many columns: as many as divide a part of a sum, if any do.
 
     Of narrow planes fewer columns: each plane is code of its own, and many take the compiler tens of seconds.
     """
     block, least = form.block, first_blocks(form)
-    most = min(columns // block, MAX_PLANES * form.bits // 16)
+    most = min(columns // block, MAX_PLANES // form.planes)
+    if part_size % (form.blocks_of_word * block) == 0:  # of blocks that share words, all
+        least = max(least, form.blocks_of_word)
     for count in range(max(most, least), least, -1):
         if count % least == 0 and part_size % (count * block) == 0:
             return count

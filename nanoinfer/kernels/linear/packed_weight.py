@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.kernels.linear.packing import Packing
+from nanoinfer.kernels.linear.wide_instructions import largest_scale
 
 # What a kernel adds to a code for its zero, by the scales' dtype: bits beside the zero, and where its lowest bit is.
 # In bfloat16 minus the zero times 2**-129, in float16 minus (1024 + zero). See `instructions`.
@@ -20,7 +21,8 @@ class Folding:
     """What the scales and zeros that were put into a weight allow; weights that one kernel multiplies share it.
 
     Attributes:
-        scales: whether all scales can be folded; see `Packing.can_fold`.
+        scales: whether all scales can be folded; see `Packing.can_fold`, and `largest_scale` of scales in words of
+            their own.
         zeros: whether the product of every zero with its scale is a bfloat16, so that it needs no rounding.
     """
 
@@ -38,7 +40,7 @@ class PackedWeight:
         zeros: likewise, uint8; None: none, or in the words.
         global_scale: [num_rows] float32; None: none.
         group_index: [in_features] int32; None: none.
-        high_bits: [blocks / blocks_of_byte, num_rows, plane] uint8; None: none.
+        high_bits: [blocks / blocks_of_word, num_rows, plane] int16; None: columns have 16 bits.
         factors: [in_features / factor_columns, num_rows] int32, see `ScaleWords.packed_factors`; None: none.
         folding: what was put in allows.
     """
@@ -67,13 +69,10 @@ class PackedWeight:
 
     def put_codes(self, begin: int, codes: Tensor) -> None:
         """Write rows from `begin` on: [n, in_features] uint8."""
-        bits, (blocks, _, plane) = self.packing.bits, self.codes.shape[-3:]
+        blocks, _, plane = self.codes.shape[-3:]
         padding = blocks * self.packing.block(plane) - self.in_features
         codes = torch.nn.functional.pad(codes, (0, padding)) if padding else codes
         planes = codes.unflatten(-1, (blocks, -1, plane)).unbind(-2)
-        if self.high_bits is not None:
-            self._put_high_bits(begin, [codes >> bits for codes in planes])
-            planes = [codes & (1 << bits) - 1 for codes in planes]
         target = self.codes[..., begin : begin + codes.shape[-2], :]
         # The bytes of a word, lowest first.
         if self.packing.kind == "fp8":
@@ -83,42 +82,40 @@ class PackedWeight:
                 first & 128 | first >> 4 & 7 | second >> 4 & 8 | second & 112,
             ]
         else:
-            low_and_high = [_joined(planes[i : i + 8 // bits], bits) for i in range(0, len(planes), 8 // bits)]
+            low_and_high = [_byte_of(planes, self.packing.bits, first) for first in (0, 8)]
         target.view(torch.uint8).unflatten(-1, (plane, 2)).copy_(torch.stack(low_and_high, -1).transpose(-4, -3))
+        if self.high_bits is not None:
+            count = self.packing.blocks_of_word
+            fields = _byte_of(planes, self.packing.bits, 16)
+            fields = torch.nn.functional.pad(fields, (0, 0, 0, -blocks % count)).unflatten(-2, (-1, count))
+            if count == 4:
+                fields = fields[..., ::2, :] | fields[..., 1::2, :] << 4
+            words = fields.mT.contiguous().view(torch.int16).squeeze(-1)  # [n, words, plane]
+            self.high_bits[..., begin : begin + codes.shape[-2], :].copy_(words.transpose(-3, -2))
 
     def codes_of(self, rows: slice | Tensor) -> Tensor:
         """Return codes of some rows: [n, in_features] uint8."""
         words = self.codes[..., rows, :].transpose(-3, -2).contiguous()  # [n, blocks, plane]
-        halves = words.view(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
-        if self.packing.kind == "fp8":
-            low, high = halves
-            planes = high & 128 | (high & 7) << 4 | low >> 4, (high & 8) << 4 | high & 112 | low & 15
-        else:
-            planes = [part for half in halves for part in _split(half, self.packing.bits)]
-        if self.high_bits is not None:
-            planes = [
-                low | high << self.packing.bits for low, high in zip(planes, self._high_bits_of(rows), strict=True)
-            ]
-        return torch.stack(planes, -2).flatten(-3)[..., : self.in_features]
-
-    def _put_high_bits(self, begin: int, planes: list[Tensor]) -> None:
-        """Write those of each plane: [n, blocks, plane] uint8."""
-        packing, count = self.packing, self.packing.blocks_of_byte
-        fields = _joined(planes, packing.high_bits)
-        fields = torch.nn.functional.pad(fields, (0, 0, 0, -fields.shape[-2] % count))
-        fields = _joined(fields.unflatten(-2, (-1, count)).unbind(-2), packing.high_bits * packing.planes)
-        self.high_bits[..., begin : begin + fields.shape[-3], :].copy_(fields.transpose(-3, -2))
-
-    def _high_bits_of(self, rows: slice | Tensor) -> list[Tensor]:
-        """Return those of each plane: [n, blocks, plane] uint8."""
+        fields = list(words.view(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1))
         packing, blocks = self.packing, self.codes.shape[-3]
-        fields = _split(self.high_bits[..., rows, :].transpose(-3, -2), 8 // packing.blocks_of_byte)
-        fields = torch.stack(fields[: packing.blocks_of_byte], -2).flatten(-3, -2)[..., :blocks, :]
-        return _split(fields, packing.high_bits)[: packing.planes]
+        if self.high_bits is not None:
+            high = self.high_bits[..., rows, :].transpose(-3, -2).contiguous().unsqueeze(-1).view(torch.uint8).mT
+            if packing.blocks_of_word == 4:
+                high = torch.stack((high & 15, high >> 4), -2).flatten(-3, -2)
+            high = high.flatten(-3, -2)[..., :blocks, :]
+            fields.append(high)
+        if packing.kind == "fp8":
+            low, high = fields
+            planes = [high & 128 | (high & 7) << 4 | low >> 4, (high & 8) << 4 | high & 112 | low & 15]
+        else:
+            planes = [_field_of(fields, packing.bits, p) for p in range(packing.planes)]
+        return torch.stack(planes, -2).flatten(-3)[..., : self.in_features]
 
     def put_scale_words(self, begin: int, end: int, scales: Tensor, minima: Tensor | None, *factors: Tensor) -> None:
         """Write scales of rows [begin, end), [n, groups], as float16 or integers, minima likewise, and factors."""
         words = self.packing.scale_words
+        if self.folding.scales:
+            self.folding.scales = self._can_raise(scales, *factors[:1])
         padding = self.scales.shape[-2] * words.groups - scales.shape[-1]
         if padding:
             scales = torch.nn.functional.pad(scales, (0, padding))
@@ -126,6 +123,13 @@ class PackedWeight:
         self.scales[..., begin:end].copy_(words.packed(scales, minima).mT)
         if words.has_factors:
             self.factors[..., begin:end].copy_(words.packed_factors(*factors, *[None] * (2 - len(factors))).mT)
+
+    def _can_raise(self, scales: Tensor, factors: Tensor | None = None) -> bool:
+        """Whether scales, and the factors of their blocks, are below `largest_scale`."""
+        limit, largest = largest_scale(self.packing), scales.float().abs()
+        if factors is not None:
+            largest = largest.unflatten(-1, (factors.shape[-1], -1)).amax(-1).clamp(min=1) * factors.float().abs()
+        return bool((largest < limit).all())
 
     def float_scales_of(self, rows: slice | Tensor) -> tuple[Tensor, Tensor | None]:
         """Return scales and minima of some rows, [n, groups] float32: the products with the factors are exact."""
@@ -229,8 +233,8 @@ def empty_packed(packing: Packing, num_rows: int, in_features: int, device: torc
     options = dict(device=device)
     high_bits = factors = None
     if packing.high_bits:
-        size = -(-num_blocks // packing.blocks_of_byte), num_rows, plane
-        high_bits = make(size, dtype=torch.uint8, **options)
+        size = -(-num_blocks // packing.blocks_of_word), num_rows, plane
+        high_bits = make(size, dtype=torch.int16, **options)
     if packing.scale_words is not None:
         columns = num_blocks * packing.block(plane)
         scales = (-(-columns // (packing.columns * packing.scale_words.groups)), num_rows), torch.int32
@@ -251,14 +255,21 @@ def empty_packed(packing: Packing, num_rows: int, in_features: int, device: torc
     )
 
 
-def _joined(parts: Sequence[Tensor], bits: int) -> Tensor:
-    """Return bytes of which each of the parts has so many bits, the first the lowest."""
-    found = parts[0]
-    for number, part in enumerate(parts[1:], 1):
-        found = found | part << bits * number
+def _byte_of(planes: Sequence[Tensor], bits: int, first: int) -> Tensor:
+    """Return the bits from `first` on of columns whose planes lie one after the other, the first lowest."""
+    found = None
+    for number, codes in enumerate(planes):
+        shift = number * bits - first
+        if -bits < shift < 8:
+            part = codes << shift if shift >= 0 else codes >> -shift
+            found = part if found is None else found | part
     return found
 
 
-def _split(fields: Tensor, bits: int) -> list[Tensor]:
-    """Return the parts of bytes that have so many bits each, the lowest first."""
-    return [fields] if bits == 8 else [fields >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)]
+def _field_of(parts: Sequence[Tensor], bits: int, number: int) -> Tensor:
+    """Return the codes of a plane. parts: the bytes of columns, the lowest first."""
+    first, shift = divmod(number * bits, 8)
+    found = parts[first] >> shift
+    if shift + bits > 8:
+        found = found | parts[first + 1] << 8 - shift
+    return found & (1 << bits) - 1

@@ -10,9 +10,8 @@ Codes of e4m3 share the 16 bits of their word in another way: the first has its 
 10, as a bfloat16 does, so that a mask makes a number of it. The other bits are those of the second: its sign in bit 11,
 three bits of its exponent in bits 12 to 14, the rest in bits 0 to 3.
 
-Codes of 3, 5 and 6 bits have their lower 2 or 4 bits in the words, and the others in bytes: byte j of a block holds
-those of column j of each plane, the first plane in the lowest bits. Where four bits are enough for that, two
-neighbouring blocks share the bytes.
+Of 3 bits there are eight planes, of 5 and 6 bits four, so that a column has more than 16 bits: the others, 4 or 8, lie
+in words of their own, in the same order, which two or four neighbouring blocks share.
 
 Scales lie by groups, then by rows, so that a program reads those of its rows from one place. Where a kernel reads them
 ahead with its words, they lie in words of 32 bits, which is the least that can be copied so: the scales of two groups,
@@ -51,8 +50,7 @@ class Packing:
     Attributes:
         kind: "int" (codes without a sign, whose zero is half of their number unless there are zeros or minima), "fp8"
             (e4m3), "fp4" (e2m1) or "iq4" (`IQ4_VALUES`).
-        bits: of a code in its word, 2, 4 or 8.
-        high_bits: of a code beside its word, 0 to 2.
+        bits: of a code, 2 to 6, or 8.
         scale_words: how scales lie whose products are in float32; None: as the rest says.
         factor_columns: columns of a block, if scales count in its factor.
         scale_dtype: float8_e4m3fn for scales that count in a global scale, uint8 for exponents of two (e8m0).
@@ -70,7 +68,6 @@ class Packing:
     bits: int
     scale_dtype: torch.dtype
     columns: int | None
-    high_bits: int = 0
     scale_words: ScaleWords | None = None
     factor_columns: int | None = None
     rows: int = 1
@@ -95,24 +92,29 @@ class Packing:
 
     def block(self, plane: int) -> int:
         """Return the columns of a block."""
-        return plane * 16 // self.bits
+        return plane * self.planes
 
     @property
     def planes(self) -> int:
-        """The planes of a block."""
-        return 16 // self.bits
+        """The planes of a block: 8, 4 or 2."""
+        return 8 if self.bits < 4 else 4 if self.bits < 8 else 2
 
     @property
-    def blocks_of_byte(self) -> int:
-        """The neighbouring blocks whose high bits lie in one byte."""
-        return 8 // (self.planes * self.high_bits)
+    def high_bits(self) -> int:
+        """The bits of a column of a block beside its word."""
+        return self.planes * self.bits - 16
+
+    @property
+    def blocks_of_word(self) -> int:
+        """The neighbouring blocks whose high bits lie in one word."""
+        return 16 // self.high_bits if self.high_bits else 1
 
     @property
     def zero(self) -> int:
         """Of products in float32, what is subtracted from a code, or from the byte that a table has for it."""
         if self.kind == "iq4":
             return 128
-        return 0 if self.scale_words is None or self.scale_words.has_minima else 2 ** (self.bits + self.high_bits - 1)
+        return 0 if self.scale_words is None or self.scale_words.has_minima else 2 ** (self.bits - 1)
 
     @property
     def has_exponents(self) -> bool:

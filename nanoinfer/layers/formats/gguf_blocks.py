@@ -130,13 +130,10 @@ def _mxfp4(blocks: Tensor) -> Values:
     return Values(codes.masked_fill(codes == 8, 0), blocks[..., :1])  # GGUF has no negative zero
 
 
-def _packing(
-    bits: int, columns: int, scale_bits: int, *, high_bits: int = 0, has_minima: bool = False, kind: str = "int"
-) -> Packing:
+def _packing(bits: int, columns: int, scale_bits: int, *, has_minima: bool = False, kind: str = "int") -> Packing:
     return Packing(
         kind=kind,
         bits=bits,
-        high_bits=high_bits,
         scale_dtype=torch.float32,
         columns=columns,
         scale_words=ScaleWords(scale_bits, has_minima),
@@ -148,12 +145,12 @@ BLOCKS = {
     "Q8_0": Block(32, 34, _packing(8, 32, 16), _q8_0),
     "Q4_0": Block(32, 18, _packing(4, 32, 16), _q4_0),
     "Q4_1": Block(32, 20, _packing(4, 32, 16, has_minima=True), _q4_1),
-    "Q5_0": Block(32, 22, _packing(4, 32, 16, high_bits=1), _q5_0),
-    "Q5_1": Block(32, 24, _packing(4, 32, 16, high_bits=1, has_minima=True), _q5_1),
+    "Q5_0": Block(32, 22, _packing(5, 32, 16), _q5_0),
+    "Q5_1": Block(32, 24, _packing(5, 32, 16, has_minima=True), _q5_1),
     "Q4_K": Block(256, 144, _packing(4, 32, 8, has_minima=True), _q4_k),
-    "Q5_K": Block(256, 176, _packing(4, 32, 8, high_bits=1, has_minima=True), _q5_k),
-    "Q6_K": Block(256, 210, _packing(4, 16, 8, high_bits=2), _q6_k),
-    "Q3_K": Block(256, 110, _packing(2, 16, 8, high_bits=1), _q3_k),
+    "Q5_K": Block(256, 176, _packing(5, 32, 8, has_minima=True), _q5_k),
+    "Q6_K": Block(256, 210, _packing(6, 16, 8), _q6_k),
+    "Q3_K": Block(256, 110, _packing(3, 16, 8), _q3_k),
     "Q2_K": Block(256, 84, _packing(2, 16, 4, has_minima=True), _q2_k),
     "IQ4_NL": Block(32, 18, _packing(4, 32, 16, kind="iq4"), _q4_0),
     "IQ4_XS": Block(256, 136, _packing(4, 32, 8, kind="iq4"), _iq4_xs),

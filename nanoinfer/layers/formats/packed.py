@@ -101,7 +101,7 @@ class Packed(ExpandedFormat):
     def _largest(self, module: nn.Module, rows: slice) -> Tensor:
         """Return for each row what no magnitude of its weights is above, before it is rounded to the model's dtype."""
         packing = self.packing
-        largest = _LARGEST.get(packing.kind, 2 ** (packing.bits + packing.high_bits) - 1)
+        largest = _LARGEST.get(packing.kind, 2**packing.bits - 1)
         if packing.scale_words is not None:
             scales, minima = module.packed.float_scales_of(rows)
             found = scales.abs() * largest
@@ -121,7 +121,7 @@ class Packed(ExpandedFormat):
         else:
             packed.codes.random_(-(2**15), 2**15, generator=generator)
             if packed.high_bits is not None:
-                packed.high_bits.random_(0, 2**8, generator=generator)
+                packed.high_bits.random_(-(2**15), 2**15, generator=generator)
         if packing.scale_words is not None:
             self._fill_with_even_scales(packed)
             return
@@ -142,7 +142,7 @@ class Packed(ExpandedFormat):
     def _fill_with_even_scales(self, packed: PackedWeight) -> None:
         """Give all groups one scale, and the minimum that makes the mean of the weights about 0."""
         packing, words, size = self.packing, self.packing.scale_words, (*packed.stacked, packed.num_rows)
-        codes = 2 ** (packing.bits + packing.high_bits)
+        codes = 2**packing.bits
         scale = 0.02 / (72.0 if packing.kind == "iq4" else codes / 12**0.5)
         minimum, step, factors = scale * (codes - 1) / 2, 1, []
         groups, device = packing.num_groups(packed.in_features), packed.codes.device
