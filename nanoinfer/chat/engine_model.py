@@ -10,7 +10,7 @@ from typing import Any
 from nanoinfer.chat.session import Report
 from nanoinfer.chat.settings import Settings
 from nanoinfer.chat.thinking import Thinking
-from nanoinfer.common.units import GIB, counted
+from nanoinfer.common.units import GIB, counted, format_size
 from nanoinfer.engine.meter import DecodeTimes
 from nanoinfer.llm import LLM
 from nanoinfer.memory.machine import advice_when_full
@@ -57,13 +57,16 @@ class EngineModel:
         found = self._llm.stats()
         queried, hit = found["prefix_cache_queried_tokens"], found["prefix_cache_hit_tokens"]
         plan = self._llm.engine.plan
+
+        def held(tier: str, *kinds: str) -> str:
+            return format_size(sum(found[f"{tier}_blocks_{kind}"] for kind in kinds) * plan.block_bytes)
+
         shown = {
             "model": f"{self.name}, {found['mode']} mode",
             "context": f"{plan.max_model_len:,} tokens at most",
             "prompts": f"{queried:,} tokens, {hit:,} of them from the cache",
-            "KV blocks": f"{found['gpu_blocks_used'] + found['gpu_blocks_cached']:,} of {found['gpu_blocks_total']:,} "
-            f"on the device, {found['host_blocks_used'] + found['host_blocks_cached']:,} of "
-            f"{found['host_blocks_total']:,} in host memory",
+            "KV cache": f"{held('gpu', 'used', 'cached')} of {held('gpu', 'total')} on the device, "
+            f"{held('host', 'used', 'cached')} of {held('host', 'total')} in host memory",
         }
         if found["decode_streamed_bytes"]:
             shown["streamed"] = f"{found['decode_streamed_bytes'] / GIB:.2f} GiB at {found['link_gbps']:.1f} GB/s"

@@ -70,7 +70,7 @@ class Forecast:
 
     def _speed(self) -> str:
         if self.ms_per_token is None:
-            return "nothing streams; state device_gbps for the time of a step"
+            return 'nothing streams; name the card, such as gpu="RTX 4070", or state device_gbps for the time of a step'
         rate = f"at most {self.tokens_per_second:.1f} tokens/s"
         return f"at least {self.ms_per_token:.1f} ms per step, {rate} ({self.bound})"
 

@@ -67,6 +67,8 @@ def test_answers_are_those_of_llm_chat_and_the_next_prompt_comes_from_the_cache(
     assert first.report.num_tokens == 40 and first.report.cut == "stopped at 40 tokens: /set max_tokens gives more"
     assert first.report.bound == "CPU" and first.report.tokens_per_second > 0
     assert "bound by CPU" in session.model.stats()["decode steps"]
+    total = llm.engine.plan.block_bytes * llm.stats()["gpu_blocks_total"] / 2**20
+    assert f" MiB of {total:.2f} MiB on the device, 0.00 MiB of " in session.model.stats()["KV cache"]
 
 
 def test_an_answer_that_is_stopped_leaves_nothing_behind(llm):

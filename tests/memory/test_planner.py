@@ -87,8 +87,9 @@ def test_what_does_not_fit_says_why_and_what_would():
 
 def test_a_step_of_which_nothing_streams_is_told_without_the_link():
     fits = dict(context=1024, gpu_memory="12GiB", host_memory="8GiB")
-    assert "decode step        nothing streams; state device_gbps for the time of a step\n" in (
-        nanoinfer.plan("qwen3-4b", **fits).report() + "\n"
+    assert (
+        'decode step        nothing streams; name the card, such as gpu="RTX 4070", or state device_gbps for the time'
+        in (nanoinfer.plan("qwen3-4b", **fits).report() + "\n")
     )
     line = next(line for line in nanoinfer.plan("qwen3-4b", **fits, device_gbps=300).report().splitlines()
                 if line.startswith("decode step"))  # fmt: skip
