@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 import nanoinfer
-from nanoinfer.commands import bench, chat, completion, doctor, generate, plan, quantize, serve, verify
+from nanoinfer.commands import bench, chat, completion, doctor, generate, inspect, plan, quantize, serve, verify
 from nanoinfer.commands.full_device import advised_when_full
 from nanoinfer.options import recall
 from nanoinfer.options.parser import Parser, run_command
@@ -43,6 +43,7 @@ def make_parser() -> Parser:
         ("doctor", "what this machine has, and what is not as it should be", doctor.add_arguments, doctor.run),
         ("eval", "questions whose answers are known", _add_evaluations, _evaluate),
         ("generate", "complete a prompt", generate.add_arguments, generate.run),
+        ("inspect", "what a GGUF file holds, and what it takes here", inspect.add_arguments, inspect.run),
         ("plan", "what fits and how fast it can be, without GPU or weights", plan.add_arguments, plan.run),
         ("quantize", "write a checkpoint in fewer bits", quantize.add_arguments, quantize.run),
         ("serve", "an HTTP server with OpenAI's API", serve.add_arguments, serve.run),
