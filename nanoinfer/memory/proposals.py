@@ -184,7 +184,14 @@ class Proposer:
         if outcome is None or not outcome.fits:
             return None
         if config.max_num_batched_tokens is None and self.config.max_num_batched_tokens is not None:
-            config = replace(config, max_num_batched_tokens=outcome.memory.max_num_batched_tokens)
+            # Steps of a size that is given have graphs for up to the whole of it, those that the engine chooses for up
+            # to a fourth: a smaller size may be what fits.
+            tokens = outcome.memory.max_num_batched_tokens
+            given = (replace(config, max_num_batched_tokens=size) for size in (tokens, tokens // 2, tokens // 4))
+            tried = ((other, self._outcome(other)) for other in given)
+            config, outcome = next((one for one in tried if one[1] is not None and one[1].fits), (config, None))
+            if outcome is None:
+                return None
         changes = _changes(self.config, config)
         return Proposal(
             what=in_words(changes),

@@ -33,6 +33,15 @@ def test_what_costs_time_alone_comes_first():
     assert less.proposals[0].changes == {"enable_cpu_offload": True, "max_num_batched_tokens": 4096}
 
 
+def test_a_smaller_prefill_step_has_the_figures_of_the_size_that_is_named():
+    asked = dict(gpu_memory="1060MiB", host_memory="64GiB", quantization="int4", max_num_batched_tokens=4096)
+    forecast = nanoinfer.plan("qwen3-4b", **asked)
+    assert forecast.proposals
+    for one in forecast.proposals:
+        made = nanoinfer.plan("qwen3-4b", **asked | one.changes)
+        assert made.fits and made.memory.total_bytes == one.memory_bytes, made.problem
+
+
 def test_where_the_host_is_too_small_fewer_tokens_and_sequences_are_proposed():
     forecast = nanoinfer.plan("qwen3-4b", context=32_768, batch=4, gpu_memory="11GiB", host_memory="16GiB")
     fewer = {name: one for one in forecast.proposals for name in one.changes if name.startswith("max_")}
