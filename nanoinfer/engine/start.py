@@ -60,7 +60,7 @@ def build(config: EngineConfig, runtime: Runtime | None) -> BuiltEngine:
         spec, plan = setup.spec, setup.plan()
     except TooSmall as error:
         raise with_remedies(error, setup) from None
-    tokenizer = load_tokenizer(config, model_dir)
+    tokenizer = load_tokenizer(config, model_dir, checkpoint.gguf)
     end_ids = end_token_ids(model_dir, checkpoint.hf_config)
     defaults = sampling_defaults(model_dir, str(config.model)) if config.generation_config == "auto" else {}
     memory_before = reserved_bytes(device)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.gguf.config import architecture_of, raw_config
+from nanoinfer.gguf.end_tokens import end_tokens
 from nanoinfer.gguf.names import Part, named_parts, naming_of, skipped_part
 from nanoinfer.gguf.reader import GGUFFile
 from nanoinfer.layers.formats.base import Filling
@@ -29,7 +30,7 @@ def gguf_checkpoint(file: GGUFFile, overrides: Mapping[str, Any] | None = None) 
     Raises:
         ValueError: its architecture, or something that its metadata asks for, is not supported.
     """
-    raw = raw_config(file) | {"eos_token_id": _end_tokens(file.metadata)}
+    raw = raw_config(file) | {"eos_token_id": end_tokens(file.metadata)}
     tensors = {name: _entry(name, part) for name, part in _parts(file, raw).items()}
     path: Path | str = file.path
     if overrides:
@@ -55,11 +56,6 @@ def notices(checkpoint: CheckpointInfo, dtype: torch.dtype) -> Iterator[str]:
             f"{file.path} holds {len(rounded):,} tensors in float16, which are rounded to bfloat16: "
             'dtype="float16" keeps them'
         )
-
-
-def _end_tokens(metadata: Mapping[str, Any]) -> list[int]:
-    found = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
-    return sorted({one for one in found if type(one) is int})
 
 
 def _parts(file: GGUFFile, raw: Mapping[str, Any]) -> dict[str, Part]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from nanoinfer.common.errors import shown
 from nanoinfer.config import EngineConfig
+from nanoinfer.gguf.reader import GGUFFile
+from nanoinfer.gguf.tokenizer import tokenizer_of
 from nanoinfer.weights.checkpoint import MAX_VOCAB_SIZE
 from nanoinfer.weights.load import read_json_object
 
@@ -22,19 +23,17 @@ _FILES_WITH_IDS = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "add
 _LARGE_VALUE = re.compile(rb":\s*\d{8}")
 
 
-def load_tokenizer(config: EngineConfig, model_dir: Path) -> PreTrainedTokenizerBase | None:
+def load_tokenizer(
+    config: EngineConfig, model_dir: Path, gguf: GGUFFile | None = None
+) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer, or None if it is not wanted or the checkpoint has none; ValueError if it does not load.
 
-    No code of the checkpoint runs.
+    No code of the checkpoint runs. gguf: what the file says, if the checkpoint is one.
     """
     if config.skip_tokenizer_init:
         return None
-    if config.tokenizer is None and model_dir.is_file():
-        warnings.warn(
-            f"the tokenizer in {model_dir} is not read yet: give tokenizer=..., a directory or hub id, or token ids",
-            stacklevel=2,
-        )
-        return None
+    if config.tokenizer is None and gguf is not None:
+        return tokenizer_of(gguf.metadata)
     if config.tokenizer is None and not any((model_dir / name).exists() for name in _FILES):
         return None
     source = config.tokenizer or model_dir
