@@ -136,7 +136,7 @@ def test_a_case_that_cannot_fit_is_a_row_with_the_reason(capsys):
 
 def test_a_context_that_cannot_fit_does_not_lose_the_shorter_ones():
     rows = rows_of("--context", "64,1k", "--batch", "1", "--mode", "streamed,resident", "--host-memory-limit", "3MiB")
-    assert "1030 tokens need 33" in rows["streamed", 1, 1024].problem
+    assert "the KV cache of 1030 tokens takes 4.12 MiB" in rows["streamed", 1, 1024].problem
     assert rows["streamed", 1, 1024].seconds_per_token is None
     assert rows["streamed", 1, 64].problem is None and rows["streamed", 1, 64].ratio_to_floor > 0
     assert rows["resident", 1, 64].check == "identical to streamed"
