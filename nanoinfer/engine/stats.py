@@ -35,6 +35,7 @@ def statistics(engine: Engine) -> dict[str, int | float | str | dict | list[str]
         "kv_blocks_resident": engine.kv_cache.copies.num_resident,
         "kv_blocks_streamed": engine.kv_cache.copies.num_streamed,
         "streamed_bytes": transfer.streamed_bytes,
+        "streamed_weight_bytes": engine.plan.streamed_bytes,
         "discarded_prefetch_bytes": transfer.discarded_bytes,
         "written_bytes": transfer.written_bytes,
         "decode_streamed_bytes": decode.streamed_bytes,
@@ -86,11 +87,16 @@ def advice(engine: Engine, times: DecodeTimes) -> str:
     if times.bound == "link":
         per_step = times.streamed_bytes / times.num_streaming_steps
         gbps = times.streamed_bytes / times.streaming_seconds / 1e9
+        weights = engine.plan.streamed_bytes
         fewer = "run fewer sequences at once or " if engine.plan.max_num_seqs > 1 else ""
         limit = "gpu_memory_limit" if engine.config.resident_kv_limit is None else "resident_kv_limit"
+        what = "KV"
+        if weights:
+            what = "weights" if per_step < 1.01 * weights else f"weights and KV ({weights / GIB:.2f} of it weights)"
+            fewer, limit = "take fewer bits for the weights, or ", "gpu_memory_limit"
         return (
-            f"{per_step / GIB:.2f} GiB of KV stream in each step of {step_ms:.1f} ms at {gbps:.1f} GB/s: {fewer}raise "
-            f"{limit}, by {per_step / GIB:.2f} GiB to keep all of it; each GiB saves {GIB / gbps / 1e6:.1f} ms"
+            f"{per_step / GIB:.2f} GiB of {what} stream in each step of {step_ms:.1f} ms at {gbps:.1f} GB/s: {fewer}"
+            f"raise {limit}, by {per_step / GIB:.2f} GiB to keep all of it; each GiB saves {GIB / gbps / 1e6:.1f} ms"
         )
     if times.bound == "device memory":
         return (
@@ -113,10 +119,13 @@ def notes(engine: Engine) -> list[str]:
     offload = engine.runner.offload
     if config.enable_cpu_offload == "auto" and engine.kv_cache.tables.all_rows_fit:
         found.append('enable_cpu_offload="auto" has no effect: all that can run at once fits on the GPU')
-    if config.enable_cpu_offload is True and engine.meter.times.num_steps and not offload.counters.streamed_bytes:
+    # What is streamed beside weights is not counted apart.
+    may_be_weights = offload.counters.streamed_bytes or engine.plan.streamed_bytes
+    if config.enable_cpu_offload is True and engine.meter.times.num_steps and not may_be_weights:
         found.append("enable_cpu_offload=True has had no effect so far: all KV fits on the GPU")
     if not config.may_offload and offload.host.arena is None:
-        for name in ("resident_kv_limit", "num_ring_slots", "ring_slot_bytes", "pin_host_memory"):
+        names = "resident_kv_limit", "num_ring_slots", "ring_slot_bytes", "pin_host_memory"
+        for name in names[: 3 if engine.plan.streamed_bytes else None]:
             value = getattr(config, name)
             if value != type(config).__dataclass_fields__[name].default:
                 found.append(f"{name}={value!r} has no effect without enable_cpu_offload")

@@ -52,7 +52,7 @@ _COUNTERS = (
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_cache_hit_tokens"),
     ("prefill_graph_steps", "Prefill steps whose layers ran from CUDA graphs.", "prefill_graph_steps"),
     ("prefill_eager_steps", "Prefill steps whose layers ran without CUDA graphs.", "prefill_eager_steps"),
-    ("streamed_bytes", "Bytes of KV blocks that were streamed from the host to the GPU.", "streamed_bytes"),
+    ("streamed_bytes", "Bytes of KV blocks and weights that were streamed from the host to the GPU.", "streamed_bytes"),
     ("written_bytes", "Bytes of KV blocks that were written to the host.", "written_bytes"),
     ("prompt_tokens", "Tokens of the prompts that were taken.", "num_prompt_tokens"),
     ("generation_tokens", "Generated tokens.", "num_generated_tokens"),

@@ -56,7 +56,7 @@ def make_runs(workload: Workload, plan: MemoryPlan) -> list[Run]:
 
 
 def _places(workload: Workload, plan: MemoryPlan) -> list[Run]:
-    """Return runs with the same steps but other places for the KV blocks."""
+    """Return runs with the same steps but other places for the KV blocks, or for weights."""
     half = max(sum(workload.prompt_blocks[: workload.num_rows]) * plan.block_bytes // 2, plan.block_bytes)
     # Two requests fill the pool exactly, and it overflows when one of them grows. In offload mode a prefill chunk, its
     # tail and the other request's tail must have room.
@@ -91,6 +91,13 @@ def _places(workload: Workload, plan: MemoryPlan) -> list[Run]:
             happened=lambda stats: stats["mode"] == "offload",
             otherwise="the GPU pool did not fill up, so offload mode was never entered: ask for a longer context or "
             "output",
+        ),
+        Run(
+            "weights",
+            "the layers' weights in host memory, streamed in every step beside the KV",
+            _STREAMED | dict(resident_weights_limit=0),
+            happened=lambda stats: stats["streamed_weight_bytes"] > 0,
+            otherwise="no weights were streamed: the model has one piece only",
         ),
     ]
 

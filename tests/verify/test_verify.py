@@ -17,6 +17,7 @@ from nanoinfer.execution.mixed import MixedStep
 from nanoinfer.kv.prefix_cache import PrefixCache
 from nanoinfer.measure.logits import LogitsRecorder
 from nanoinfer.models.decoder import Decoder
+from nanoinfer.models.streamed import WeightRun
 from nanoinfer.requests.sequence import Sequence
 from nanoinfer.verify import RunReport, Verdict, check, verify
 from nanoinfer.verify.report import Answer, compare
@@ -30,7 +31,7 @@ MODELS = {
     "llama": dict(family="llama"),
 }
 SMALL = dict(context=96, output_len=10, device="cpu", block_size=16, ring_slot_bytes=2**13, num_ring_slots=2, seed=3)
-PLACES = ["resident", "streamed", "mixture", "switch", "auto"]
+PLACES = ["resident", "streamed", "mixture", "switch", "auto", "weights"]
 RUNS = [*PLACES, "alone", "pairs", "chunk", "eager", "prefix", "preempted", "n=2"]
 LAYER_BLOCK_BYTES = 2 * 16 * 2 * 16 * 4
 BLOCK_BYTES = 3 * LAYER_BLOCK_BYTES
@@ -119,8 +120,8 @@ def test_clean_engines_are_identical_in_every_run(paths, name):
     wanted = {run: tokens for run in RUNS} | {"n=2": tokens + greedy}
     assert {run.name: run.num_tokens for run in verdict.runs} == wanted
     assert {run.name: run.num_logits for run in verdict.runs} == {run: count * 160 for run, count in wanted.items()}
-    num_compared = 11 * tokens + greedy
-    assert verdict.line() == f"identical: {num_compared} tokens and {num_compared * 160:,} logits in 12 runs"
+    num_compared = 12 * tokens + greedy
+    assert verdict.line() == f"identical: {num_compared} tokens and {num_compared * 160:,} logits in 13 runs"
     assert [run.name for run in verdict.runs if run.is_reference] == ["resident"]
     assert "\nvaried: where KV blocks lie, " in verdict.report()
     facts = {run.name: run.facts for run in verdict.runs}
@@ -161,6 +162,19 @@ def test_a_spoiled_host_block_is_found(paths, only, name, spoil):
     wrong = verdict.runs[1]
     assert wrong.mismatches[0].position is not None and " instead of " in wrong.mismatches[0].text
     assert str(wrong.mismatches[0]) in verdict.report()
+
+
+def test_a_spoiled_weight_in_host_memory_is_found(paths, only, monkeypatch):
+    only("resident", "weights")
+    copies = WeightRun.copies
+
+    def spoiled(self, target, host):
+        if self.piece == 2:
+            self.home[7] ^= 0x40
+        return copies(self, target, host)
+
+    monkeypatch.setattr(WeightRun, "copies", spoiled)
+    assert verify(paths["qwen3"], **SMALL).line() == "DIFFERENT in weights"
 
 
 def test_products_that_depend_on_the_number_of_rows_are_found(paths, only, monkeypatch, fuzz):
