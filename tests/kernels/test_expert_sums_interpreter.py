@@ -115,6 +115,8 @@ def test_experts_of_every_format_have_the_bits_of_plain_sums(name, launches, mon
     hidden, size = 128, 128 if name in ("fp8 in blocks", "int4 with zeros") else 64
     if PACKINGS.get(name, {}).get("factor_columns"):
         hidden = size = 256
+    elif name == "Q5_0":  # three blocks that share words with a fourth, which is not there
+        hidden = 384
     experts = make_experts(name, hidden, size, 5, missing=(1,))
     x, weights = torch.randn(18, hidden).half(), torch.randn(18, 2)
     ids = torch.tensor([[0, 2]] * 17 + [[1, 4]], dtype=torch.int32)

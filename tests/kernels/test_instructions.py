@@ -208,7 +208,8 @@ def test_every_code_becomes_the_weight_whose_product_is_in_float32(name, dtype):
 def test_scales_that_may_become_infinite_are_left_to_the_compiler():
     for name, packing in WIDE.items():
         limit = largest_scale(packing)
-        assert min(positions_of(packing)) + packing.bits <= 24 and limit >= 2**-5, name
+        assert max(positions_of(packing)) + packing.bits <= 24 or packing.kind == "iq4", name
+        assert limit >= 2**-5 and limit * 2.0 ** (149 - min(positions_of(packing))) == 2.0**128, name
         for scale, is_taken in ((limit * (1 - 2**-11), True), (limit, False), (-limit, False), (0.0, True)):
             weight = empty_packed(packing, 2, 256, "cpu")
             groups, words = packing.num_groups(256), packing.scale_words
