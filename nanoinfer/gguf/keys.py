@@ -11,6 +11,8 @@ from nanoinfer.common.errors import shown
 from nanoinfer.gguf.reader import GGUFFile
 
 _MISSING = object()
+# Of a model with images or sound, whose text part runs alone: Ollama has all in one file.
+_OTHER_PARTS = ("vision.", "mm.", "audio.")
 
 
 class Keys:
@@ -72,7 +74,7 @@ class Keys:
 
     def check_all_asked(self) -> None:
         """Raise ValueError if the file says what nobody has asked for: it may change what the model computes."""
-        others = sorted(self._values.keys() - self._asked)
+        others = sorted(name for name in self._values.keys() - self._asked if not name.startswith(_OTHER_PARTS))
         if others:
             listed = ", ".join(f"{self.architecture}.{name}" for name in others[:8])
             raise ValueError(

@@ -211,7 +211,7 @@ def test_tensors_that_the_model_has_no_place_for(tmp_path):
 
 def test_layers_that_guess_ahead_and_vision_are_skipped_with_a_notice(tmp_path):
     more = {"blk.2.nextn.eh_proj.weight": (8, 32), "v.patch_embd.weight": (8, 32)}
-    extra = {"llama.block_count": 3, "llama.nextn_predict_layers": 1}
+    extra = {"llama.block_count": 3, "llama.nextn_predict_layers": 1, "llama.vision.block_count": 8}
     path = written(tmp_path, more=more, **extra)
     with pytest.warns(
         UserWarning, match="has layers that guess tokens ahead and weights of vision .*: they are skipped"
