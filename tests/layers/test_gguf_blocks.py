@@ -9,6 +9,8 @@ import pytest
 import torch
 from blocks import TYPES, expanded, numbers_of, random_rows
 
+from nanoinfer.kernels.linear.packed_weight import PackedWeight
+from nanoinfer.layers.formats import packed
 from nanoinfer.layers.formats.base import DENSE, CheckpointTensors
 from nanoinfer.layers.formats.gguf import GGUF
 from nanoinfer.layers.formats.gguf_blocks import BLOCKS
@@ -105,6 +107,24 @@ def test_weights_too_large_for_the_models_dtype_are_refused(name):
     if name == "Q4_0":  # the code of 0 with the same scale
         rows.view(-1, 18)[:, 2:] = 0x88
         assert not filled(name, rows, 256, HALF).weights.matrix(filled(name, rows, 256, HALF)).any()
+
+
+def test_a_weight_too_large_is_found_in_any_piece_of_the_rows(monkeypatch):
+    """Scales of a large weight are looked at in pieces: in float32 all of a head's would take more than the head."""
+    monkeypatch.setattr(packed, "EXPANDED_AT_ONCE", 64)
+    at_once = []
+    scales_of = PackedWeight.float_scales_of
+    monkeypatch.setattr(
+        PackedWeight, "float_scales_of", lambda self, rows: at_once.append(rows) or scales_of(self, rows)
+    )
+    for row in (0, 20, 39):
+        rows = random_rows("Q6_K", 40, 256, largest=0.01)
+        filled("Q6_K", rows, 256, HALF)
+        assert len(at_once) == 10 and {one.stop - one.start for one in at_once} == {4}
+        rows[row, 208:210] = torch.tensor([60000.0], dtype=HALF).view(torch.uint8)
+        with pytest.raises(ValueError, match="makes weights NaN or infinite in float16"):
+            filled("Q6_K", rows, 256, HALF)
+        at_once.clear()
 
 
 @pytest.mark.parametrize("dtype", [FULL, BF16, HALF])

@@ -103,9 +103,14 @@ class Packed(ExpandedFormat):
         packing = self.packing
         largest = _LARGEST.get(packing.kind, 2**packing.bits - 1)
         if packing.scale_words is not None:
-            scales, minima = module.packed.float_scales_of(rows)
-            found = scales.abs() * largest
-            return (found if minima is None else found + minima.abs()).amax(-1)
+            groups = packing.num_groups(module.in_features) * module.packed.stacked.numel()
+            found = []
+            for some in pieces_of_rows(rows.stop - rows.start, groups):
+                some = slice(rows.start + some.start, rows.start + some.stop)
+                scales, minima = module.packed.float_scales_of(some)
+                of_some = scales.abs() * largest
+                found.append((of_some if minima is None else of_some + minima.abs()).amax(-1))
+            return torch.cat(found, -1)
         scales = self._scales(module, rows).amax(-1)
         found = scales.to(packing.product_dtype or scales.dtype) * largest
         return found.to(packing.result_dtype or found.dtype)
