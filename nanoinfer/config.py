@@ -36,6 +36,7 @@ class EngineConfig:
         model: local directory of a Hugging Face checkpoint, or a hub id.
         tokenizer: directory or hub id of the tokenizer. None: the model's.
         skip_tokenizer_init: True works on token ids only.
+        chat_template: file with a chat template in Jinja, for a model without one, or in place of its own.
         hf_overrides: what takes the place of fields of the checkpoint's config.json, by name, such as
             {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}; an
             object is laid over the one that is there. None: nothing.
@@ -105,6 +106,7 @@ class EngineConfig:
     model: str | Path
     tokenizer: str | Path | None = None
     skip_tokenizer_init: bool = False
+    chat_template: str | Path | None = None
     hf_overrides: dict | None = None
     dtype: str = "auto"
     quantization: str | None = None
@@ -174,6 +176,8 @@ class EngineConfig:
         self._count("seed", minimum=0)
         offloads = isinstance(self.enable_cpu_offload, bool) or self.enable_cpu_offload == "auto"
         self._check("enable_cpu_offload", offloads, 'True, False or "auto"')
+        is_path = isinstance(self.chat_template, str | Path | None)
+        self._check("chat_template", is_path, "the path of a file with a template in Jinja")
         for name in ("enforce_eager", "enable_prefix_caching", "skip_tokenizer_init"):
             self._check(name, isinstance(getattr(self, name), bool), "True or False")
         limits = "gpu_memory_limit", "host_memory_limit", "resident_kv_limit", "resident_weights_limit"

@@ -31,7 +31,10 @@ class EngineModel:
         tokenizer = llm.get_tokenizer()
         template = getattr(tokenizer, "chat_template", None)
         if not template:
-            raise ValueError(f"{name} has no chat template: complete a finished prompt instead (nanoinfer generate)")
+            raise ValueError(
+                f"{name} has no chat template: give one with --chat-template FILE, or complete a finished prompt "
+                "instead (nanoinfer generate)"
+            )
         if isinstance(template, dict):  # several, by name
             template = "\n".join(template.values())
         self.thinking = Thinking.of(template, tokenizer.all_special_tokens, tokenizer.get_added_vocab())

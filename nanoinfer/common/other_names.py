@@ -140,7 +140,7 @@ INSTEAD: dict[str, str] = {
         "lora lora_scaled lora_modules": "merge the adapter into the weights",
         "md model_draft draft draft_max": "there is no speculative decoding: leave it out",
         "grammar grammar_file json_schema j": "check the text, and ask again where it does not fit",
-        "jinja chat_template chat_template_file": "the template is the checkpoint's: change it there",
+        "jinja": "templates are always in Jinja: leave it out",
         "cnv conversation i interactive": "nanoinfer chat MODEL is a conversation",
         "f file": "pipe the file into the command: < FILE",
         "hft hf_token": "set the environment variable HF_TOKEN",

@@ -24,6 +24,7 @@ _NAMES = {
     "host_memory_limit": ("--host-memory-limit", "--host-memory"),
     "resident_kv_limit": ("--resident-kv-limit", "--resident-kv"),
     "max_num_batched_tokens": ("--max-num-batched-tokens", "--prefill-chunk"),
+    "chat_template": ("--chat-template", "--chat-template-file"),
 }
 # The groups of `--help`, what is asked for most first; a field that is in none comes last.
 _LAST = "tuning and tests"
@@ -34,7 +35,7 @@ GROUPS = {
     ),
     "model and formats": (
         "quantization", "head_quantization", "kv_cache_dtype", "dtype", "hf_overrides", "tokenizer",
-        "skip_tokenizer_init", "generation_config", "load_format",
+        "skip_tokenizer_init", "chat_template", "generation_config", "load_format",
     ),
     "machine": ("device", "attention_backend", "pin_host_memory"),
 }  # fmt: skip

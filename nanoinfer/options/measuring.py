@@ -24,7 +24,7 @@ ENGINE_MODES: dict[str, dict] = {
 
 # Arguments of engines that the benchmarks choose themselves.
 _CHOSEN = (
-    "enable_cpu_offload", "generation_config", "load_format", "max_model_len", "resident_kv_limit",
+    "chat_template", "enable_cpu_offload", "generation_config", "load_format", "max_model_len", "resident_kv_limit",
     "skip_tokenizer_init", "tokenizer",
 )  # fmt: skip
 

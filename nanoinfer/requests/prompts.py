@@ -123,9 +123,11 @@ def encode_chat(
             field="continue_final_message",
         )
     if tokenizer is None or not (chat_template or getattr(tokenizer, "chat_template", None)):
-        missing = "there is no tokenizer" if tokenizer is None else "the tokenizer has no chat template"
+        missing, remedy = "there is no tokenizer", ""
+        if tokenizer is not None:
+            missing, remedy = "the tokenizer has no chat template", "give a file with chat_template=..., or "
         raise RequestError(
-            f"chat needs a chat template, but {missing}: complete a finished prompt instead "
+            f"chat needs a chat template, but {missing}: {remedy}complete a finished prompt instead "
             "(generate(), /v1/completions)",
             field="messages",
         )

@@ -28,10 +28,24 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer, or None if it is not wanted or the checkpoint has none; ValueError if it does not load.
 
-    No code of the checkpoint runs. gguf: what the file says, if the checkpoint is one.
+    No code of the checkpoint runs. The chat template is the config's, if that has one. gguf: what the file says, if the
+    checkpoint is one.
     """
     if config.skip_tokenizer_init:
         return None
+    tokenizer = _load(config, model_dir, gguf)
+    if tokenizer is not None and config.chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(config.chat_template).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a name that no file has
+            raise ValueError(
+                f"chat_template {shown(str(config.chat_template))} cannot be read "
+                f"({getattr(error, 'strerror', None) or error}): give a file with a template in Jinja"
+            ) from error
+    return tokenizer
+
+
+def _load(config: EngineConfig, model_dir: Path, gguf: GGUFFile | None) -> PreTrainedTokenizerBase | None:
     if config.tokenizer is None and gguf is not None:
         return tokenizer_of(gguf.metadata)
     if config.tokenizer is None and not any((model_dir / name).exists() for name in _FILES):

@@ -95,7 +95,9 @@ def test_what_the_engine_or_the_template_refuses_is_no_part_of_the_conversation(
         session.ask("w1")
     assert not session.conversation.messages and not llm.engine.has_work
     llm.get_tokenizer().chat_template = None
-    with pytest.raises(ValueError, match="tiny has no chat template: complete a finished prompt"):
+    with pytest.raises(
+        ValueError, match="tiny has no chat template: give one with --chat-template FILE, or complete a finished prompt"
+    ):
         EngineModel(llm, "tiny")
 
 

@@ -74,3 +74,27 @@ def test_a_tokenizer_that_is_unknown_is_refused_unless_it_is_not_wanted(tmp_path
         LLM(path, **OPTIONS)
     with LLM(path, skip_tokenizer_init=True, **OPTIONS) as llm:
         assert llm.generate({"prompt_token_ids": [5, 6]}, PARAMS, use_tqdm=False)[0].outputs[0].token_ids
+
+
+def test_a_template_may_be_given_in_a_file(tmp_path):
+    path = written(tmp_path, **{key: value for key, value in FILE.items() if key != "tokenizer.chat_template"})
+    messages = [{"role": "user", "content": "ab"}]
+    with (
+        LLM(path, **OPTIONS) as llm,
+        pytest.raises(ValueError, match="no chat template: give a file with chat_template="),
+    ):
+        llm.chat(messages, PARAMS, use_tqdm=False)
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[0].content }}c")
+    with LLM(path, chat_template=template, **OPTIONS) as llm:
+        answer = llm.chat(messages, PARAMS, use_tqdm=False)[0]
+        assert [TOKENS[at] for at in answer.prompt_token_ids] == [*"▁abc"]
+    template.write_bytes(b"\xff")
+    for unreadable in (template, tmp_path / "none", tmp_path, "{{ messages }}" * 1000, "a\0b"):
+        with pytest.raises(
+            ValueError, match="chat_template '.* cannot be read .*give a file with a template"
+        ) as raised:
+            LLM(path, chat_template=unreadable, **OPTIONS)
+        assert len(str(raised.value)) < 400
+    with pytest.raises(ValueError, match="chat_template=3 must be the path of a file"):
+        LLM(path, chat_template=3, **OPTIONS)
