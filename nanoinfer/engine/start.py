@@ -62,7 +62,8 @@ def build(config: EngineConfig, runtime: Runtime | None) -> BuiltEngine:
         raise with_remedies(error, setup) from None
     tokenizer = load_tokenizer(config, model_dir, checkpoint.gguf)
     end_ids = end_token_ids(model_dir, checkpoint.hf_config)
-    defaults = sampling_defaults(model_dir, str(config.model)) if config.generation_config == "auto" else {}
+    advised = (model_dir, checkpoint.gguf, str(config.model))
+    defaults = sampling_defaults(*advised) if config.generation_config == "auto" else {}
     memory_before = reserved_bytes(device)
     if runtime is None:
         runtime = CudaRuntime(device) if device.type == "cuda" else CpuRuntime()

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from nanoinfer.gguf.reader import GGUFFile
 from nanoinfer.gguf.sources import ollama_stops
 from nanoinfer.sampling_params import Advised, SamplingParams
 from nanoinfer.weights.checkpoint import TOKEN_IDS
@@ -16,6 +17,10 @@ FILE = "generation_config.json"
 # The fields that vLLM reads. Like vLLM we do not read do_sample: checkpoints often leave it at false although they give
 # a temperature that is meant to be used.
 _SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+# The same in GGUF's metadata, below general.sampling.
+_GGUF_FIELDS = dict(temp="temperature", penalty_repeat="repetition_penalty") | {
+    name: name for name in ("top_k", "top_p", "min_p")
+}
 
 
 def read(model_dir: Path) -> dict[str, Any]:
@@ -37,22 +42,26 @@ def end_token_ids(model_dir: Path, hf_config: PretrainedConfig) -> frozenset[int
     return frozenset(found if isinstance(found, list) else [found])
 
 
-def sampling_defaults(model_dir: Path, model: str = "") -> dict[str, Any]:
+def sampling_defaults(model_dir: Path, gguf: GGUFFile | None = None, model: str = "") -> dict[str, Any]:
     """Return values for fields of SamplingParams that a request leaves out; ValueError if one is not allowed.
 
-    model: the name that a user gave; Ollama keeps the texts that end an answer beside the model of a name.
+    gguf: what a file says, which has them in its metadata. model: the name that a user gave; Ollama keeps the texts
+    that end an answer beside the model of a name.
     """
-    if stops := ollama_stops(model):
-        return {"stop": stops}
-    content = read(model_dir)
+    content = read(model_dir) if gguf is None else {}
     defaults = {name: content[name] for name in _SAMPLING_FIELDS if content.get(name) is not None}
+    if gguf is not None:
+        held = {name: gguf.metadata.get(f"general.sampling.{key}") for key, name in _GGUF_FIELDS.items()}
+        defaults = {name: value for name, value in held.items() if value is not None}
+        defaults |= {"stop": stops} if (stops := ollama_stops(model)) else {}
     if "max_new_tokens" in defaults:
         defaults["max_tokens"] = defaults.pop("max_new_tokens")
     try:
         SamplingParams(**defaults)
     except ValueError as error:
+        path = model_dir / FILE if gguf is None else model_dir
         raise ValueError(
-            f'{model_dir / FILE}: {error} Mend the file, or set generation_config="vllm" to leave its values out.'
+            f'{path}: {error} Mend the file, or set generation_config="vllm" to leave its values out.'
         ) from error
     if "max_tokens" in defaults:
         defaults["max_tokens"] = Advised(defaults["max_tokens"])

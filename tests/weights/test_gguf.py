@@ -11,6 +11,7 @@ from transformers_reference import reference_tokens
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.measure.reference import load_in_transformers
 from nanoinfer.recall.formats import prompt_logits
+from nanoinfer.weights.generation_config import sampling_defaults
 from nanoinfer.weights.load import load_model, read_checkpoint
 from nanoinfer.weights.quantize import quantised_while_read
 from nanoinfer.weights.write import quantise_checkpoint
@@ -252,6 +253,15 @@ def test_a_wide_file_is_quantised_while_it_is_read(tmp_path):
     )
     prompt = random_tokens(20)
     assert torch.equal(prompt_logits(ours, prompt), prompt_logits(wanted, prompt))
+
+
+def test_sampling_parameters_that_a_file_recommends(tmp_path):
+    own = {"general.sampling.temp": 0.6, "general.sampling.top_k": 20, "general.sampling.penalty_repeat": 1.05}
+    found = sampling_defaults(path := written(tmp_path, **own), read_checkpoint(path).gguf)
+    assert found == dict(temperature=0.6, top_k=20, repetition_penalty=1.05)
+    path = written(tmp_path, **{"general.sampling.temp": -1.0})
+    with pytest.raises(ValueError, match="model.gguf: temperature.* Mend the file, or set generation_config"):
+        sampling_defaults(path, read_checkpoint(path).gguf)
 
 
 def test_overrides_lie_over_what_the_file_says(tmp_path):
