@@ -58,7 +58,8 @@ def compile_only(kernel, grid):
         # Later stages die of instructions that give two float32 in one register.
         assert not re.search("packed_element = 2 .*-> tensor<[^>]*f32", found.asm["ttgir"]), kwargs
         needed = 0 if is_brief else found.metadata.shared  # a launch that needs more is refused
-        if kernel.__name__ == "packed_linear_kernel" and args[1] is not None:
+        is_packed = kernel.__name__ == "packed_linear_kernel"
+        if is_packed and (args[1] is not None or (kwargs["FORM"].mode == SCALE_WORDS.value and kwargs["STAGES"] > 1)):
             needed = max(needed, loaded_ahead(args[3], **kwargs))
         assert needed <= gpu.numbers.shared_memory, f"{kernel.__name__} takes {needed} bytes of shared memory: {kwargs}"
         return found

@@ -215,20 +215,20 @@ def packed_linear(
     elif gpu.major == HOPPER and is_even and tiles.block_m >= 16 and tiles.block_n >= 64 and form.planes < 8:
         x_rows = TensorDescriptor(x, [num_tokens, size], [size, 1], [tiles.block_m, form.block])
     grid = (triton.cdiv(num_tokens, tiles.block_m), triton.cdiv(weight.num_rows, tiles.block_n), num_parts)
-    if x_rows is not None:
-        word_bytes = 2 * unroll * form.plane * tiles.block_n
-        if form.high_bits:
-            word_bytes += word_bytes // (form.blocks_of_word if unroll % form.blocks_of_word == 0 else 1)
-        step_bytes = step * 2 * tiles.block_m + word_bytes
-        if prod(grid) <= PROGRAMS:  # two on a core, beside an empty one, would take longer
-            stages = max(stages, 1 + (HALF_SHARED_MEMORY + word_bytes) // step_bytes)
-        # Small groups with wide scales and zeros take as much as a tenth of a step.
+    word_bytes = 2 * unroll * form.plane * tiles.block_n
+    if form.high_bits:
+        word_bytes += word_bytes // (form.blocks_of_word if unroll % form.blocks_of_word == 0 else 1)
+    step_bytes = step * 2 * tiles.block_m + word_bytes
+    if x_rows is not None and prod(grid) <= PROGRAMS:  # two on a core, beside an empty one, would take longer
+        stages = max(stages, 1 + (HALF_SHARED_MEMORY + word_bytes) // step_bytes)
+    if form.mode == SCALE_WORDS.value:
+        words_of_block = max(1, form.block // (form.group * form.groups_of_word)) + (1 if form.factor else 0)
+        scale_bytes = 4 * step // form.block * words_of_block * tiles.block_n
+    else:  # small groups with wide scales and zeros take as much as a tenth of a step
         num_scales = step // form.group * tiles.block_n
         scale_bytes = num_scales * min(4, weight.scales.element_size()) * (2 if form.has_zeros else 1)
-        if form.mode == SCALE_WORDS.value:
-            words_of_block = max(1, form.block // (form.group * form.groups_of_word)) + (1 if form.factor else 0)
-            scale_bytes = 4 * step // form.block * words_of_block * tiles.block_n
-        stages = min(stages, (gpu.shared_memory - 1024) // (step_bytes + scale_bytes))
+    if x_rows is not None or form.mode == SCALE_WORDS.value:  # whose steps are longer where blocks share words
+        stages = max(1, min(stages, (gpu.shared_memory - 1024) // (step_bytes + scale_bytes)))
     packed_linear_kernel[grid](
         x, x_rows, *tensors_of(weight), FORM=form, UNROLL=unroll, EVEN=weight.num_rows % tiles.block_n == 0,
         EVEN_SIZE=is_even, AHEAD=2 if tiles.block_m == 8 and part_size >= 2 * form.block else 0,
