@@ -108,19 +108,27 @@ def test_factors_that_are_not_llama_3s_divide_the_frequencies(tmp_path):
     assert llama3_factors(rope, 64).max() == 8
 
 
+STREAMED = dict(enable_cpu_offload=True, resident_kv_limit=0)
+MODES = (dict(), STREAMED, STREAMED | dict(resident_weights_limit=0))
+PROMPTS = [random_tokens(count, seed=count) for count in (3, 40)]
+
+
+def greedy(path, mode):
+    """8 tokens behind each of two prompts, one of which is read in chunks and fills blocks."""
+    sizes = dict(max_num_batched_tokens=16, block_size=16, max_model_len=128)
+    quiet = dict(dtype="float32", device="cpu", skip_tokenizer_init=True, progress_bar=False)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with LLM(path, **sizes, **quiet, **mode) as llm:
+        answers = llm.generate([dict(prompt_token_ids=one) for one in PROMPTS], params, use_tqdm=False)
+    return [one.outputs[0].token_ids for one in answers]
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "glm4_moe"])
 def test_greedy_tokens_are_those_of_transformers_in_every_mode(family, tmp_path):
     directory, path = two(family, tmp_path)
-    prompts = [random_tokens(count, seed=count) for count in (3, 40)]
-    wanted = reference_tokens(directory, prompts, 8)
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    quiet = dict(
-        max_num_batched_tokens=16, dtype="float32", device="cpu", block_size=16, max_model_len=128, progress_bar=False
-    )
-    for mode in (dict(), dict(enable_cpu_offload=True, resident_kv_limit=0)):
-        with LLM(path, skip_tokenizer_init=True, **quiet, **mode) as llm:
-            answers = llm.generate([dict(prompt_token_ids=one) for one in prompts], params, use_tqdm=False)
-            assert [one.outputs[0].token_ids for one in answers] == wanted
+    wanted = reference_tokens(directory, PROMPTS, 8)
+    for mode in MODES:
+        assert greedy(path, mode) == wanted
 
 
 def test_norms_lose_no_bits_in_sixteen(tmp_path):
@@ -132,29 +140,43 @@ def test_norms_lose_no_bits_in_sixteen(tmp_path):
 
 
 # What blocks of 32 and of 256 columns the formats read, each in one kind of tensor.
-BLOCKS_OF_32 = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "F16")
+BLOCKS_OF_32 = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "F16", "MXFP4")
 MIXED = {"llama": {}, "qwen3_moe": dict(moe_intermediate_size=64), "gpt_oss": {}, "phi3": {}, "gemma3": {}}
+
+
+def in_blocks(family, tmp_path):
+    """A file of several types, and one of what the package makes of its weights."""
+    fields = dict(hidden_size=64, intermediate_size=64, num_heads=4, tied=family == "llama")
+    directory = make_checkpoint(family, tmp_path / "hf", **fields | FIELDS.get(family, {}) | MIXED[family])
+
+    def type_of(name: str) -> str:
+        """By the name, so that merged projections have two types."""
+        if "ffn_gate_inp" in name or name.endswith(".bias"):
+            return "F32"
+        if family == "gpt_oss" and "_exps" in name:  # as it was published
+            return "MXFP4"
+        return BLOCKS_OF_32[sum(map(ord, name)) % len(BLOCKS_OF_32)]
+
+    packed = write_gguf(family, directory, tmp_path / "packed.gguf", type_of=type_of)
+    return packed, write_gguf(family, directory, tmp_path / "wide.gguf", type_of=type_of, expand=True)
 
 
 @pytest.mark.parametrize("family", MIXED)
 def test_blocks_are_the_model_of_what_the_package_expands_them_to(family, tmp_path):
-    fields = dict(hidden_size=64, intermediate_size=64, num_heads=4, tied=family == "llama")
-    fields |= FIELDS.get(family, {}) | MIXED[family]
-    directory = make_checkpoint(family, tmp_path / "hf", **fields)
-
-    def type_of(name: str) -> str:
-        """The same for all experts of a layer, and for few other names, so that merged projections have two types."""
-        if "ffn_gate_inp" in name or name.endswith(".bias"):
-            return "F32"
-        return BLOCKS_OF_32[sum(map(ord, name)) % len(BLOCKS_OF_32)]
-
-    packed = write_gguf(family, directory, tmp_path / "packed.gguf", type_of=type_of)
-    expanded = write_gguf(family, directory, tmp_path / "wide.gguf", type_of=type_of, expand=True)
+    packed, expanded = in_blocks(family, tmp_path)
     checkpoint = read_checkpoint(packed)
     kinds = {entry.block_type for entry in checkpoint.tensors.values()} - {None}
     assert len(kinds) > 3 and checkpoint.settings == {"quant_method": "gguf"}
     prompt = random_tokens(20)
     assert torch.equal(prompt_logits(load(packed), prompt), prompt_logits(load(expanded), prompt))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_blocks_have_the_same_tokens_in_every_mode(family, tmp_path):
+    packed, expanded = in_blocks(family, tmp_path)
+    wanted = greedy(expanded, {})
+    for mode in MODES:
+        assert greedy(packed, mode) == wanted
 
 
 # What is refused
