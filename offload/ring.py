@@ -166,3 +166,12 @@ class Places:
         self.bytes = list(memory)
         self.copied = [runtime.event() for _ in memory]
         self.used = [runtime.event() for _ in memory]
+
+    @torch.inference_mode()
+    def clear(self) -> None:
+        """Write zeros, which are safe to read as anything, such as indices: for who runs pieces outside of a step.
+
+        Nothing may be in flight, and what was prefetched is lost.
+        """
+        for memory in self.bytes:
+            memory.zero_()

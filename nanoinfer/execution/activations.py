@@ -103,6 +103,7 @@ class Activations:
     def _run_prefill(self, tokens: int) -> None:
         """Run a piece of each kind of a prefill step, and its head, on a pool of one block that all tokens share."""
         device, spec, layout = self.device, self.model.spec, self.layout
+        self.places.clear()
         kv = torch.zeros(1, *layout.block_shape, dtype=layout.dtype, device=device)
         held = Held([kv] * layout.num_layers, RecurrentStates(spec, 1, device).of_layer, self.places.bytes)
         pieces = Pieces(self.model, held)

@@ -210,6 +210,9 @@ class ModelRunner:
         gc.disable()
         try:
             with bar, self.compute.current():
+                if self.places.bytes:  # warm-up runs read them, and what another piece left leads an index anywhere
+                    self.offload.drain()
+                    self.places.clear()
                 for work in works:
                     self.graphs.capture(work)
                     bar.set_postfix_str(work.name)

@@ -6,6 +6,7 @@ from engines import SMALL, assert_pools_as_before, make_engine, random_prompts, 
 from simulated import SimulatedRuntime
 from tiny_models import make_checkpoint
 
+from nanoinfer.execution.activations import Activations
 from nanoinfer.layers.experts import Experts
 from nanoinfer.layers.linear import Embedding, Head, Linear
 from nanoinfer.models.streamed import ALIGNMENT, place_sizes, spread
@@ -120,6 +121,32 @@ def test_a_run_holds_what_its_piece_reads_and_nothing_twice(path_of, family):
         one.nbytes for module in streamed.piece_of for one in module.parameters()
     )
     assert abs(on_gpu - (spec.weight_bytes - engine.plan.streamed_bytes)) < 50 * ALIGNMENT
+
+
+def test_pieces_that_run_outside_of_steps_find_zeros_in_their_places(path_of, monkeypatch):
+    """What another piece left there would lead a table of indices out of the memory."""
+    engine = make_engine(path_of("qwen3", **SMALL), **ALL, enable_cpu_offload="auto")
+    runner, places = engine.runner, engine.runner.places.bytes
+
+    @torch.inference_mode()
+    def soil():
+        for place in places:
+            place.fill_(127)
+
+    def is_clear():
+        return not any(place.any() for place in places)
+
+    soil()
+    with torch.inference_mode():
+        memory = runner.layout, runner.plan, runner.runtime.device, runner.places, 0
+        Activations(runner.compute, runner.model, runner.backend, *memory).run_each_kind()
+    assert is_clear()
+    soil()
+    seen = []
+    monkeypatch.setattr(runner.graphs, "captured", {})
+    monkeypatch.setattr(runner.graphs, "capture", lambda work: seen.append(is_clear()))
+    runner.capture(True)
+    assert seen and all(seen)
 
 
 def test_random_weights_are_the_same_wherever_they_lie(path_of):
