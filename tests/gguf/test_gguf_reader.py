@@ -144,8 +144,15 @@ def test_what_is_wrong_is_refused(case):
 def test_more_texts_than_any_vocabulary_has(tmp_path):
     """Empty ones, in a file of 17 MB: each takes more memory than it has bytes."""
     path = tmp_path / "model.gguf"
-    path.write_bytes(table({"a": struct.pack("<IIQ", 9, 8, 2**21 + 1)}) + bytes(8 * (2**21 + 1)))
-    with pytest.raises(ValueError, match="at most 2,097,152 are read"):
+    path.write_bytes(table({"a": struct.pack("<IIQ", 9, 8, 2**20 + 1)}) + bytes(8 * (2**20 + 1)))
+    with pytest.raises(ValueError, match="at most 1,048,576 are read"):
+        read_gguf(path)
+
+
+def test_more_bytes_than_any_table_has(tmp_path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(table({"a": struct.pack("<IIQ", 9, 0, 40 * 2**20)}) + bytes(40 * 2**20))
+    with pytest.raises(ValueError, match="at most 23,068,672 are read"):
         read_gguf(path)
 
 
