@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from typing import NoReturn
 
 import psutil
 
@@ -14,6 +14,7 @@ from nanoinfer.execution.buffers import buffer_bytes, split_bytes
 from nanoinfer.execution.memory import MemoryPlan
 from nanoinfer.kernels.linear.counts import num_parts, padded_rows
 from nanoinfer.memory.machine import OUTSIDE_BYTES, DeviceMemory
+from nanoinfer.memory.refusals import KV_SHARE, TooSmall, host_wanted, least_bytes, min_blocks, refuse_gpu
 from nanoinfer.memory.sparse import sparse_bytes, sparse_reference_bytes
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.models.streamed import place_sizes, spread
@@ -36,10 +37,8 @@ _STREAMING_CONTEXT = 8192
 # Share of the budget for the partials and tables of more splits than two for each block: 16 questions about one
 # document of 64k tokens are 4,112 splits of 257 blocks, 70 MiB in a 4B model.
 SHARED_SPLITS_SHARE = 0.01
-
-
-class TooSmall(ValueError):
-    """What is wanted does not fit into the memory; with other settings it may."""
+# Host memory that is enough for anything.
+_UNLIMITED = 2**60
 
 
 def make_plan(
@@ -66,7 +65,7 @@ def make_plan(
     least = least_streamed(config, spec)
     for tokens in _batched_tokens(config, is_cuda):
         plan = _spend_all(config, spec, tokens, *given, least)
-        if plan.num_gpu_blocks < _min_blocks(config, plan):
+        if plan.num_gpu_blocks < min_blocks(config, plan):
             continue
         fitting.append(plan)
         if config.max_model_len is None or tokens < _LEAST_TO_STREAM_NOTHING:
@@ -74,27 +73,60 @@ def make_plan(
         # The largest step is the fastest, but where a smaller one leaves room for all KV, nothing streams.
         if plan.num_gpu_blocks > -(-config.max_model_len // config.block_size) * plan.max_num_seqs:
             return _with_model_len(config, plan)
-    also = ""
-    if not fitting and config.cpu_offload_gb != 0:
-        try:
-            fitting = list(_streaming_weights(config, spec, *given))
-        except TooSmall as error:
-            also = f". With weights in host memory: {error}"
-    if not fitting:
-        _refuse_gpu(config, plan, also)
-    return _with_model_len(config, fitting[0])
+    try:
+        return _with_model_len(config, fitting[0] if fitting else refuse_gpu(config, plan))
+    except TooSmall:
+        if config.cpu_offload_gb == 0 or fitting and config.enable_cpu_offload is True:  # which host memory bounds
+            raise
+        streaming = _streaming_weights(config, spec, *given)
+        if streaming is None and fitting:
+            raise
+    return streaming or _refuse(config, spec, *given)
 
 
-def _streaming_weights(config: EngineConfig, spec: ModelSpec, *given: int) -> Iterator[MemoryPlan]:
-    """Yield the plan with the largest prefill step in which as few weights are streamed as must be; none fits: none."""
-    first, most = least_streamed(config, spec), len(spec.piece_bytes) - 1
+def _streaming_weights(config: EngineConfig, spec: ModelSpec, *given: int) -> MemoryPlan | None:
+    """Return the plan with the largest prefill step in which as few weights stream as must be; None: none fits.
+
+    Raises:
+        TooSmall: it would fit, but for `max_model_len`.
+    """
+    too_long: TooSmall | None = None
+    for context, tokens in product((_STREAMING_CONTEXT, 1), _batched_tokens(config, given[2])):
+        for count in _counts(config, spec):
+            try:
+                plan = _spend_all(config, spec, tokens, *given, count)
+            except TooSmall:  # for host memory; with a smaller step fewer weights stream
+                break
+            if plan.num_gpu_blocks < min_blocks(config, plan, context):
+                continue
+            try:
+                return _with_model_len(config, plan)
+            except TooSmall as error:  # with more weights streamed, more KV stays on the GPU
+                too_long = too_long or error
+    if too_long is not None:
+        raise too_long
+    return None
+
+
+def _counts(config: EngineConfig, spec: ModelSpec) -> list[int]:
+    """Return how many pieces' weights may be streamed, ascending: from what the settings ask for to all."""
+    most = len(spec.piece_bytes) - 1
     # An even number: with an odd one the first piece of a step would wait for the place of the last.
-    counts = sorted({min(count + count % 2, most) for count in range(first, most + 1)})
-    for context, tokens, count in product((_STREAMING_CONTEXT, 1), _batched_tokens(config, given[2]), counts):
-        plan = _spend_all(config, spec, tokens, *given, count)
-        if plan.num_gpu_blocks >= _min_blocks(config, plan, context):
-            yield plan
-            return
+    return sorted({min(count + count % 2, most) for count in range(least_streamed(config, spec), most + 1)})
+
+
+def _refuse(config: EngineConfig, spec: ModelSpec, *given: int) -> NoReturn:
+    """Say how little GPU memory would do with the weights streamed that the host holds, or how much the host must."""
+    tokens, plans = _batched_tokens(config, given[2])[-1], []
+    for count in sorted({least_streamed(config, spec), *_counts(config, spec)}):
+        try:
+            plans.append(_spend_all(config, spec, tokens, *given, count))
+        except TooSmall:
+            break
+    roomy = _streaming_weights(replace(config, host_memory_limit=None), spec, *given[:3], _UNLIMITED)
+    least = min(plans, key=lambda plan: least_bytes(config, plan))
+    also = "" if roomy is None else f", or stream more: {host_wanted(config, roomy, given[3])}"
+    refuse_gpu(config, least, also)
 
 
 def least_streamed(config: EngineConfig, spec: ModelSpec) -> int:
@@ -184,7 +216,7 @@ def _spend(
         # A pool larger than all rows can fill is of no use: on the CPU it would take the user's own memory, and in
         # offload mode the host holds what does not fit.
         useful = max_blocks * max_num_seqs + max_num_seqs + 2
-        num_blocks = min(num_blocks, max(useful, _min_blocks(config, plan)))
+        num_blocks = min(num_blocks, max(useful, min_blocks(config, plan)))
     num_blocks = min(num_blocks, config.num_gpu_blocks_override or num_blocks)
     return replace(plan, num_gpu_blocks=num_blocks)
 
@@ -248,45 +280,6 @@ def sampling_bytes(spec: ModelSpec, max_batch: int, is_cuda: bool) -> int:
     return rows * spec.vocab_size * size + max(logprobs, reference)
 
 
-def _min_blocks(config: EngineConfig, plan: MemoryPlan, context: int = 1) -> int:
-    """Return the smallest useful GPU pool: scratch, one prefill chunk in flight, its tail and one decoding tail.
-
-    context: tokens for which there must be room where the settings ask for none.
-    """
-    chunk = -(-plan.max_num_batched_tokens // config.block_size)
-    if config.may_offload:
-        return chunk + 3
-    least = max(context, config.block_size)
-    wanted = plan.max_model_len if config.max_model_len is not None else min(plan.max_model_len, least)
-    return -(-wanted // config.block_size) + 2
-
-
-def _refuse_gpu(config: EngineConfig, plan: MemoryPlan, also: str = "") -> None:
-    blocks = _min_blocks(config, plan)
-    if config.num_gpu_blocks_override is not None and config.num_gpu_blocks_override < blocks:
-        raise ValueError(
-            f"num_gpu_blocks_override={config.num_gpu_blocks_override} is too small: {blocks} KV blocks of "
-            f"{config.block_size} tokens are the fewest, or lower max_num_batched_tokens={plan.max_num_batched_tokens}"
-        )
-    needed = plan.fixed_bytes + blocks * plan.block_bytes
-    needed += max(plan.max_splits, 2 * blocks + plan.max_num_seqs) * plan.split_bytes
-    needed = -(-needed // 2**20) * 2**20
-    given = "what is free of the device's memory, or the share of it that may be taken,"
-    if config.gpu_memory_limit is not None:
-        given = f"gpu_memory_limit={config.gpu_memory_limit!r}"
-    lower = [name for name in ("max_num_batched_tokens", "max_num_seqs") if getattr(plan, name) > 1]
-    if plan.weight_bytes >= plan.budget_bytes:
-        lower = []
-    help_lower = ", or set " + " or ".join(f"{name} below {getattr(plan, name)}" for name in lower) if lower else ""
-    help_offload = "" if config.may_offload else ", lower max_model_len or set enable_cpu_offload=True"
-    raise TooSmall(
-        f"{given} ({format_size(plan.budget_bytes)}) is too small: weights {format_size(plan.weight_bytes)}, working "
-        f"memory and buffers {format_size(plan.fixed_bytes - plan.weight_bytes)} and the least KV cache "
-        f'{format_size(needed - plan.fixed_bytes)} need {format_size(needed)}: give at least "{enough(needed)}"'
-        f"{help_lower}{help_offload}{also}"
-    )
-
-
 def _with_host(config: EngineConfig, plan: MemoryPlan, available_bytes: int) -> MemoryPlan:
     """Divide host memory: streamed weights first, then KV blocks."""
     most = -(-plan.max_model_len // config.block_size) * plan.max_num_seqs
@@ -298,9 +291,7 @@ def _with_host(config: EngineConfig, plan: MemoryPlan, available_bytes: int) -> 
             f"{available_bytes / GIB:.2f} GiB are available: lower host_memory_limit"
         )
     if streamed > (available_bytes if limit is None else limit):
-        has = f"{format_gib(available_bytes)} GiB are available"
-        has = has if limit is None else f"host_memory_limit={config.host_memory_limit!r} is {format_gib(limit)} GiB"
-        raise TooSmall(f"{format_gib(streamed)} GiB of weights are to be streamed from host memory, and {has}")
+        raise TooSmall(host_wanted(config, plan, available_bytes))
     if limit is not None:
         num_blocks = (limit - streamed) // plan.block_bytes
         wanted = config.max_model_len or config.block_size
@@ -313,13 +304,13 @@ def _with_host(config: EngineConfig, plan: MemoryPlan, available_bytes: int) -> 
                 f'takes {format_size(smallest * plan.block_bytes)}: give at least "{enough(least)}"'
             )
     else:
-        num_blocks = min(int((available_bytes - streamed) * 0.6) // plan.block_bytes, most)
+        num_blocks = min(int((available_bytes - streamed) * KV_SHARE) // plan.block_bytes, most)
     plan = replace(plan, num_host_blocks=max(1, num_blocks))
     fewest = min(most, 2 * max(plan.num_gpu_blocks, plan.num_host_blocks) + plan.max_num_seqs)
     # Many rows may share one long beginning, and then attend to far more splits than there are blocks.
     shared = min(most, max(fewest, int(SHARED_SPLITS_SHARE * plan.budget_bytes) // plan.split_bytes))
     generous = _with_splits(plan, shared)
-    if generous.num_gpu_blocks >= _min_blocks(config, generous):
+    if generous.num_gpu_blocks >= min_blocks(config, generous):
         return generous
     return _with_splits(plan, fewest)
 

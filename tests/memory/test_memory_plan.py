@@ -92,6 +92,44 @@ def test_what_settings_ask_to_stream_is_streamed_and_what_cannot_be_refused(tmp_
         plan(tmp_path, 24, resident_weights_limit=0, enable_cpu_offload=True, **wanted)
 
 
+@pytest.mark.parametrize("enable_cpu_offload", [False, "auto", True])
+@pytest.mark.parametrize("shape", ["qwen3-0.6b", "qwen3-30b-a3b"])
+def test_a_refusal_names_the_least_memory_that_streamed_weights_need(tmp_path, enable_cpu_offload, shape):
+    spec = spec_of(tmp_path, shape)
+
+    def made(gpu, host):
+        given = dict(gpu_memory_limit=gpu, host_memory_limit=host, max_num_seqs=4)
+        config = EngineConfig(model="unused", enable_cpu_offload=enable_cpu_offload, **given)
+        budget = dict(budget_bytes=int(config.gpu_memory_limit), host_available_bytes=100 * GIB)
+        return make_plan(config, spec, is_cuda=True, **budget)
+
+    with pytest.raises(ValueError, match="gpu_memory_limit='300MiB' .* too small: weights .* GiB beside") as refused:
+        made("300MiB", "90GiB")
+    least = float(re.search(r'give at least "([\d.]+)GiB"', str(refused.value))[1])
+    assert made(f"{least}GiB", "90GiB").streamed_bytes
+    with pytest.raises(ValueError, match="too small"):
+        made(f"{least - 0.021}GiB", "90GiB")
+    host = made(f"{least}GiB", "90GiB").streamed_bytes - max(spec.piece_bytes)
+    with pytest.raises(ValueError, match=" or stream more: .* are to be streamed .*host_memory_limit=") as refused:
+        made(f"{least}GiB", host)
+    enough = re.search(r'stream more: .* give at least "([\d.]+)GiB" of what', str(refused.value))[1]
+    assert made(f"{least}GiB", f"{enough}GiB").streamed_bytes
+
+
+def test_a_smaller_step_is_taken_where_the_host_cannot_hold_what_a_larger_one_makes_stream(tmp_path):
+    """And more is streamed where KV finds no room on the host, and would on the GPU."""
+    wanted = dict(max_model_len=32_768, enable_cpu_offload="auto", cpu_offload_gb=1.5, max_num_batched_tokens=2048)
+    config, spec = EngineConfig(model="unused", **wanted), spec_of(tmp_path, "qwen3-8b")
+    made = make_plan(config, spec, budget_bytes=16 * GIB, host_available_bytes=8 * GIB, is_cuda=True)
+    assert made.streamed_bytes and (made.num_gpu_blocks - 1) * 256 >= 32_768
+    config = EngineConfig(model="unused")
+    sizes = [
+        make_plan(config, spec, budget_bytes=12 * GIB, host_available_bytes=host, is_cuda=True).max_num_batched_tokens
+        for host in (9 * GIB, 7 * GIB)
+    ]
+    assert sizes[0] == 8192 > sizes[1]
+
+
 def test_an_override_below_the_smallest_useful_pool_is_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match="num_gpu_blocks_override=3 is too small: 35 KV blocks of 256 tokens"):
         plan(tmp_path, 12, enable_cpu_offload=True, num_gpu_blocks_override=3, max_num_batched_tokens=8192)
