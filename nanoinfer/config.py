@@ -193,6 +193,11 @@ class EngineConfig:
         self._check(
             "cpu_offload_gb", gib is None or is_number and 0 <= gib < 2**20, "None, or a number of GiB, such as 4"
         )
+        if gib == 0 and self.resident_weights_limit is not None:
+            raise ValueError(
+                f"resident_weights_limit={self.resident_weights_limit!r} has weights streamed that are more, and "
+                f"cpu_offload_gb={gib!r} has none: leave one of them out"
+            )
         share = self.gpu_memory_utilization
         is_number = isinstance(share, int | float) and not isinstance(share, bool)
         self._check("gpu_memory_utilization", is_number and 0 < share <= 1, "above 0 and at most 1, such as 0.9")

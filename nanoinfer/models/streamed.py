@@ -27,6 +27,7 @@ from offload.memory.pinned import HostArena
 ALIGNMENT = 256
 """Bytes at whose multiples tensors begin in a run, as torch's allocator has it on a GPU."""
 NUM_PLACES = 2
+REMEDY = "have fewer weights streamed (resident_weights_limit, gpu_memory_limit)"
 
 
 @dataclass(eq=False)
@@ -164,7 +165,8 @@ class StreamedWeights:
     def _open(self, piece: int, require_pin: bool) -> None:
         # Where the system refused once, it is not asked again, and has said so.
         pin = self._device.type == "cuda" and not any(arena.unpinned_bytes for arena in self.arenas.values())
-        self.arenas[piece] = HostArena(1, len(self.runs[piece].place), pin=pin, require_pin=require_pin)
+        options = dict(pin=pin, require_pin=require_pin, remedy=REMEDY)
+        self.arenas[piece] = HostArena(1, len(self.runs[piece].place), **options)
 
     def bring(self, module: nn.Module) -> None:
         """Have the weights of a module in its place now, for who looks at them outside of a step."""

@@ -51,6 +51,7 @@ class HostArena:
         available_bytes: host memory that may be taken; None asks the system.
         register: pins (address, bytes) and returns None or what went wrong.
         unregister: unpins an address.
+        remedy: what a message advises so that less memory is wanted.
 
     Raises:
         MemoryError: more than is available, or than the system maps; nothing was mapped.
@@ -69,24 +70,26 @@ class HostArena:
         available_bytes: int | None = None,
         register: Register | None = None,
         unregister: Callable[[int], None] | None = None,
+        remedy: str = "lower host_memory_limit",
     ) -> None:
         assert num_segments >= 1 and segment_bytes >= 1, f"{num_segments} segments of {segment_bytes} bytes"
         self.num_segments, self.segment_bytes = num_segments, segment_bytes
         self._last_bytes = segment_bytes if last_segment_bytes is None else last_segment_bytes
         assert 1 <= self._last_bytes <= segment_bytes, "the last segment may be smaller, not larger"
         self._stride = _whole_pages(segment_bytes)
+        self._remedy = remedy
         available = memory_available_bytes() if available_bytes is None else available_bytes
         if self.mapped_bytes > available:
             raise MemoryError(
                 f"{self.mapped_bytes / GIB:.2f} GiB of host memory wanted, {available / GIB:.2f} GiB are available: "
-                "lower host_memory_limit or free some memory"
+                f"{remedy} or free some memory"
             )
         try:
             self._map = mmap.mmap(-1, self.mapped_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
             raise MemoryError(
                 f"{self.mapped_bytes / GIB:.2f} GiB of host memory wanted, {memory_available_bytes() / GIB:.2f} GiB "
-                f"are available, but the system does not map as much ({error}): lower host_memory_limit, or raise the "
+                f"are available, but the system does not map as much ({error}): {remedy}, or raise the "
                 "limit of address space (ulimit -v; vm.overcommit_memory=2 sets one for the whole machine)"
             ) from error
         try:
@@ -241,7 +244,7 @@ class HostArena:
                 if self._require_pin:
                     raise PinError(
                         f"the system refused to pin host memory after {self.pinned_bytes / GIB:.2f} of "
-                        f"{self.mapped_bytes / GIB:.2f} GiB ({refusal}): lower host_memory_limit, raise the limit of "
+                        f"{self.mapped_bytes / GIB:.2f} GiB ({refusal}): {self._remedy}, raise the limit of "
                         'locked memory (ulimit -l; WSL2 allows little), or set pin_host_memory="auto" to go on slower'
                     )
                 return
@@ -249,14 +252,14 @@ class HostArena:
         self._is_pinned[index] = True
 
     def _warn(self) -> None:
-        speed = ""
+        speed, pinned = "", f" to {self.pinned_bytes / GIB:.2f} GiB" if self.pinned_bytes else ""
         if torch.cuda.is_available():
-            pinned, pageable = measure_copy_gbps(pinned=True), measure_copy_gbps(pinned=False)
-            speed = f": they stream at {pageable:.1f} GB/s instead of {pinned:.1f}"
+            usual, pageable = measure_copy_gbps(pinned=True), measure_copy_gbps(pinned=False)
+            speed = f": they stream at {pageable:.1f} GB/s instead of {usual:.1f}"
         warnings.warn(
             f"the system refused to pin {self.unpinned_bytes / GIB:.2f} of {self.mapped_bytes / GIB:.2f} GiB of host "
-            f"memory ({self._refusal}){speed}. Lower host_memory_limit to {self.pinned_bytes / GIB:.2f} GiB to keep "
-            "the speed, or raise the limit of locked memory (ulimit -l; WSL2 allows little)",
+            f"memory ({self._refusal}){speed}. To keep the speed, {self._remedy}{pinned}, or raise "
+            "the limit of locked memory (ulimit -l; WSL2 allows little)",
             stacklevel=2,
         )
 

@@ -66,6 +66,7 @@ def llm(path):
         (dict(cpu_offload_gb=8), "cpu_offload_gb=8 is more than the .* of weights that can be streamed"),
         (dict(cpu_offload_gb=-1), "cpu_offload_gb=-1 must be None, or a number of GiB"),
         (dict(resident_weights_limit="many"), "resident_weights_limit='many'"),
+        (dict(cpu_offload_gb=0, resident_weights_limit=0), "resident_weights_limit=0 has .*, and cpu_offload_gb=0 has"),
         (dict(swap_space=16), "swap_space=16 is not supported, but for 0: host_memory_limit"),
         (dict(speculative_config={"model": "x"}), "speculative_config={'model': 'x'} is not supported: there is no"),
         (dict(tokenizer="/nowhere", skip_tokenizer_init=False), "tokenizer '/nowhere' cannot be loaded"),

@@ -194,6 +194,12 @@ def test_a_failure_while_weights_are_read_leaves_no_host_memory_behind(path_of, 
     assert failing and all(not one.alive for one in made)
 
 
+def test_where_host_memory_is_gone_when_weights_are_read_fewer_of_them_are_advised(path_of, monkeypatch):
+    monkeypatch.setattr("offload.memory.pinned.memory_available_bytes", lambda: 1000)
+    with pytest.raises(MemoryError, match=r"are available: have fewer weights streamed \(resident_weights_limit"):
+        make_engine(path_of("qwen3", **SMALL), **ALL)
+
+
 def test_close_gives_the_host_memory_back(path_of):
     engine = make_engine(path_of("qwen3", **SMALL), **ALL)
     arenas = list(engine.runner.model.streamed.arenas.values())

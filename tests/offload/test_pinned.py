@@ -105,6 +105,24 @@ def test_a_refusal_raises_where_pinning_is_required_and_what_was_pinned_is_given
     assert not driver.sizes
 
 
+def test_messages_advise_what_helps_where_the_limit_of_host_memory_does_not():
+    given = dict(remedy="stream less", num_segments=1)
+    with pytest.raises(MemoryError, match="are available: stream less or free some memory"):
+        arena(Driver(), available_bytes=PAGE_BYTES, **given)
+    with (
+        arena(Driver(refuse_from=1), require_pin=True, **given) as host,
+        pytest.raises(PinError, match=": stream less,"),
+    ):
+        host.wait()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with arena(Driver(refuse_from=1), **given) as host:
+            host.wait()
+            host._thread.join()
+    (said,) = caught
+    assert "To keep the speed, stream less, or raise the limit of locked memory" in str(said.message)
+
+
 def test_a_failure_in_the_background_reaches_whoever_waits():
     def broken(address: int, num_bytes: int) -> None:
         raise OSError("the driver fell over")
