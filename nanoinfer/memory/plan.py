@@ -290,6 +290,9 @@ def _with_host(config: EngineConfig, plan: MemoryPlan, available_bytes: int) -> 
             f"host_memory_limit={config.host_memory_limit!r} is {limit / GIB:.2f} GiB, "
             f"{available_bytes / GIB:.2f} GiB are available: lower host_memory_limit"
         )
+    room = available_bytes - plan.fixed_bytes * plan.is_taken_as_needed  # on the CPU both are the same memory
+    if streamed > max(0, room):
+        raise TooSmall(host_wanted(replace(config, host_memory_limit=None), plan, max(0, room)))
     if streamed > (available_bytes if limit is None else limit):
         raise TooSmall(host_wanted(config, plan, available_bytes))
     if limit is not None:

@@ -130,6 +130,18 @@ def test_a_smaller_step_is_taken_where_the_host_cannot_hold_what_a_larger_one_ma
     assert sizes[0] == 8192 > sizes[1]
 
 
+def test_on_the_cpu_streamed_weights_count_beside_those_that_stay(tmp_path):
+    spec = spec_of(tmp_path, "qwen3-8b")
+
+    def made(gib):
+        budget = dict(budget_bytes=int(0.4 * gib * GIB), host_available_bytes=gib * GIB)
+        return make_plan(EngineConfig(model="unused"), spec, is_cuda=False, **budget)
+
+    assert made(20).streamed_bytes
+    with pytest.raises(ValueError, match="of weights are to be streamed from host memory, and .* GiB are available"):
+        made(16)
+
+
 def test_an_override_below_the_smallest_useful_pool_is_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match="num_gpu_blocks_override=3 is too small: 35 KV blocks of 256 tokens"):
         plan(tmp_path, 12, enable_cpu_offload=True, num_gpu_blocks_override=3, max_num_batched_tokens=8192)
