@@ -19,6 +19,7 @@ class MemoryPlan:
             of whole blocks.
         weight_bytes: of those that stay on the GPU, with position tables and the buffer for a matrix.
         place_bytes: what lies on the GPU of the weights that are streamed, two pieces' at a time.
+        matrix_bytes: of the matrices of packed weights, where they are kept and not written for each product.
         library_bytes: workspaces of libraries, and rounding.
         graph_bytes: private memory of the captured graphs.
         split_bytes: attention partials of one split, and its entries in tables.
@@ -37,6 +38,7 @@ class MemoryPlan:
     graph_bytes: int = 0
     ring_bytes: int = 0
     place_bytes: int = 0
+    matrix_bytes: int = 0
     block_bytes: int = 0
     split_bytes: int = 0
     blocks_per_slot: int = 0
@@ -55,7 +57,8 @@ class MemoryPlan:
     def fixed_bytes(self) -> int:
         """All but the KV pool and the partials that grow with it."""
         buffers = self.workspace_bytes + self.library_bytes + self.graph_bytes
-        return self.weight_bytes + self.activation_bytes + self.ring_bytes + self.place_bytes + buffers
+        weights = self.weight_bytes + self.place_bytes + self.matrix_bytes
+        return weights + self.activation_bytes + self.ring_bytes + buffers
 
     @property
     def pool_bytes(self) -> int:
@@ -76,9 +79,10 @@ class MemoryPlan:
         """Return the plan as the engine prints it at start-up."""
         gib, steps = format_gib, f"max_model_len {self.max_model_len}, prefill steps of {self.max_num_batched_tokens}"
         if self.is_taken_as_needed:
-            rest = self.total_bytes - self.weight_bytes + self.host_bytes
+            held = self.weight_bytes + self.matrix_bytes
+            rest = self.total_bytes - held + self.host_bytes
             return (
-                f"weights {gib(self.weight_bytes)} GiB; the rest is reserved, and taken only as requests need it: up "
+                f"weights {gib(held)} GiB; the rest is reserved, and taken only as requests need it: up "
                 f"to {gib(rest)} GiB, less with gpu_memory_limit and host_memory_limit; {steps} tokens"
             )
         buffers = self.workspace_bytes + self.library_bytes + self.graph_bytes

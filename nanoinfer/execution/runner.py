@@ -30,7 +30,7 @@ from nanoinfer.execution.recurrent import RecurrentStates
 from nanoinfer.execution.resources import Resources
 from nanoinfer.execution.stream_shares import stream_shares
 from nanoinfer.layers.experts import reads_of
-from nanoinfer.layers.linear import Head, Linear
+from nanoinfer.layers.linear import Head, Linear, keep_matrices
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.step.plan import StepPlan
@@ -99,6 +99,8 @@ class ModelRunner:
         is_cuda = runtime.device.type == "cuda"
         self._num_threads = None if is_cuda else _num_threads(model)
         self._has_graphs = not config.enforce_eager and (not is_cuda or backend.graph_safe)
+        if plan.matrix_bytes:
+            keep_matrices(model)
         if is_cuda:
             self.compile_kernels()
             blocks_over_plan, self.product_checks = self._activations.measure(config.progress_bar)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from nanoinfer.kernels.linear.counts import num_parts
 from nanoinfer.kernels.operations import operations_of
-from nanoinfer.layers.formats.base import DENSE, Filling, Formats
+from nanoinfer.layers.formats.base import DENSE, ExpandedFormat, Filling, Formats
 from nanoinfer.layers.formats.parted import merged
 from nanoinfer.layers.norm import RMSNorm
 
@@ -42,6 +42,7 @@ class Linear(nn.Module):
         self.num_rows, self.in_features = sum(sizes.values()), in_features
         self.weights = merged([formats.of_held(name) for name in sizes], list(sizes.values()))
         self.operations, self.library_counts, self.scratch = operations_of(device), frozenset(), None
+        self.kept_matrix: Tensor | None = None
         self.weights.allocate(self, self.num_rows, in_features, dtype=dtype, device=device)
         self.bias = None
         if bias:
@@ -120,6 +121,27 @@ def scratch_size(model: nn.Module, has_kernels: bool) -> int:
     """Return the elements of the largest matrix that a projection needs a buffer for; see `WeightFormat`."""
     linears = [module for module in model.modules() if isinstance(module, Linear) and module.multiplies]
     return max((module.weights.scratch_size(module, has_kernels) for module in linears), default=0)
+
+
+def _expanded(model: nn.Module) -> list[Linear]:
+    """Return the projections whose matrix is written for each product."""
+    linears = [module for module in model.modules() if isinstance(module, Linear) and module.multiplies]
+    return [module for module in linears if isinstance(module.weights, ExpandedFormat)]
+
+
+def matrix_bytes(model: nn.Module, dtype: torch.dtype) -> int:
+    """Return the bytes of the matrices that `keep_matrices` keeps."""
+    return dtype.itemsize * sum(module.num_rows * module.in_features for module in _expanded(model))
+
+
+def keep_matrices(model: nn.Module) -> None:
+    """Write the matrices of all weights once. They do not change, so neither does a product.
+
+    For a CPU, which has no kernels that read a weight as it lies: there to write a matrix takes longer than to multiply
+    a few rows with it.
+    """
+    for module in _expanded(model):
+        module.kept_matrix = module.weights.matrix(module).clone()
 
 
 def share_scratch(model: nn.Module, *, dtype: torch.dtype, device) -> None:

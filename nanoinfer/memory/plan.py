@@ -50,6 +50,17 @@ def make_plan(
     is_cuda: bool,
 ) -> MemoryPlan:
     """Divide the budget among the parts of the engine. Where a limit is too small, `TooSmall` says what works."""
+    plan = _divide(config, spec, budget_bytes, host_available_bytes, is_cuda)
+    # A CPU has no kernels that read packed weights as they lie: their matrices are kept where there is room for all.
+    room = plan.budget_bytes - plan.total_bytes
+    if is_cuda or plan.streamed_pieces or not 0 < spec.matrix_bytes <= room:
+        return plan
+    return replace(plan, matrix_bytes=spec.matrix_bytes)
+
+
+def _divide(
+    config: EngineConfig, spec: ModelSpec, budget_bytes: int, host_available_bytes: int, is_cuda: bool
+) -> MemoryPlan:
     layout = spec.layout
     slot_bytes = max(DEFAULT_RING_SLOT_BYTES, layout.layer_block_bytes)
     if config.ring_slot_bytes is not None:

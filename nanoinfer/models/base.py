@@ -109,6 +109,8 @@ class ModelSpec:
     """Bytes of each piece's projections and experts, which may lie in host memory; see `StreamedWeights`."""
     scratch_bytes: int = 0
     """Bytes of the buffer that packed weights are expanded to, on a CPU."""
+    matrix_bytes: int = 0
+    """Bytes of the matrices of all packed weights, which a CPU keeps where there is room."""
     gpu_scratch_bytes: int = 0
     """Bytes of this buffer on a GPU."""
     product_bytes: int = 0

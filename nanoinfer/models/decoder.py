@@ -38,7 +38,7 @@ from nanoinfer.layers.experts import Experts, Sparse, SparseMLP, share_pools
 from nanoinfer.layers.formats.base import Filling, Renamed, renamed
 from nanoinfer.layers.formats.packed import temporary_bytes
 from nanoinfer.layers.fused_experts import fused_views
-from nanoinfer.layers.linear import Embedding, Head, Linear, scratch_size, share_scratch
+from nanoinfer.layers.linear import Embedding, Head, Linear, matrix_bytes, scratch_size, share_scratch
 from nanoinfer.layers.norm import RMSNorm
 from nanoinfer.layers.rope import Context, longest_contexts, query_scales, rope_table
 from nanoinfer.models.base import AttentionState, ModelSpec, RecurrentState, SparseSpec
@@ -215,6 +215,7 @@ class Decoder(nn.Module):
             weight_bytes=sum(weight.nbytes for weight in shapes_only.parameters()),
             embedding_bytes=sum(weight.nbytes for weight in shapes_only.embed_tokens.parameters()),
             scratch_bytes=dtype.itemsize * scratch_size(shapes_only, False),
+            matrix_bytes=matrix_bytes(shapes_only, dtype),
             gpu_scratch_bytes=dtype.itemsize * scratch_size(shapes_only, dtype.itemsize == 2),
             product_bytes=max(
                 temporary_bytes(scratch_size(shapes_only, False)),

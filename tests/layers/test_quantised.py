@@ -14,7 +14,7 @@ from packings import PACKINGS, filled
 from quantised import CASES, awq, compressed, gptq, write, written_by_the_package
 from safetensors.torch import load_file, save_file
 from simulated import SimulatedRuntime
-from tiny_models import FAMILIES
+from tiny_models import FAMILIES, make_checkpoint
 from transformers_reference import reference_tokens
 
 from nanoinfer import SamplingParams, plan
@@ -630,3 +630,19 @@ def test_schemes_of_activations_are_ignored_with_one_notice(tmp_path):
             warnings.simplefilter("always")
             make_engine(packed)
         assert sum("its weights stay quantised" in str(one.message) for one in said) == count
+
+
+@pytest.mark.parametrize("quantization", ["int4", "fp8"])
+def test_matrices_that_are_kept_change_no_bit(quantization, tmp_path):
+    """On a CPU, where there is room for all of them; and they are counted."""
+    path = make_checkpoint("qwen3", tmp_path, hidden_size=128, intermediate_size=256)
+    prompts, params = random_prompts(3, 5, 60), some_params(3, 8, logprobs=2)
+    keeping = make_engine(path, quantization=quantization)
+    wanted, plan = run(keeping, prompts, params), keeping.plan
+    spec = keeping.runner.spec
+    kept = [module.kept_matrix for module in keeping.runner.model.modules() if isinstance(module, Linear)]
+    assert sum(one.nbytes for one in kept if one is not None) == plan.matrix_bytes == spec.matrix_bytes > 0
+    other = make_engine(path, quantization=quantization, gpu_memory_limit=plan.total_bytes - 1)
+    assert other.plan.matrix_bytes == 0 and other.plan.weight_bytes == plan.weight_bytes
+    assert run(other, prompts, params) == wanted
+    assert not make_engine(path, quantization=quantization, resident_weights_limit=0).plan.matrix_bytes

@@ -265,12 +265,14 @@ DENSE = Dense()
 
 
 class ExpandedFormat(WeightFormat):
-    """A format whose matrix is written for each product, into the buffer that all modules share."""
+    """A format whose matrix is written for each product, into the buffer that all modules share, or once and kept."""
 
     @abstractmethod
     def expand_into(self, module: nn.Module, out: Tensor) -> None: ...
 
     def matrix(self, module: nn.Module) -> Tensor:
+        if (kept := getattr(module, "kept_matrix", None)) is not None:
+            return kept
         out = module.scratch[: module.num_rows * module.in_features].view(module.num_rows, module.in_features)
         self.expand_into(module, out)
         return out
