@@ -148,18 +148,10 @@ class LLMEngine:
     # Requests
 
     def add_request(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams,
-        token_ids: list[int] | None = None,
+        self, request_id: str, prompt: Prompt, params: SamplingParams, token_ids: list[int] | None = None,
         limits: TokenLimits | None = None,
-    ) -> Request:
-        """Queue a request.
-
-        Args:
-            token_ids: the prompt's tokens, if `intake.tokenize` was called before.
-            limits: of the params, if `intake.limits` was called before.
+    ) -> Request:  # fmt: skip
+        """Queue a request. token_ids, limits: the prompt's and the params', if `intake` was asked for them before.
 
         Raises:
             ValueError: the id or the parameters cannot be used. Nothing changes.

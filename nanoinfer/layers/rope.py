@@ -146,3 +146,12 @@ _NEEDED = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "proportional": (),
 }
+
+
+def distinct(ropes: tuple[Mapping | None, ...]) -> tuple[list[Mapping], list[int | None]]:
+    """Return the distinct rotations of the layers, and for each layer the index of its rotation, or None."""
+    found: list[Mapping] = []
+    for rope in ropes:
+        if rope is not None and rope not in found:
+            found.append(rope)
+    return found, [None if rope is None else found.index(rope) for rope in ropes]

@@ -40,11 +40,11 @@ from nanoinfer.layers.formats.packed import temporary_bytes
 from nanoinfer.layers.fused_experts import fused_views
 from nanoinfer.layers.linear import Embedding, Head, Linear, matrix_bytes, scratch_size, share_scratch
 from nanoinfer.layers.norm import RMSNorm
-from nanoinfer.layers.rope import Context, longest_contexts, query_scales, rope_table
+from nanoinfer.layers.rope import Context, distinct, longest_contexts, query_scales, rope_table
 from nanoinfer.models.base import AttentionState, ModelSpec, RecurrentState, SparseSpec
 from nanoinfer.models.checkpoint_info import CheckpointInfo
 from nanoinfer.models.layer import DecoderLayer, KVSlots, Traits
-from nanoinfer.models.pieces import Held, Piece
+from nanoinfer.models.pieces import Held, Piece, place_bytes
 from nanoinfer.models.step_tensors import StepTensors
 from nanoinfer.models.streamed import StreamedWeights
 from offload import Cut
@@ -119,7 +119,7 @@ class Decoder(nn.Module):
         if traits.rounds_embedding_scale:  # a product with the number rounds as with a scalar tensor then
             self._embedding_scale = torch.tensor(self._embedding_scale, dtype=spec.dtype, device="cpu").item()
         self._logits_softcap, self._logits_divisor = traits.logits_softcap, traits.logits_divisor
-        ropes, self._rope_of_layer = _distinct(self.rope_parameters(hf_config))
+        ropes, self._rope_of_layer = distinct(self.rope_parameters(hf_config))
         options["dtype"] = torch.float32 if traits.float32_rope else spec.dtype
         self.query_scales = None
         if traits.query_scaling is not None:
@@ -222,7 +222,7 @@ class Decoder(nn.Module):
                 max((one.matrix_bytes for one in shapes_only.modules() if isinstance(one, Experts)), default=0),
             ),
             sparse=shapes_only.sparse_spec(traits.sparse),
-            place_bytes=shapes_only.place_bytes(),
+            place_bytes=place_bytes(shapes_only.pieces(), spec.layout),
             piece_bytes=tuple(shapes_only.streamed.num_bytes),
             rope_row_bytes=sum(table.nbytes for table in shapes_only.rope_tables)
             + dtype.itemsize * bool(traits.query_scaling),
@@ -265,15 +265,6 @@ class Decoder(nn.Module):
     def attention_sinks(self) -> list[Tensor | None]:
         """Return the sinks of each layer with attention, [num_q_heads]; None: it has none."""
         return [self.layers[layer].self_attn.sinks for layer in self.spec.kv_layers]
-
-    def place_bytes(self) -> tuple[int, ...]:
-        """Return the bytes of each place that a cut of the model names: enough for the largest transfer."""
-        own = [transfer for piece in self.pieces() for transfer in piece.cut.transfers if transfer.landing is not None]
-        sizes: dict[int, int] = {}
-        for transfer in own:
-            place, num_bytes = transfer.landing.place, transfer.num_bytes(self.spec.layout)
-            sizes[place] = max(sizes.get(place, 0), num_bytes)
-        return tuple(sizes[place] for place in range(len(sizes)))
 
     def layer_kind(self, layer: int) -> Hashable:
         """Return what tells layers apart whose launches differ: what they keep, sizes and formats of their weights."""
@@ -402,12 +393,3 @@ class Decoder(nn.Module):
     def drafts(self, names: Collection[str]) -> set[str]:
         """Return those of a checkpoint's tensors that belong to a layer which only guesses tokens ahead."""
         return set()
-
-
-def _distinct(ropes: tuple[Mapping | None, ...]) -> tuple[list[Mapping], list[int | None]]:
-    """Return the distinct rotations of the layers, and for each layer the index of its rotation, or None."""
-    distinct: list[Mapping] = []
-    for rope in ropes:
-        if rope is not None and rope not in distinct:
-            distinct.append(rope)
-    return distinct, [None if rope is None else distinct.index(rope) for rope in ropes]

@@ -13,7 +13,7 @@ from typing import Protocol
 from torch import Tensor
 
 from nanoinfer.models.step_tensors import StepTensors
-from offload import Cut, Transfer
+from offload import Cut, KVLayout, Transfer
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,16 @@ class Piece:
     kind: Hashable
     run: Callable[[StepTensors, Held], None]
     cut: Cut = Cut()
+
+
+def place_bytes(pieces: Sequence[Piece], layout: KVLayout) -> tuple[int, ...]:
+    """Return the bytes of each place that a cut of these pieces names: enough for the largest transfer."""
+    own = [transfer for piece in pieces for transfer in piece.cut.transfers if transfer.landing is not None]
+    sizes: dict[int, int] = {}
+    for transfer in own:
+        place, num_bytes = transfer.landing.place, transfer.num_bytes(layout)
+        sizes[place] = max(sizes.get(place, 0), num_bytes)
+    return tuple(sizes[place] for place in range(len(sizes)))
 
 
 class RingTransfer(Transfer, Protocol):
