@@ -19,6 +19,7 @@ SIZES = dict(num_layers=3, num_heads=4, num_kv_heads=2, head_dim=64, hidden_size
 
 @pytest.mark.parametrize("is_eager", [False, True])
 def test_vectors_that_are_brought_change_no_bit(tmp_path, monkeypatch, is_eager):
+    registry.supported_architectures()  # has the families register themselves where they stay
     monkeypatch.setattr(registry, "_MODELS", {model.__name__: model for model in (Resident, Brought)})
     monkeypatch.setattr(Resident, "num_rows", (3, 600))
     prompts = random_prompts(5, 300, 1500) + random_prompts(3, 1, 40)

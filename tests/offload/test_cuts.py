@@ -16,6 +16,7 @@ MODES = {"resident": {}, "offload": dict(enable_cpu_offload=True), "auto": AUTO}
 @pytest.fixture
 def engine_of(tmp_path, monkeypatch):
     """An engine of one of the two models, whose other weights are the same."""
+    registry.supported_architectures()  # has the families register themselves where they stay
     monkeypatch.setattr(registry, "_MODELS", {model.__name__: model for model in (Resident, Brought)})
 
     def make(name, runtime=None, **arguments):
