@@ -8,6 +8,12 @@ from collections.abc import Callable
 from typing import TypeVar
 
 Called = TypeVar("Called", bound=Callable)
+Meaning = TypeVar("Meaning")
+
+
+def _by_name(table: dict[str, Meaning]) -> dict[str, Meaning]:
+    """Return a table whose keys list names, by each name."""
+    return {name: meaning for names, meaning in table.items() for name in names.split()}
 
 
 def takes_also(**spellings: str) -> Callable[[Called], Called]:
@@ -32,9 +38,8 @@ def takes_also(**spellings: str) -> Callable[[Called], Called]:
 
 
 # What is nearest in meaning, best first: a message names the first that is allowed there.
-MEANT: dict[str, tuple[str, ...]] = {
-    name: meant
-    for names, meant in {
+MEANT: dict[str, tuple[str, ...]] = _by_name(
+    {
         "c ctx ctx_size n_ctx num_ctx context context_length context_size max_context_len max_input_len "
         "max_input_length max_length max_model_len max_seq_len max_seq_length max_total_tokens": (
             "max_model_len", "context", "input_len",
@@ -73,62 +78,54 @@ MEANT: dict[str, tuple[str, ...]] = {
         "rng_seed s": ("seed",),
         "repeat_penalty": ("repetition_penalty",),
         "r reverse_prompt": ("stop",),
-    }.items()
-    for name in names.split()
-}  # fmt: skip
+    }
+)  # fmt: skip
 
 # The same of values: what llama.cpp, Ollama, transformers and others call formats.
-VALUES_MEANT: dict[str, tuple[str, ...]] = {
-    name: meant
-    for names, meant in {
+VALUES_MEANT: dict[str, tuple[str, ...]] = _by_name(
+    {
         "q4 q4_0 q4_1 q4_k q4_k_m q4_k_s iq4_nl iq4_xs int4_wo 4bit w4a16 nf4 bnb bitsandbytes": ("int4",),
         "q8 q8_0 q8_k int8_wo 8bit w8a16 w8a8": ("int8", "fp8"),
         "f8 fp8_e5m2 float8 float8_e4m3fn w8a8_fp8": ("fp8",),
         "f16 fp16": ("float16",),
         "bf16": ("bfloat16",),
         "f32 fp32": ("float32",),
-    }.items()
-    for name in names.split()
-}
+    }
+)
 
 # Commands of vLLM, llama.cpp and Ollama: what to run here.
-COMMANDS: dict[str, str] = {
-    name: said
-    for names, said in {
+COMMANDS: dict[str, str] = _by_name(
+    {
         "run llama-run": 'use nanoinfer chat MODEL, or nanoinfer generate MODEL "text" --chat',
         "cli llama-cli repl": "use nanoinfer chat MODEL",
         "complete completion-cli llama-simple": 'use nanoinfer generate MODEL "text"',
         "server llama-server start vllm api-server openai": "use nanoinfer serve MODEL",
         "pull download": "none is needed: a model is downloaded when it is first used, such as by nanoinfer chat MODEL",
         "list ls ps": "none is needed: GET /v1/models names the model of a server, and HF_HOME has what was downloaded",
-        "show info": "use nanoinfer plan MODEL",
+        "show info": "use nanoinfer plan MODEL, or nanoinfer inspect FILE for a GGUF file",
         "stop rm push cp": "none is needed: a model is loaded as long as its command runs, and HF_HOME has its files",
         "create convert quantise llama-quantize": "use nanoinfer quantize MODEL --to int4 --out DIR",
         "benchmark llama-bench perf": "use nanoinfer bench latency, or nanoinfer bench throughput",
         "llama-perplexity perplexity": "use tools/perplexity.py",
         "collect-env env check": "use nanoinfer doctor",
         "fit fit-params llama-fit-params memory estimate": "use nanoinfer plan MODEL",
-    }.items()
-    for name in names.split()
-}
+    }
+)
 
 # Paths of other servers, and beginnings of a path that were forgotten: where that is here.
-PATHS: dict[str, str] = {
-    path: here
-    for paths, here in {
+PATHS: dict[str, str] = _by_name(
+    {
         "/api/chat /chat /v1/chat /chat/completions /v1/messages /v1/responses /responses": "/v1/chat/completions",
         "/api/generate /generate /completion /completions /infill": "/v1/completions",
         "/api/tags /api/ps /api/show /models /": "/v1/models",
         "/props /slots /healthz /v1/health": "/health",
         "/api/version": "/version",
-    }.items()
-    for path in paths.split()
-}
+    }
+)
 
 # Options that ask for nothing that could be given here: what to do instead.
-INSTEAD: dict[str, str] = {
-    name: said
-    for names, said in {
+INSTEAD: dict[str, str] = _by_name(
+    {
         "t tb threads threads_batch num_thread": "torch chooses the threads; the environment variable OMP_NUM_THREADS "
         "bounds them",
         "mlock mmap use_mlock use_mmap": "weights lie on the GPU: leave it out",
@@ -148,6 +145,5 @@ INSTEAD: dict[str, str] = {
         "embedding embeddings pooling rerank reranking": "models generate text only",
         "ssl_keyfile ssl_certfile ssl_key_file ssl_cert_file": "put a proxy that has them before the server",
         "enable_auto_tool_choice tool_call_parser": "tools are not supported",
-    }.items()
-    for name in names.split()
-}
+    }
+)

@@ -102,8 +102,9 @@ def _streaming_weights(config: EngineConfig, spec: ModelSpec, *given: int) -> Me
         TooSmall: it would fit, but for `max_model_len`.
     """
     too_long: TooSmall | None = None
+    counts = _counts(config, spec)
     for context, tokens in product((_STREAMING_CONTEXT, 1), _batched_tokens(config, given[2])):
-        for count in _counts(config, spec):
+        for count in counts:
             try:
                 plan = _spend_all(config, spec, tokens, *given, count)
             except TooSmall:  # for host memory; with a smaller step fewer weights stream

@@ -113,8 +113,9 @@ class Decoder(nn.Module):
             self.lm_head = Head(spec.hidden_size, spec.vocab_size, formats=formats.below("lm_head"), **options)
         share_scratch(self, **options)
         layer_of = {one: index for index, layer in enumerate(self.layers) for one in layer.modules()}
-        own_pool = lambda one: self.streamed.pool_of(layer_of[one], one)  # noqa: E731
-        self.expert_pools = share_pools(self, device=device, own_pool=own_pool)
+        self.expert_pools = share_pools(
+            self, device=device, own_pool=lambda one: self.streamed.pool_of(layer_of[one], one)
+        )
         self._embedding_scale = traits.embedding_scale
         if traits.rounds_embedding_scale:  # a product with the number rounds as with a scalar tensor then
             self._embedding_scale = torch.tensor(self._embedding_scale, dtype=spec.dtype, device="cpu").item()

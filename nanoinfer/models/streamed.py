@@ -2,7 +2,7 @@
 
 What a piece reads of projections and experts is one run of bytes, in host memory and in one of two places on the GPU,
 which streamed pieces use in turn. A weight's tensors are views into its place, at the same address in each step, so
-graphs and kernels know of nothing. The copy engine fills one place while a piece computes from the other. Norms,
+graphs and kernels are as ever. The copy engine fills one place while a piece computes from the other. Norms,
 routers' biases, tables and what the first piece reads stay on the GPU: no cut lies before it.
 """
 
@@ -100,12 +100,12 @@ class StreamedWeights:
 
     def pool_of(self, number: int, experts: Experts) -> Tensor | None:
         """Count the experts of a layer; return [num_experts, stride] uint8 in their place if they are streamed."""
-        piece = self._piece(number, False)
-        begin, size = self._count(piece, experts.num_experts * experts.stride), (experts.num_experts, experts.stride)
+        piece, num_bytes = self._piece(number, False), experts.num_experts * experts.stride
+        begin = self._count(piece, num_bytes)
         if piece not in self.runs:
             return None
         self.piece_of[experts] = piece
-        return self.runs[piece].place[begin : begin + experts.num_experts * experts.stride].view(size)
+        return self.runs[piece].place[begin : begin + num_bytes].view(experts.num_experts, experts.stride)
 
     def _piece(self, layer: int, is_before_attention: bool) -> int:
         return self._inside[layer] if layer in self._inside else self._begins[layer] + (not is_before_attention)
@@ -149,12 +149,13 @@ class StreamedWeights:
             PinError: with `require_pin`, the system refused to pin it.
         """
         yield lambda module: module not in self.piece_of
-        waiting = list(self.runs)
-        for piece, run in self.runs.items():
-            while waiting and len(self.arenas) < 2 + sum(one.home is not None for one in self.runs.values()):
-                self._open(waiting.pop(0), require_pin)  # the next one is touched and pinned while this one is filled
+        pieces = list(self.runs)
+        for number, piece in enumerate(pieces):
+            for one in pieces[number : number + 2]:  # the next one is touched and pinned while this one is filled
+                if one not in self.arenas:
+                    self._open(one, require_pin)
             yield partial(self._is_of, piece)
-            arena = self.arenas[piece]
+            run, arena = self.runs[piece], self.arenas[piece]
             arena.wait()
             run.home = arena.segment(0)
             run.home.copy_(run.place)

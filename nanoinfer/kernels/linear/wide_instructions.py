@@ -40,12 +40,6 @@ def largest_scale(packing: Packing) -> float:
     return 2.0 ** (min(positions_of(packing)) - 21)
 
 
-def _shifted(target: str, source: str, left: int) -> list[str]:
-    if left == 0:
-        return [f"mov.b32 {target}, {source};"]
-    return [f"shl.b32 {target}, {source}, {left};" if left > 0 else f"shr.u32 {target}, {source}, {-left};"]
-
-
 def _expansion(bits: int, plane: int, is_bf16: bool) -> str:
     """Return instructions that make $0 two weights.
 
