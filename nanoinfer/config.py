@@ -70,6 +70,9 @@ class EngineConfig:
             all. None: all stay, or as many as the budget holds if it is too small for all.
         cpu_offload_gb: at least so many GiB of weights are streamed, as in vLLM; 0: none ever, and a budget that is too
             small for all weights is refused. None: see `resident_weights_limit`.
+        expert_slots: of each sparse layer's experts, how many may lie on the GPU at once. All lie in pinned host memory
+            then, and those that a row chooses pass to the GPU, unless they are there still. None: all stay, or as many
+            as the budget holds.
         num_gpu_blocks_override: upper limit of the KV blocks in the GPU pool, the scratch block included, whatever the
             budget leaves; for tests and experiments.
         host_memory_limit: bytes of host memory for streamed weights and KV blocks: pinned ones where offloading is
@@ -122,6 +125,7 @@ class EngineConfig:
     resident_kv_limit: int | str | None = None
     resident_weights_limit: int | str | None = None
     cpu_offload_gb: float | None = None
+    expert_slots: int | None = None
     num_gpu_blocks_override: int | None = None
     host_memory_limit: int | str | None = None
     block_size: int = 256
@@ -167,7 +171,8 @@ class EngineConfig:
         self._one_of("pin_host_memory", ("auto", "require"))
         if self.max_model_len == -1:  # vLLM's word for what fits
             object.__setattr__(self, "max_model_len", None)
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override"):
+        counts = "max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override", "expert_slots"
+        for name in counts:
             if getattr(self, name) is not None:
                 self._count(name, minimum=1)
         self._count("block_size", minimum=16)
@@ -197,6 +202,12 @@ class EngineConfig:
             raise ValueError(
                 f"resident_weights_limit={self.resident_weights_limit!r} has weights streamed that are more, and "
                 f"cpu_offload_gb={gib!r} has none: leave one of them out"
+            )
+        streams = self.resident_weights_limit is not None or gib
+        if self.expert_slots is not None and streams:
+            raise ValueError(
+                f"expert_slots={self.expert_slots} brings experts one by one, and resident_weights_limit or "
+                "cpu_offload_gb whole layers: leave one of them out"
             )
         share = self.gpu_memory_utilization
         is_number = isinstance(share, int | float) and not isinstance(share, bool)

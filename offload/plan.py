@@ -63,10 +63,12 @@ class Cut:
         kv_layer: the layer whose attention lies here, counted among those that keep keys and values; None: none does.
             Its KV chunks pass through the ring, first of all that passes here.
         transfers: what each step wants here besides, those through the ring first.
+        in_large_steps: what steps of many rows want here besides, to places of their own.
     """
 
     kv_layer: int | None = None
     transfers: tuple[Transfer, ...] = ()
+    in_large_steps: tuple[Transfer, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from nanoinfer.memory.machine import resolve_device
 from nanoinfer.memory.plan import TooSmall
 from nanoinfer.memory.remedies import with_remedies
 from nanoinfer.memory.setup import Setup
+from nanoinfer.models.streamed import OnHost
 from nanoinfer.weights.fill import check_kv_scales
 from nanoinfer.weights.find import find_model
 from nanoinfer.weights.generation_config import end_token_ids, sampling_defaults
@@ -77,7 +78,7 @@ def build(config: EngineConfig, runtime: Runtime | None) -> BuiltEngine:
         max_position=plan.max_model_len,
         context=config.max_model_len,  # not the plan's, which depends on the memory
         progress=config.progress_bar,
-        streamed_pieces=plan.streamed_pieces,
+        on_host=OnHost(plan.streamed_pieces, plan.num_expert_slots, plan.slot_rows),
         require_pin=config.pin_host_memory == "require",
     )
     runner = ModelRunner(config, plan, runtime, model, setup.backend, spec, memory_before)

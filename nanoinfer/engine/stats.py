@@ -7,6 +7,7 @@ from typing import Any
 from nanoinfer.common.units import GIB
 from nanoinfer.engine.meter import DecodeTimes
 from nanoinfer.models.base import SparseSpec
+from nanoinfer.models.expert_slots import SlotCounts
 
 Engine = Any  # an `LLMEngine`, whose file imports this one
 
@@ -54,6 +55,7 @@ def statistics(engine: Engine) -> dict[str, int | float | str | dict | list[str]
         "decode_seconds": decode.seconds,
         **experts_read(engine.runner.spec.sparse, decode),
         "prefill_experts_read": meter.prefill_experts_read,
+        **slot_figures(runner.model.streamed.slot_counts()),
         "graph_replays": decoded.graph_replays,
         "eager_steps": decoded.eager_steps,
         "padded_rows": decoded.padded_rows,
@@ -76,6 +78,19 @@ def experts_read(sparse: SparseSpec | None, times: DecodeTimes) -> dict[str, flo
     return {
         "experts_read_per_layer": per_step / sparse.num_layers if sparse else 0.0,
         "expert_bytes_per_step": per_step * sparse.bytes_per_expert if sparse else 0.0,
+    }
+
+
+def slot_figures(layers: list[SlotCounts]) -> dict[str, Any]:
+    """Return how many of the chosen experts were found on the GPU, and what was brought; zeros without slots."""
+    hits, fetches = sum(one.hits for one in layers), sum(one.to_slots + one.to_spare for one in layers)
+    return {
+        "expert_hits": hits,
+        "expert_fetches": fetches,
+        "expert_evictions": sum(one.evictions for one in layers),
+        "expert_hit_rate": hits / max(1, hits + fetches),
+        "expert_fetched_bytes": sum(one.fetched_bytes for one in layers),
+        "expert_slots_by_layer": {one.layer: one._asdict() for one in layers},
     }
 
 
@@ -148,4 +163,8 @@ def bound_line(engine: Engine, before: DecodeTimes | None = None) -> str:
     if times.copy_seconds:
         waited = times.wait_fraction * times.seconds
         link = f" (link busy {times.link_busy_fraction:.0%} of the time, {waited:.2f} s waited for copies)"
-    return f"bound by {times.bound}{link}: {advice(engine, times)}"
+    experts, found = "", slot_figures(engine.runner.model.streamed.slot_counts())
+    if found["expert_hits"] + found["expert_fetches"]:
+        experts = f"; {found['expert_hit_rate']:.0%} of the chosen experts were on the GPU since the start, and "
+        experts += f"{found['expert_fetched_bytes'] / GIB:,.1f} GiB were brought there"
+    return f"bound by {times.bound}{link}: {advice(engine, times)}{experts}"

@@ -18,7 +18,8 @@ class MemoryPlan:
         workspace_bytes: fixed buffers of decode and of small prefill steps, and tables, without the attention partials
             of whole blocks.
         weight_bytes: of those that stay on the GPU, with position tables and the buffer for a matrix.
-        place_bytes: what lies on the GPU of the weights that are streamed, two pieces' at a time.
+        place_bytes: what lies on the GPU of the weights that are streamed, two pieces' at a time; or the pool of
+            experts with slots.
         matrix_bytes: of the matrices of packed weights, where they are kept and not written for each product.
         library_bytes: workspaces of libraries, and rounding.
         graph_bytes: private memory of the captured graphs.
@@ -26,6 +27,9 @@ class MemoryPlan:
         num_gpu_blocks: KV blocks of the GPU pool, the scratch block included.
         max_resident_blocks: full blocks that may stay on the GPU in offload mode; None: as many as there is room for.
         streamed_pieces, streamed_bytes: the pieces whose weights lie in host memory, and the bytes of these.
+        num_expert_slots, expert_bytes: how many experts of a sparse layer may lie on the GPU while all lie in host
+            memory, and the bytes of all; 0: each lies on the GPU, or is streamed with its layer.
+        slot_rows: the most rows of a step that brings single experts.
         max_splits: splits of whole blocks that one decode step may attend to.
         is_taken_as_needed: memory for KV is taken page by page as requests fill it, as on the CPU.
     """
@@ -51,6 +55,9 @@ class MemoryPlan:
     max_num_batched_tokens: int = 0
     streamed_pieces: tuple[int, ...] = ()
     streamed_bytes: int = 0
+    num_expert_slots: int = 0
+    expert_bytes: int = 0
+    slot_rows: int = 0
     is_taken_as_needed: bool = False
 
     @property
@@ -71,6 +78,11 @@ class MemoryPlan:
         return self.fixed_bytes + self.pool_bytes
 
     @property
+    def host_weight_bytes(self) -> int:
+        """Of the weights in host memory."""
+        return self.streamed_bytes + self.expert_bytes
+
+    @property
     def host_bytes(self) -> int:
         """Of KV blocks."""
         return self.num_host_blocks * self.block_bytes
@@ -89,6 +101,9 @@ class MemoryPlan:
         streamed = ""
         if self.streamed_pieces:
             streamed = f" and {gib(self.streamed_bytes)} streamed from host memory through {gib(self.place_bytes)}"
+        if self.num_expert_slots:
+            streamed = f" and {gib(self.place_bytes)} for {self.num_expert_slots} experts of each layer, of "
+            streamed += f"{gib(self.expert_bytes)} in host memory"
         return (
             f"{gib(self.total_bytes)} of {gib(self.budget_bytes)} GiB of GPU memory: weights {gib(self.weight_bytes)}"
             f"{streamed}, KV cache {gib(self.pool_bytes)}, ring {gib(self.ring_bytes)}, working memory "

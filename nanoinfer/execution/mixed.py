@@ -31,7 +31,8 @@ class MixedStep(OffloadStep):
         self._compute = self._resources.compute
         # Ring chunks of the decode rows come first: some of them may be in the ring already.
         self.chunks = [[*ours, *theirs] for ours, theirs in zip(decode.chunks, prefill.chunks, strict=True)]
-        self.plan, self.section_ends = self._resources.pieces.plan(self.chunks), prefill.section_ends
+        num_rows, self.section_ends = len(prefill.tensors), prefill.section_ends
+        self.plan = self._resources.pieces.plan(self.chunks, num_rows)
         self._whole_rows = self._attention.whole_rows and not any(self.chunks)
         self.ahead = decode.ahead  # as if the decode rows went on alone
         self.write_through = prefill.write_through

@@ -7,6 +7,7 @@ graph, where they are captured. A step that wants nothing has one section.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property, partial
 from typing import Protocol
@@ -49,8 +50,10 @@ class Pieces:
         cut: the same for a step in which KV may stream at every attention.
     """
 
-    def __init__(self, model: Decoder, held: Held) -> None:
+    def __init__(self, model: Decoder, held: Held, most_rows: int = 0) -> None:
+        """most_rows: of a step that is not large, see `Cut.in_large_steps`; 0: none is."""
         self._pieces, self._held = model.pieces(), held
+        self._most_rows = most_rows or sys.maxsize
         self.window_of = [model.spec.attention.windows.index(window) for window in model.spec.windows]
         self.sinks = model.attention_sinks()
         self.cuts = tuple(piece.cut for piece in self._pieces)
@@ -95,22 +98,26 @@ class Pieces:
 
     # What passes at the cuts
 
-    def plan(self, chunks: Sequence[Sequence[Chunk]]) -> StreamPlan:
-        """Return what passes in a step. chunks: for each window the KV chunks of each layer that has it."""
-        return self._plan(chunks) if any(chunks) else self._without_kv
+    def plan(self, chunks: Sequence[Sequence[Chunk]], num_rows: int = 1) -> StreamPlan:
+        """Return what passes in a step.
+
+        chunks: for each window the KV chunks of each layer that has it; num_rows: tokens and padding.
+        """
+        is_large = num_rows > self._most_rows
+        return self._plan(chunks, is_large) if any(chunks) or is_large else self._without_kv
 
     @cached_property
     def _without_kv(self) -> StreamPlan:
-        return self._plan([()] * len(set(self.window_of)))
+        return self._plan([()] * len(set(self.window_of)), False)
 
-    def _plan(self, chunks: Sequence[Sequence[Chunk]]) -> StreamPlan:
+    def _plan(self, chunks: Sequence[Sequence[Chunk]], is_large: bool) -> StreamPlan:
         kv = [() if cut.kv_layer is None else chunks[self.window_of[cut.kv_layer]] for cut in self.cuts]
-        own = [cut.transfers for cut in self.cuts]
+        own = [cut.transfers + (cut.in_large_steps if is_large else ()) for cut in self.cuts]
         return StreamPlan(tuple([*some, *more] if more else some for some, more in zip(kv, own, strict=True)))
 
-    def common_bytes(self, layout: KVLayout) -> int:
-        """Return the bytes that pass in every step, besides KV."""
-        return sum(transfer.num_bytes(layout) for cut in self.cuts for transfer in cut.transfers)
+    def common_bytes(self, plan: StreamPlan, layout: KVLayout) -> int:
+        """Return the bytes that pass in a step besides KV."""
+        return sum(one.num_bytes(layout) for _, one in plan.transfers if not isinstance(one, Chunk))
 
     @cached_property
     def ring_transfers(self) -> dict[Hashable, Transfer]:

@@ -95,17 +95,18 @@ class PrefillProgram:
             )
             for load_state in load_states
         ]
-        plan = self.resources.pieces.plan(passing)
+        tensors = self.pieces.begin(num_tokens + num_decoding, inputs)
+        plan, usual = (self.resources.pieces.plan(passing, num_rows) for num_rows in (len(tensors), 1))
         return PrefillStep(
             program=self,
             num_chunks=len(chunks),
             write_through=step.write_through,
             chunks=passing,
             plan=plan,
-            # A decode step or another prompt follows: no KV can be guessed.
-            ahead=None if any(passing) else plan,
+            # A decode step or another prompt follows: no KV can be guessed, nor whether that will be large.
+            ahead=None if any(passing) else usual,
             num_tokens=num_tokens,
-            tensors=self.pieces.begin(num_tokens + num_decoding, inputs),
+            tensors=tensors,
             begun=begun,
             last=last,
             last_rows=last_rows,

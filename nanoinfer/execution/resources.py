@@ -45,7 +45,8 @@ class Resources:
 
     @cached_property
     def pieces(self) -> Pieces:
-        return Pieces(self.model, Held(self.gpu_kv, self.states.of_layer, self.places.bytes))
+        held = Held(self.gpu_kv, self.states.of_layer, self.places.bytes)
+        return Pieces(self.model, held, self.plan.slot_rows)
 
     @cached_property
     def windows(self) -> tuple[int | None, ...]:

@@ -29,7 +29,7 @@ from nanoinfer.execution.read_back import PendingTokens, ReadBack
 from nanoinfer.execution.recurrent import RecurrentStates
 from nanoinfer.execution.resources import Resources
 from nanoinfer.execution.stream_shares import stream_shares
-from nanoinfer.layers.experts import reads_of
+from nanoinfer.layers.expert_pools import reads_of
 from nanoinfer.layers.linear import Head, Linear, keep_matrices
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.models.decoder import Decoder
@@ -199,6 +199,7 @@ class ModelRunner:
         missing = [work for work in works if work.key not in self.graphs]
         if missing and self._has_graphs:
             self._capture(missing)
+        self._forget_slots()  # what warm-up runs chose is nobody's choice
         if is_cuda:
             self._activations.reserve()  # a capture gives unused segments back
 
@@ -285,7 +286,7 @@ class ModelRunner:
     def _shares(self, step: DecodeStep | PrefillStep | MixedStep, num_members: int) -> np.ndarray:
         resources = self.decode_program.resources
         num_layers = [resources.window_of.count(index) for index in range(len(resources.windows))]
-        common_bytes = resources.pieces.common_bytes(self.layout)
+        common_bytes = resources.pieces.common_bytes(step.plan, self.layout)
         return stream_shares(self.layout, num_layers, num_members, step.chunks, step.readers, common_bytes)
 
     def _begin(self, plan: StepPlan) -> tuple[DecodeStep | PrefillStep | MixedStep, PrefillStep | None]:
@@ -307,6 +308,11 @@ class ModelRunner:
         self.decode_program.forget_tables()
         self.prefill_program.forget_tables()
         self.read_back.forget()
+        self._forget_slots()
+
+    @torch.inference_mode()
+    def _forget_slots(self) -> None:
+        self.compute.run(self.model.streamed.forget_slots)
 
     def close(self) -> None:
         """Give back device and host memory at once; the runner cannot be used afterwards."""

@@ -13,6 +13,7 @@ from nanoinfer.common import exact
 from nanoinfer.kernels.activations import ACTIVATIONS as ACTIVATIONS
 from nanoinfer.kernels.experts.reference import choose_experts as choose_experts
 from nanoinfer.kernels.experts.reference import expert_mlp as expert_mlp
+from nanoinfer.kernels.experts.reference import place_experts as place_experts
 from nanoinfer.kernels.experts.reference import shared_mlp as shared_mlp
 from nanoinfer.kernels.layer.head_steps import HeadSteps
 from nanoinfer.sampling.reference import sample_rows as sample_rows

@@ -11,7 +11,6 @@ others. A shared expert's last product has two parts, one for each sum, added la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from nanoinfer.common.errors import did_you_mean, shown
 from nanoinfer.kernels.activations import ACTIVATIONS
 from nanoinfer.kernels.experts.routing import ExpertWeight, ExpertWeights, GatedActivation, Routing
+from nanoinfer.kernels.experts.slot_tables import SlotTables
 from nanoinfer.kernels.operations import operations_of
 from nanoinfer.layers.formats.base import DENSE, Filling, Formats, Stack, WeightFormat
 from nanoinfer.layers.formats.packed import temporary_bytes
@@ -33,8 +33,6 @@ ALIGNMENT = 128
 """Bytes at whose multiples the tensors of an expert begin."""
 SHARED_PART = 128
 """The first part of a shared expert's last sum is half of its columns, rounded up to a multiple of this."""
-_TABLE_STEP = 4
-"""Tables begin at a multiple of so many places, 16 bytes: another alignment would be another binary of a kernel."""
 
 
 class ExpertProjection:
@@ -120,13 +118,16 @@ class Experts(nn.Module):
     """The experts of a layer: down(activation(gate(x)) * up(x)) each.
 
     `share_pools` gives it `pool`, [places, stride] uint8, and `table`, [num_experts] int32; `operands` are its
-    weights. `reads`, [1] int64, counts the experts that all layers have read, each once a step.
+    weights. `reads`, [1] int64, counts the experts that all layers have read, each once a step. With `slots` they lie
+    in host memory: a step of at most `most_rows` rows brings what it reads to the pool, a larger one finds all there.
 
     Raises:
         ValueError: the activation is not supported, or experts have unlike formats.
     """
 
     reads: Tensor | None = None
+    slots: SlotTables | None = None
+    most_rows: int = 0
 
     def __init__(
         self,
@@ -156,7 +157,7 @@ class Experts(nn.Module):
             raise ValueError(
                 f"activation {shown(activation.name)} is not supported{hint}. Supported: {', '.join(ACTIVATIONS)}"
             )
-        self.num_experts, self.activation, self._is_shared = num_experts, activation, is_shared
+        self.num_experts, self.activation, self.is_shared = num_experts, activation, is_shared
         self.hidden_size, self.intermediate_size, self.dtype = hidden_size, intermediate_size, dtype
         self.names, self.is_fused, self.in_turn = names, is_fused, in_turn
         gate, up, down = (self._format_of(formats, name) for name in names)
@@ -174,7 +175,7 @@ class Experts(nn.Module):
         self.operations = operations_of(device)
 
     def _format_of(self, formats: Formats, name: str) -> WeightFormat:
-        if self._is_shared:
+        if self.is_shared:
             return formats.of(name)
         first = formats.of(f"0.{name}")
         for number in range(1, self.num_experts):
@@ -220,8 +221,11 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor, first_half: int, shared: Tensor | None) -> Tensor:
         """Compute the two sums of each row: [2, N, hidden_size] float32; see `kernels.experts.product.expert_mlp`."""
+        table = self.table
+        if self.slots is not None and len(x) <= self.most_rows:
+            table = self.operations.place_experts(ids, self.slots)
         return self.operations.expert_mlp(
-            x, ids, weights, self.table, self.operands, self.activation, first_half, shared, self.reads
+            x, ids, weights, table, self.operands, self.activation, first_half, shared, self.reads
         )
 
     def as_shared(self, x: Tensor) -> Tensor:
@@ -243,7 +247,7 @@ class Experts(nn.Module):
     def checkpoint_views(self) -> dict[str, Tensor | Filling]:
         """Return what checkpoint tensors fill, by the ends of their names, such as "7.up_proj.weight"."""
         found: dict[str, Tensor | Filling] = {}
-        numbers = [""] if self._is_shared else [f"{expert}." for expert in range(self.num_experts)]
+        numbers = [""] if self.is_shared else [f"{expert}." for expert in range(self.num_experts)]
         for ending, view in self.stacked_views(0, self.num_experts).items():
             if isinstance(view, Tensor):
                 found |= {number + ending: one for number, one in zip(numbers, view.unbind(0), strict=True)}
@@ -354,43 +358,3 @@ class SparseMLP(nn.Module):
 def _is_fused(sparse: Sparse, formats: Formats) -> bool:
     """Whether the checkpoint holds a layer's experts as one; as the family has them, if that is not known yet."""
     return not formats.holds(f"experts.0.{sparse.names[0]}") and (sparse.in_turn or formats.holds("experts"))
-
-
-def share_pools(
-    model: nn.Module, *, device, own_pool: Callable[[Experts], Tensor | None] = lambda one: None
-) -> nn.ParameterList:
-    """Give the experts of all layers whose runs are of one length one pool, each layer its table, and all one count.
-
-    own_pool: returns memory, [num_experts, stride] uint8, for the experts of a layer whose runs lie apart from others.
-    """
-    owners = [module for module in model.modules() if isinstance(module, Experts)]
-    memory = {one: own_pool(one) for one in owners}
-    by_pool: dict[Hashable, list[Experts]] = {}
-    for one in owners:
-        by_pool.setdefault(one.stride if memory[one] is None else one, []).append(one)
-    pools = nn.ParameterList()
-    for sharing in by_pool.values():
-        pool = memory[sharing[0]]
-        if pool is None:
-            num_places = sum(one.num_experts for one in sharing)
-            pool = torch.zeros(num_places, sharing[0].stride, dtype=torch.uint8, device=device)
-            pools.append(nn.Parameter(pool, requires_grad=False))
-        sizes = [-(-one.num_experts // _TABLE_STEP) * _TABLE_STEP for one in sharing]
-        table = torch.full((sum(sizes),), -1, dtype=torch.int32, device=device)
-        pools.append(nn.Parameter(table, requires_grad=False))
-        begin = 0
-        for one, places in zip(sharing, table.split(sizes), strict=True):
-            places = places[: one.num_experts]
-            places.copy_(torch.arange(begin, begin + one.num_experts))
-            one.share(pool, places, begin)
-            begin += one.num_experts
-    if owners:
-        pools.append(nn.Parameter(torch.zeros(1, dtype=torch.int64, device=device), requires_grad=False))
-        for one in owners:
-            one.reads = pools[-1].data
-    return pools
-
-
-def reads_of(model: nn.Module) -> Tensor | None:
-    """Return the count that the experts of a model share; None: it has none."""
-    return next((one.reads for one in model.modules() if isinstance(one, Experts)), None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from nanoinfer.common.units import format_gib, format_size
 from nanoinfer.execution.memory import MemoryPlan
@@ -27,6 +27,8 @@ class Forecast:
         largest_batch: the largest that fits with this context.
         ms_per_token: floor of a decode step, which gives each sequence a token. None where nothing streams and no
             device bandwidth was stated.
+        ms_at_hit_rate: where experts lie in host memory, this floor by the share of chosen ones that are on the GPU.
+            `ms_per_token` is for experts that are all chosen equally often, the worst case.
         bound: what sets this floor: "link" or "device memory".
         proposals: settings that make it fit or, where it streams, that make its steps faster.
         advice: what else would help, best first.
@@ -50,6 +52,7 @@ class Forecast:
     longest_resident_context: int | None = None
     largest_batch: int | None = None
     ms_per_token: float | None = None
+    ms_at_hit_rate: dict[float, float] = field(default_factory=dict)
     bound: str | None = None
     proposals: tuple[Proposal, ...] = ()
     advice: tuple[str, ...] = ()
@@ -97,14 +100,19 @@ class Forecast:
         buffers = memory.workspace_bytes + memory.library_bytes
         rates = [f"{self.link_gbps:g} GB/s over the link"] if streams else []
         rates += [f"{self.device_gbps:g} GB/s on the device"] if self.device_gbps else []
-        weights, on_host = memory.streamed_bytes, (self.host_kv_bytes or 0) + memory.streamed_bytes
+        weights, on_host = memory.streamed_bytes, (self.host_kv_bytes or 0) + memory.host_weight_bytes
+        slots, by_rate = memory.num_expert_slots, self.ms_at_hit_rate
         streamed = "nothing" if not streams else format_size(streams)
+        if slots:
+            streamed += ", experts that are chosen equally often among it, the worst case"
         if weights:
             streamed += f", {format_size(weights)} of it weights: what does not fit lies in host memory"
         rows = [
             ("GPU memory", f"{format_gib(memory.total_bytes)} of {format_gib(self.budget_bytes)} GiB"),
             ("  weights", format_size(memory.weight_bytes)),
             *([("  places", f"{format_size(memory.place_bytes)}, for layers that are streamed")] if weights else []),
+            *([("  experts", f"{format_size(memory.place_bytes)}, {memory.num_expert_slots} of each layer; all "
+                             f"{format_size(memory.expert_bytes)} lie in host memory")] if slots else []),
             ("  working memory", f"{format_size(memory.activation_bytes)}, "
                                  f"{memory.max_num_batched_tokens:,} tokens of a prompt at a time"),
             ("  buffers", f"{format_size(buffers)}, workspaces of libraries included"),
@@ -119,6 +127,8 @@ class Forecast:
                                 f"{_count(self.longest_resident_context)} with nothing to stream"),
             ("largest batch", f"{_count(self.largest_batch)} of {self.context:,} tokens"),
             ("decode step", f"{self._speed()}{', at ' if rates else ''}{', '.join(rates)}"),
+            *([("  by hit rate", ", ".join(f"{ms:.1f} ms at {rate:.0%}" for rate, ms in by_rate.items())
+                                 + " of the chosen experts on the GPU")] if slots else []),
         ]  # fmt: skip
         width = max(len(name) for name, _ in rows)
         return [f"{name:{width}}  {value}" for name, value in rows]

@@ -21,14 +21,15 @@ from nanoinfer.attention.base import check_fp8
 from nanoinfer.common.other_names import takes_also
 from nanoinfer.common.units import GIB, format_gib, format_size
 from nanoinfer.config import EngineConfig
+from nanoinfer.memory.budget import gpu_budget
 from nanoinfer.memory.cards import card_named
 from nanoinfer.memory.floors import bytes_read_per_step
 from nanoinfer.memory.forecast import Forecast
 from nanoinfer.memory.machine import device_memory
-from nanoinfer.memory.plan import gpu_budget, make_plan
+from nanoinfer.memory.plan import make_plan
 from nanoinfer.memory.proposals import Proposal, Proposer
 from nanoinfer.memory.setup import Specs
-from nanoinfer.memory.streamed import num_blocks, num_streamed, streamed_bytes
+from nanoinfer.memory.streamed import missed_bytes, num_blocks, num_streamed, streamed_bytes
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.models.shapes import SHAPES, write_shape
 from nanoinfer.weights.load import read_checkpoint
@@ -37,6 +38,7 @@ from offload.memory.host_memory import memory_available_bytes
 DEFAULT_LINK_GBPS = 25.0  # PCIe 4 x16
 DEFAULT_CONTEXT = 32_768
 MAX_BATCH = 4096
+HIT_RATES = (0.5, 0.8, 0.9)
 MOST_GIB = 2048  # the most memory that is looked for
 
 
@@ -223,7 +225,14 @@ class Forecaster:
         times = {"link": streamed / (asked.link_gbps * 1e9)}
         if asked.device_gbps is not None:
             times["device memory"] = read / (asked.device_gbps * 1e9)
-        bound = max(times, key=times.get)
+
+        def floor(hit_rate: float | None) -> float:
+            # A missing expert is waited for; KV and layers pass beside what is computed.
+            missed = missed_bytes(self.spec, memory, batch, hit_rate)
+            return max(times.values()) + missed / (asked.link_gbps * 1e9)
+
+        seconds, waited = floor(None), missed_bytes(self.spec, memory, batch) / (asked.link_gbps * 1e9)
+        bound = max(times, key=lambda name: times[name] + waited * (name == "link"))
         kv_bytes = num_all * layout.block_bytes
         return replace(
             asked,
@@ -231,10 +240,11 @@ class Forecaster:
             kv_bytes=kv_bytes,
             resident_kv_bytes=kv_bytes - num_streamed(config, self.spec, memory, lengths) * layout.block_bytes,
             host_kv_bytes=num_full * layout.block_bytes if is_offload else 0,
-            streamed_bytes_per_step=streamed,
+            streamed_bytes_per_step=streamed + missed_bytes(self.spec, memory, batch),
+            ms_at_hit_rate={rate: 1e3 * floor(rate) for rate in HIT_RATES if memory.num_expert_slots},
             read_bytes_per_step=read,
-            ms_per_token=times[bound] * 1e3 if times[bound] else None,
-            bound=bound if times[bound] else None,
+            ms_per_token=seconds * 1e3 if seconds else None,
+            bound=bound if seconds else None,
         )
 
     # What would help: each answer is the forecast of a changed setting
@@ -251,7 +261,7 @@ class Forecaster:
                 reached = f"{then:.1f} ms" if changed.streamed_bytes_per_step else "nothing streams"
                 found.append((now - then, f"{what}: {reached} instead of {now:.1f} ms"))
 
-        missing = -(-(step.kv_bytes - step.resident_kv_bytes + step.memory.streamed_bytes) // GIB)
+        missing = -(-(step.kv_bytes - step.resident_kv_bytes + step.memory.host_weight_bytes) // GIB)
         for gib in sorted({1, missing}):
             more = self._with_gpu(gib * GIB).step(context, batch)
             consider(more, f"{gib} GiB more GPU memory")

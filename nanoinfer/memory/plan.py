@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import replace
 from itertools import product
 from typing import NoReturn
 
-import psutil
-
-from nanoinfer.common.units import GIB, enough, format_gib, format_size
+from nanoinfer.common.units import GIB, enough, format_size
 from nanoinfer.config import EngineConfig
 from nanoinfer.execution.buffers import buffer_bytes, split_bytes
 from nanoinfer.execution.memory import MemoryPlan
-from nanoinfer.kernels.linear.counts import num_parts, padded_rows
-from nanoinfer.memory.machine import OUTSIDE_BYTES, DeviceMemory
-from nanoinfer.memory.refusals import KV_SHARE, TooSmall, host_wanted, least_bytes, min_blocks, refuse_gpu
-from nanoinfer.memory.sparse import sparse_bytes, sparse_reference_bytes
+from nanoinfer.memory.refusals import (
+    KV_SHARE,
+    TooSmall,
+    checked_slots,
+    host_wanted,
+    least_bytes,
+    min_blocks,
+    refuse_gpu,
+)  # fmt: skip
+from nanoinfer.memory.streamed import missed_bytes, streamed_bytes
+from nanoinfer.memory.working import activation_bytes, graph_bytes
 from nanoinfer.models.base import ModelSpec
+from nanoinfer.models.expert_slots import slot_bytes as slot_bytes_of
 from nanoinfer.models.streamed import place_sizes, spread
-from nanoinfer.sampling.reference import logprobs_bytes
-from nanoinfer.sampling.reference import workspace_bytes as reference_bytes
 
 DEFAULT_RING_SLOT_BYTES = 32 * 2**20
 # Workspaces that the matrix library keeps, eagerly and in graphs, and what torch's allocator adds by rounding buffers
 # to segments of 2 or 20 MiB: 94 to 135 MiB were measured over seven engines of two shapes.
 LIBRARY_BYTES = 140 * 2**20
-# Activations come from one segment (`Activations.reserve`), so that they cannot take more by being scattered over many.
-# The allocator's best fit leaves holes in it: 8 % at most, worked out tensor by tensor for eleven shapes of 0.6B to
-# 70B.
-ACTIVATION_SLACK = 1.10
-ACTIVATION_MARGIN_BYTES = 16 * 2**20
 # Prefill steps below so many tokens are too slow to be chosen for the memory that they leave.
 _LEAST_TO_STREAM_NOTHING = 1024
 # Tokens of context for which streamed weights make room, if they can, where none are asked for: a conversation.
@@ -73,9 +73,9 @@ def _divide(
     spec.check_context(config.max_model_len)
     fitting: list[MemoryPlan] = []
     given = budget_bytes, slot_bytes, is_cuda, host_available_bytes
-    least = least_streamed(config, spec)
+    least, slots = least_streamed(config, spec), checked_slots(config, spec)
     for tokens in _batched_tokens(config, is_cuda):
-        plan = _spend_all(config, spec, tokens, *given, least)
+        plan = _spend_all(config, spec, tokens, *given, least, slots)
         if plan.num_gpu_blocks < min_blocks(config, plan):
             continue
         fitting.append(plan)
@@ -85,11 +85,14 @@ def _divide(
         if plan.num_gpu_blocks > -(-config.max_model_len // config.block_size) * plan.max_num_seqs:
             return _with_model_len(config, plan)
     try:
-        return _with_model_len(config, fitting[0] if fitting else refuse_gpu(config, plan))
+        resident = _with_model_len(config, fitting[0] if fitting else refuse_gpu(config, plan))
+        return resident if slots else _with_fewer_bytes(config, spec, resident, with_most_slots(config, spec, *given))
     except TooSmall:
         if config.cpu_offload_gb == 0 or fitting and config.enable_cpu_offload is True:  # which host memory bounds
             raise
-        streaming = _streaming_weights(config, spec, *given)
+        if config.expert_slots is not None:
+            raise
+        streaming = with_most_slots(config, spec, *given) or _streaming_weights(config, spec, *given)
         if streaming is None and fitting:
             raise
     return streaming or _refuse(config, spec, *given)
@@ -117,6 +120,53 @@ def _streaming_weights(config: EngineConfig, spec: ModelSpec, *given: int) -> Me
                 too_long = too_long or error
     if too_long is not None:
         raise too_long
+    return None
+
+
+def _with_fewer_bytes(
+    config: EngineConfig, spec: ModelSpec, resident: MemoryPlan, slotted: MemoryPlan | None
+) -> MemoryPlan:
+    """Return the plan whose steps bring less, of all KV that is asked for, or of experts chosen equally often.
+
+    Where no context is asked for: the resident one, if a conversation fits.
+    """
+    if slotted is None:
+        return resident
+    if config.max_model_len is None:
+        return slotted if resident.max_model_len < min(_STREAMING_CONTEXT, spec.max_position) else resident
+    rows = [config.max_model_len] * resident.max_num_seqs
+
+    def brought(plan: MemoryPlan) -> int:
+        return streamed_bytes(config, spec, plan, rows) + missed_bytes(spec, plan, len(rows))
+
+    return min(resident, slotted, key=brought)
+
+
+def with_most_slots(config: EngineConfig, spec: ModelSpec, *given: int) -> MemoryPlan | None:
+    """Return the plan in which most experts have slots beside a context's KV; None: the model has none, or none fits.
+
+    A larger prefill step comes before more slots, down to an eighth of the experts: it has all of them streamed once.
+    """
+    sparse, is_cuda = spec.sparse, given[2]
+    if sparse is None or not is_cuda or config.resident_weights_limit is not None or config.cpu_offload_gb is not None:
+        return None
+    some = max(sparse.num_chosen, sparse.num_experts // 8)
+    contexts = [_STREAMING_CONTEXT] if config.max_model_len is None else [config.max_model_len, _STREAMING_CONTEXT]
+    for least, context, tokens in product((some, sparse.num_chosen), (*contexts, 1), _batched_tokens(config, is_cuda)):
+
+        def made(count: int, context: int = context, tokens: int = tokens) -> MemoryPlan | None:
+            try:
+                plan = _spend_all(config, spec, tokens, *given, 0, count)
+                blocks = -(-min(context, plan.max_model_len) // config.block_size) + 2
+                if plan.num_gpu_blocks < max(blocks, min_blocks(config, plan, context)):
+                    return None
+                return _with_model_len(config, plan)
+            except TooSmall:
+                return None
+
+        fitting = bisect_left(range(least, sparse.num_experts + 1), True, key=lambda count: made(count) is None)
+        if fitting:
+            return made(least + fitting - 1)
     return None
 
 
@@ -158,9 +208,10 @@ def least_streamed(config: EngineConfig, spec: ModelSpec) -> int:
 
 def _spend_all(
     config: EngineConfig, spec: ModelSpec, tokens: int, budget_bytes: int, slot_bytes: int, is_cuda: bool,
-    host_available_bytes: int, num_streamed: int,
+    host_available_bytes: int, num_streamed: int, num_expert_slots: int = 0,
 ) -> MemoryPlan:  # fmt: skip
-    plan = _spend(config, spec, tokens, budget_bytes, slot_bytes, is_cuda, spread(len(spec.piece_bytes), num_streamed))
+    streamed = spread(len(spec.piece_bytes), num_streamed)
+    plan = _spend(config, spec, tokens, budget_bytes, slot_bytes, is_cuda, streamed, num_expert_slots)
     return _with_host(config, plan, host_available_bytes)
 
 
@@ -185,6 +236,7 @@ def _spend(
     slot_bytes: int,
     is_cuda: bool,
     streamed: tuple[int, ...],
+    num_expert_slots: int,
 ) -> MemoryPlan:
     layout, max_model_len = spec.layout, config.max_model_len or spec.max_position
     max_num_seqs = config.max_num_seqs or (256 if budget_bytes >= 32 * GIB else 64)
@@ -204,15 +256,22 @@ def _spend(
     )
     of_split = split_bytes(spec, config.num_ring_slots)
     scratch_bytes = spec.gpu_scratch_bytes if is_cuda else spec.scratch_bytes
-    streamed_bytes = sum(spec.piece_bytes[piece] for piece in streamed)
+    host_bytes = sum(spec.piece_bytes[piece] for piece in streamed)
+    place_bytes, expert_bytes = sum(place_sizes(spec.piece_bytes, streamed)), 0
+    if num_expert_slots:
+        expert_bytes = spec.sparse.expert_bytes
+        place_bytes = slot_bytes_of(spec.sparse.strides, spec.sparse.num_experts, num_expert_slots)
     plan = replace(
         sizes,
         budget_bytes=budget_bytes,
         streamed_pieces=streamed,
-        streamed_bytes=streamed_bytes,
-        weight_bytes=spec.weight_bytes - streamed_bytes + scratch_bytes + spec.rope_bytes(max_model_len),
-        place_bytes=sum(place_sizes(spec.piece_bytes, streamed)),
-        activation_bytes=_activation_bytes(spec, max_num_batched_tokens, max_batch, is_cuda),
+        streamed_bytes=host_bytes,
+        num_expert_slots=num_expert_slots,
+        expert_bytes=expert_bytes,
+        slot_rows=max(max_batch, max(token_counts, default=0)) if num_expert_slots else 0,
+        weight_bytes=spec.weight_bytes - host_bytes - expert_bytes + scratch_bytes + spec.rope_bytes(max_model_len),
+        place_bytes=place_bytes,
+        activation_bytes=activation_bytes(spec, max_num_batched_tokens, max_batch, is_cuda),
         workspace_bytes=buffer_bytes(spec, sizes, batch_sizes, token_counts, config.num_ring_slots),
         library_bytes=LIBRARY_BYTES if is_cuda else 0,
         graph_bytes=graph_bytes(spec, max_batch, max(token_counts, default=0)) if has_graphs else 0,
@@ -233,69 +292,10 @@ def _spend(
     return replace(plan, num_gpu_blocks=num_blocks)
 
 
-def _activation_bytes(spec: ModelSpec, max_num_batched_tokens: int, max_batch: int, is_cuda: bool) -> int:
-    """Return the bytes of the largest prefill step, or of sampling for all rows behind it; eager decode takes less."""
-    tokens = padded_rows(max_num_batched_tokens) if is_cuda else max_num_batched_tokens
-    expanding = 0 if is_cuda else spec.product_bytes
-    largest = max(prefill_bytes(spec, tokens, is_cuda) + expanding, sampling_bytes(spec, max_batch, is_cuda))
-    return int(largest * ACTIVATION_SLACK) + ACTIVATION_MARGIN_BYTES if is_cuda else largest
-
-
-def prefill_bytes(spec: ModelSpec, tokens: int, is_cuda: bool = True) -> int:
-    """Return the bytes of the live tensors of one layer at its peak.
-
-    Each line stands for a place in `PrefillStep` and `nanoinfer.layers`.
-    """
-    size, hidden, heads, kv = spec.dtype.itemsize, spec.hidden_size, spec.attention.q_size, spec.attention.kv_size
-    state = 4 * spec.attention.num_q_heads * (spec.attention.head_dim + 2)  # the running softmax, float32
-    always = 8 + state + size * (hidden + heads)  # positions, state, residual stream, attention output
-    # Projections: their output, queries after the rotation, and the normalised input.
-    attention = always + size * (2 * heads + 2 * kv + hidden)
-    largest = tokens * max(attention, _dense_bytes(spec, always) if spec.has_dense_layers else 0)
-    if spec.sparse is None:
-        return largest
-    sparse = sparse_bytes if is_cuda else sparse_reference_bytes
-    return max(largest, tokens * always + sparse(spec, tokens))
-
-
-def _dense_bytes(spec: ModelSpec, always: int) -> int:
-    """Return the bytes of one row at the peak of an MLP without experts, or behind it."""
-    size, hidden, heads = spec.dtype.itemsize, spec.hidden_size, spec.attention.q_size
-    # The MLP: the normalised residual, gate and up, their product; or up alone, which becomes what it is activated to.
-    mlp = always + size * (hidden + spec.mlp_width * spec.intermediate_size)
-    # Behind it: the normalised residual, the product, what is added to the residual, and its norm.
-    added = 4 if max(num_parts(heads), num_parts(spec.intermediate_size)) > 1 else size  # parts of a sum are float32
-    behind = always + size * (2 * hidden + spec.intermediate_size) + added * hidden
-    return max(mlp, behind)
-
-
-def graph_bytes(spec: ModelSpec, rows: int, prefill_tokens: int) -> int:
-    """Transient bytes of the graphs, which share one pool: the larger of a layer and a decode step's logits."""
-    size, heads = spec.dtype.itemsize, spec.attention.q_size
-    most, dense = max(rows, prefill_tokens), spec.mlp_width * spec.intermediate_size if spec.has_dense_layers else 0
-    layer = most * size * (4 * spec.hidden_size + 3 * heads + dense)
-    if spec.sparse is not None:
-        layer = max(layer, most * size * spec.hidden_size + sparse_bytes(spec, most))
-    logits = (4 + size) * spec.vocab_size + size * spec.hidden_size
-    return max(layer, rows * logits)
-
-
-def sampling_bytes(spec: ModelSpec, max_batch: int, is_cuda: bool) -> int:
-    """Return the bytes of the logits behind a prefill step and of what sampling adds to them.
-
-    Sampling adds whichever takes more: the reference, which samples where there are no kernels, or log-probabilities,
-    whose rows are picked from the logits and widened to float32.
-    """
-    rows, size = max_batch, spec.dtype.itemsize
-    logprobs = rows * spec.vocab_size * (size + 4) + logprobs_bytes(rows, spec.vocab_size)
-    reference = 0 if is_cuda else reference_bytes(rows, spec.vocab_size)
-    return rows * spec.vocab_size * size + max(logprobs, reference)
-
-
 def _with_host(config: EngineConfig, plan: MemoryPlan, available_bytes: int) -> MemoryPlan:
     """Divide host memory: streamed weights first, then KV blocks."""
     most = -(-plan.max_model_len // config.block_size) * plan.max_num_seqs
-    streamed, limit = plan.streamed_bytes, config.host_memory_limit
+    streamed, limit = plan.host_weight_bytes, config.host_memory_limit
     takes_host = config.may_offload or streamed > 0
     if limit is not None and limit > available_bytes and takes_host:
         raise ValueError(
@@ -351,28 +351,3 @@ def _with_model_len(config: EngineConfig, plan: MemoryPlan) -> MemoryPlan:
             f"{'host_memory_limit' if config.may_offload else 'gpu_memory_limit'}"
         )
     return replace(plan, max_model_len=min(plan.max_model_len, capacity))
-
-
-def gpu_budget(config: EngineConfig, memory: DeviceMemory | None, host_available_bytes: int) -> int:
-    """Return the bytes that the engine may take on its device.
-
-    memory: of the GPU, now; None: the device is the CPU.
-
-    Raises:
-        ValueError: the limit is more than is free on the GPU. Loading would end in an error without advice.
-    """
-    limit = config.gpu_memory_limit
-    if limit is None:
-        if memory is None:
-            return int(host_available_bytes * 0.4)
-        return min(int(memory.total_bytes * config.gpu_memory_utilization), memory.usable_bytes)
-    total = psutil.virtual_memory().total if memory is None else memory.total_bytes
-    limit = int(limit * total if isinstance(limit, float) else limit)  # a float is a share
-    if memory is not None and limit > memory.usable_bytes:
-        given = f"gpu_memory_limit={config.gpu_memory_limit!r} is {format_gib(limit)} GiB"
-        has = f"the GPU has {format_gib(total)} GiB, {format_gib(memory.free_bytes)} of them free now"
-        raise ValueError(
-            f"{given}, {has}, and {format_gib(OUTSIDE_BYTES)} of these go to libraries. {memory.holders()}: give at "
-            f'most "{memory.largest_limit()}", leave gpu_memory_limit out to take what is free, or end what runs there'
-        )
-    return limit

@@ -7,6 +7,7 @@ from typing import NoReturn
 from nanoinfer.common.units import enough, format_gib, format_size
 from nanoinfer.config import EngineConfig
 from nanoinfer.execution.memory import MemoryPlan
+from nanoinfer.models.base import ModelSpec
 
 # Of the host memory that is available beside streamed weights, KV takes as much where no limit is given.
 KV_SHARE = 0.6
@@ -48,6 +49,8 @@ def refuse_gpu(config: EngineConfig, plan: MemoryPlan, also: str = "") -> NoRetu
     needed, streamed = least_bytes(config, plan), ""
     if plan.streamed_bytes:
         streamed = f" beside {format_size(plan.streamed_bytes)} that are streamed"
+    elif plan.num_expert_slots:
+        streamed = f", {format_size(plan.place_bytes)} for {plan.num_expert_slots} experts of each layer"
     given = "what is free of the device's memory, or the share of it that may be taken,"
     if config.gpu_memory_limit is not None:
         given = f"gpu_memory_limit={config.gpu_memory_limit!r}"
@@ -70,11 +73,26 @@ def host_wanted(config: EngineConfig, plan: MemoryPlan, available_bytes: int) ->
     if not config.may_offload or config.enable_cpu_offload == "auto" and plan.num_gpu_blocks > blocks:
         blocks = 0
     share = KV_SHARE if limit is None else 1.0
-    needed = enough(plan.streamed_bytes + -int(-blocks * plan.block_bytes // share))
-    streamed = f"{format_gib(plan.streamed_bytes)} GiB of weights are to be streamed from host memory"
+    needed = enough(plan.host_weight_bytes + -int(-blocks * plan.block_bytes // share))
+    streamed = f"{format_gib(plan.host_weight_bytes)} GiB of weights are to be streamed from host memory"
     if limit is None:
         has = f'{format_gib(available_bytes)} GiB are available: free some, "{needed}" are enough'
     else:
         has = f"host_memory_limit={limit!r} is {format_gib(limit)} GiB: "
         has += f'give at least "{needed}" of what is available, {format_gib(available_bytes)} GiB'
     return f"{streamed}, and {has}"
+
+
+def checked_slots(config: EngineConfig, spec: ModelSpec) -> int:
+    """Return `config.expert_slots`, 0 for None; ValueError if the model has no experts, or another number of them."""
+    count, sparse = config.expert_slots, spec.sparse
+    if count is None:
+        return 0
+    if sparse is None:
+        raise ValueError(f"expert_slots={count}, and {spec.architecture} has no experts: leave it out")
+    if not sparse.num_chosen <= count <= sparse.num_experts:
+        raise ValueError(
+            f"expert_slots={count}: a layer has {sparse.num_experts} experts, and a token takes {sparse.num_chosen} of "
+            f"them: give a number from {sparse.num_chosen} to {sparse.num_experts}"
+        )
+    return count

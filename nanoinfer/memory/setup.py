@@ -9,8 +9,9 @@ import torch
 from nanoinfer.attention.registry import make_backend
 from nanoinfer.config import EngineConfig
 from nanoinfer.execution.memory import MemoryPlan
+from nanoinfer.memory.budget import gpu_budget
 from nanoinfer.memory.machine import device_memory
-from nanoinfer.memory.plan import gpu_budget, make_plan
+from nanoinfer.memory.plan import make_plan
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.models.checkpoint_info import CheckpointInfo
 from nanoinfer.weights.load import read_checkpoint, read_spec

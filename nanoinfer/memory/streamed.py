@@ -32,3 +32,14 @@ def streamed_bytes(config: EngineConfig, spec: ModelSpec, memory: MemoryPlan, le
     full_layers = sum(window is None for window in spec.windows)
     kv_bytes = num_streamed(config, spec, memory, lengths) * full_layers * spec.layout.layer_block_bytes
     return memory.streamed_bytes + kv_bytes
+
+
+def missed_bytes(spec: ModelSpec, memory: MemoryPlan, num_rows: int, hit_rate: float | None = None) -> int:
+    """Return what a decode step of so many rows brings of experts that lie in host memory.
+
+    hit_rate: share of the chosen experts that are in a slot; None: as if all were chosen equally often.
+    """
+    if not memory.num_expert_slots:
+        return 0
+    hit_rate = memory.num_expert_slots / spec.sparse.num_experts if hit_rate is None else hit_rate
+    return int(memory.expert_bytes * spec.sparse.chosen_share(num_rows) * (1 - hit_rate))

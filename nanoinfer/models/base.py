@@ -48,7 +48,7 @@ class SparseSpec:
         num_layers: layers with experts.
         num_experts, num_chosen: of such a layer, and of a row there.
         intermediate_size, shared_size: of an expert, and of the one that all rows take; 0: there is none.
-        expert_bytes: of all experts of all layers, without shared ones, in the formats that they have on the device.
+        strides: bytes of an expert in each of these layers, in the format that it has on the device.
         has_wide_logits: whether the router's logits are float32.
         is_parted: whether gate and up of an expert are weights of their own.
         is_clamped: whether their product is computed in float32, as gpt-oss has it.
@@ -59,10 +59,15 @@ class SparseSpec:
     num_chosen: int
     intermediate_size: int
     shared_size: int = 0
-    expert_bytes: int = 0
+    strides: tuple[int, ...] = ()
     has_wide_logits: bool = False
     is_parted: bool = False
     is_clamped: bool = False
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of all experts of all layers, without shared ones."""
+        return self.num_experts * sum(self.strides)
 
     @property
     def bytes_per_expert(self) -> float:

@@ -23,7 +23,7 @@ tokens of several sequences may lie in one batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,7 +34,7 @@ from transformers import PretrainedConfig
 
 from nanoinfer.common import exact
 from nanoinfer.kernels.attention.spec import AttentionSpec
-from nanoinfer.layers.experts import Experts, Sparse, SparseMLP, share_pools
+from nanoinfer.layers.experts import Experts, Sparse, SparseMLP
 from nanoinfer.layers.formats.base import Filling, Renamed, renamed
 from nanoinfer.layers.formats.packed import temporary_bytes
 from nanoinfer.layers.fused_experts import fused_views
@@ -46,7 +46,7 @@ from nanoinfer.models.checkpoint_info import CheckpointInfo
 from nanoinfer.models.layer import DecoderLayer, KVSlots, Traits
 from nanoinfer.models.pieces import Held, Piece, place_bytes
 from nanoinfer.models.step_tensors import StepTensors
-from nanoinfer.models.streamed import StreamedWeights
+from nanoinfer.models.streamed import OnHost, StreamedWeights
 from offload import Cut
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -86,16 +86,15 @@ class Decoder(nn.Module):
         device: torch.device | str,
         max_position: int,
         context: int | None = None,
-        streamed_pieces: Sequence[int] = (),
+        on_host: OnHost = OnHost(),
     ) -> None:
         """Allocate the weights, not yet filled, and the position tables.
 
         max_position: positions that will be used, [0, max_position). context: the tokens of a sequence by which
-        rotations are chosen that differ for short and long ones; None: the config's limit. streamed_pieces: see
-        `StreamedWeights`.
+        rotations are chosen that differ for short and long ones; None: the config's limit.
         """
         super().__init__()
-        self.spec, self.streamed = spec, StreamedWeights(spec, streamed_pieces, device)
+        self.spec, self.streamed = spec, StreamedWeights(spec, on_host, device)
         hf_config, formats, held = checkpoint.hf_config, checkpoint.formats, checkpoint.modules
         traits = self.traits(hf_config)
         options = dict(dtype=spec.dtype, device=device)
@@ -112,10 +111,7 @@ class Decoder(nn.Module):
         if not spec.tied_embeddings:
             self.lm_head = Head(spec.hidden_size, spec.vocab_size, formats=formats.below("lm_head"), **options)
         share_scratch(self, **options)
-        layer_of = {one: index for index, layer in enumerate(self.layers) for one in layer.modules()}
-        self.expert_pools = share_pools(
-            self, device=device, own_pool=lambda one: self.streamed.pool_of(layer_of[one], one)
-        )
+        self.expert_pools = self.streamed.share_pools(self)
         self._embedding_scale = traits.embedding_scale
         if traits.rounds_embedding_scale:  # a product with the number rounds as with a scalar tensor then
             self._embedding_scale = torch.tensor(self._embedding_scale, dtype=spec.dtype, device="cpu").item()
@@ -240,7 +236,7 @@ class Decoder(nn.Module):
             num_chosen=sparse.routing.num_chosen,
             intermediate_size=sparse.intermediate_size,
             shared_size=sparse.shared_size,
-            expert_bytes=sum(one.num_experts * one.stride for one in owners),
+            strides=tuple(one.stride for one in owners),
             has_wide_logits=sparse.has_wide_logits,
             is_parted=any(len(one.gate_up) > 1 for one in owners),
             is_clamped=owners[0].activation.limit is not None,

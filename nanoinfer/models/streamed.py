@@ -1,4 +1,6 @@
-"""Weights that do not fit on the GPU: they lie in host memory, and each piece's pass to the GPU before it runs.
+"""Weights that do not fit on the GPU: they lie in host memory, and pass to the GPU before who reads them runs.
+
+Either each piece's pass there whole, or a layer's experts one by one, when a row chooses them (`expert_slots.py`).
 
 What a piece reads of projections and experts is one run of bytes, in host memory and in one of two places on the GPU,
 which streamed pieces use in turn. A weight's tensors are views into its place, at the same address in each step, so
@@ -9,7 +11,7 @@ routers' biases, tables and what the first piece reads stay on the GPU: no cut l
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanoinfer.layers.expert_pools import share_pools
 from nanoinfer.layers.experts import Experts
 from nanoinfer.layers.linear import Linear
 from nanoinfer.models.base import AttentionState, ModelSpec
+from nanoinfer.models.expert_slots import SlotCounts, SlotSet, slot_sets
 from offload import Cut, KVLayout, Landing
 from offload.memory.host_pool import HostPool
 from offload.memory.pinned import HostArena
@@ -30,9 +34,25 @@ NUM_PLACES = 2
 REMEDY = "have fewer weights streamed (resident_weights_limit, gpu_memory_limit)"
 
 
+@dataclass(frozen=True)
+class OnHost:
+    """Which weights lie in host memory.
+
+    Attributes:
+        pieces: numbers of the pieces whose weights are streamed in every step, ascending; not the first one.
+        num_slots: of each sparse layer's experts, how many may lie on the GPU, while all lie in host memory; 0: experts
+            lie where the rest of their layer does. Not beside streamed pieces.
+        slot_rows: the most rows of a step that brings experts one by one; larger ones have a layer's streamed together.
+    """
+
+    pieces: tuple[int, ...] = ()
+    num_slots: int = 0
+    slot_rows: int = 0
+
+
 @dataclass(eq=False)
 class WeightRun:
-    """The weights of a streamed piece: a `Transfer` to the place where the piece reads them.
+    """The weights of a streamed piece, or of a layer's experts: a `Transfer` to the place where the piece reads them.
 
     Attributes:
         piece: its number.
@@ -59,17 +79,19 @@ class StreamedWeights:
 
     Args:
         spec: of the model; `piece_bytes` is needed if pieces are streamed.
-        pieces: numbers of the streamed pieces, ascending; not the first one.
 
     Attributes:
+        on_host: which weights are.
         runs: by number of the piece.
+        slot_sets: the pools of experts that have slots.
         places: [bytes] uint8 each.
         num_bytes: bytes of the run that each piece would have, of what was taken so far.
         piece_of: the piece of each module that is streamed.
     """
 
-    def __init__(self, spec: ModelSpec, pieces: Sequence[int], device: torch.device | str) -> None:
-        self._device = torch.device(device)
+    def __init__(self, spec: ModelSpec, on_host: OnHost, device: torch.device | str) -> None:
+        self._device, self.on_host, pieces = torch.device(device), on_host, on_host.pieces
+        assert not (pieces and on_host.num_slots), "experts have slots, or their layers are streamed"
         attentions = spec.kv_layers
         # Piece i ends with the queries of attention i; what follows that attention belongs to piece i + 1.
         self._begins = {layer: number for number, layer in enumerate(attentions)}
@@ -88,6 +110,8 @@ class StreamedWeights:
             memory = self.places[place][: spec.piece_bytes[piece]]
             self.runs[piece] = WeightRun(piece, Landing(place, until=piece), memory)
         self.arenas: dict[int, HostArena] = {}
+        self.slot_sets: list[SlotSet] = []
+        self._layer_of: dict[Experts, int] = {}
 
     # While the model is built
 
@@ -97,12 +121,31 @@ class StreamedWeights:
             if isinstance(module, Linear):
                 is_before = number in self._begins and module is layer.self_attn.qkv_proj
                 self._take(self._piece(number, is_before), module)
+            elif isinstance(module, Experts):
+                self._layer_of[module] = number
 
-    def pool_of(self, number: int, experts: Experts) -> Tensor | None:
+    def share_pools(self, model: nn.Module) -> nn.ParameterList:
+        """Give the experts of all layers their memory, and return what stays on the GPU of those without slots."""
+        if self.on_host.num_slots:
+            slotted = [one for one in self._layer_of if not one.is_shared]
+            self.slot_sets = slot_sets(slotted, self.on_host.num_slots, self._device)
+            self.places = [area for one in self.slot_sets for area in one.areas]
+        found = share_pools(model, device=self._device, own_pool=self._pool_of)
+        for one in self.slot_sets:
+            one.give(self.on_host.slot_rows)
+        return found
+
+    def _pool_of(self, experts: Experts) -> Tensor | None:
         """Count the experts of a layer; return [num_experts, stride] uint8 in their place if they are streamed."""
-        piece, num_bytes = self._piece(number, False), experts.num_experts * experts.stride
+        piece, num_bytes = self._piece(self._layer_of[experts], False), experts.num_experts * experts.stride
         begin = self._count(piece, num_bytes)
-        if piece not in self.runs:
+        for one in self.slot_sets:
+            if experts in one.layers:
+                area = one.area_of(experts)
+                self.runs[piece] = WeightRun(piece, Landing(one.place_of(experts), until=piece), area.view(-1))
+                self.piece_of[experts] = piece
+                return area
+        if piece not in self.on_host.pieces:
             return None
         self.piece_of[experts] = piece
         return self.runs[piece].place[begin : begin + num_bytes].view(experts.num_experts, experts.stride)
@@ -114,7 +157,7 @@ class StreamedWeights:
         """Make room for a tensor in a piece's run, and return its first byte there."""
         begin = self.num_bytes[piece]
         self.num_bytes[piece] = end = begin + -(-num_bytes // ALIGNMENT) * ALIGNMENT
-        if piece in self.runs:
+        if piece in self.on_host.pieces:
             found = len(self.runs[piece].place)
             assert end <= found, f"piece {piece} has {end} bytes, {found} were counted"
         return begin
@@ -124,7 +167,7 @@ class StreamedWeights:
             tensor.untyped_storage().data_ptr(): self._count(piece, tensor.nbytes)
             for tensor in module.parameters(recurse=False)
         }
-        if piece not in self.runs:
+        if piece not in self.on_host.pieces:
             return
         self.piece_of[module] = piece
         place = self.runs[piece].place
@@ -149,7 +192,8 @@ class StreamedWeights:
             PinError: with `require_pin`, the system refused to pin it.
         """
         yield lambda module: module not in self.piece_of
-        pieces = list(self.runs)
+        pieces = sorted(self.runs)
+        require_pin = require_pin or bool(self.slot_sets)  # kernels read no other memory
         for number, piece in enumerate(pieces):
             for one in pieces[number : number + 2]:  # the next one is touched and pinned while this one is filled
                 if one not in self.arenas:
@@ -159,6 +203,12 @@ class StreamedWeights:
             arena.wait()
             run.home = arena.segment(0)
             run.home.copy_(run.place)
+        for one in self._slotted():
+            one.slots.home = self.runs[self.piece_of[one]].home.view(one.num_experts, one.stride)
+
+    def _slotted(self) -> Iterator[Experts]:
+        for one in self.slot_sets:
+            yield from one.layers
 
     def _is_of(self, piece: int, module: nn.Module) -> bool:
         return self.piece_of.get(module) == piece
@@ -178,12 +228,25 @@ class StreamedWeights:
     def cuts(self, cuts: Sequence[Cut]) -> list[Cut]:
         """Return the cuts of a model's pieces with what is brought there for the pieces behind them."""
         found = list(cuts)
+        which = "in_large_steps" if self.slot_sets else "transfers"
         for piece, run in self.runs.items():
-            found[piece - 1] = Cut(cuts[piece - 1].kv_layer, (*cuts[piece - 1].transfers, run))
+            found[piece - 1] = replace(cuts[piece - 1], **{which: (*getattr(cuts[piece - 1], which), run)})
         return found
+
+    def forget_slots(self) -> None:
+        """Have no expert in a slot, on the current stream: what lies there may be another's, or not all of it."""
+        for one in self._slotted():
+            one.slots.forget()
+
+    def slot_counts(self) -> list[SlotCounts]:
+        """Return what the steps so far have found and brought, for each layer with slots. Waits for the device."""
+        layers = sorted(self._slotted(), key=self._layer_of.get)
+        return [SlotCounts(self._layer_of[one], *one.slots.counts.tolist(), one.stride) for one in layers]
 
     def close(self) -> None:
         """Give host memory back. Nothing may be in flight."""
+        for one in self._slotted():
+            one.slots.home = None
         for run in self.runs.values():
             run.home = None
         for arena in self.arenas.values():

@@ -78,7 +78,7 @@ def verify(
     tell("\n".join([*setting, ""]))
     reports: list[RunReport] = []
     reference: list[Answer] | None = None
-    for run in make_runs(workload, plan):
+    for run in make_runs(workload, plan, setup.spec.sparse):
         report = RunReport(name=run.name, what=run.what)
         reports.append(report)
         found = attempt(run, common | run.arguments, workload, make_runtime, report)

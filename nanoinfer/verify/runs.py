@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanoinfer.execution.memory import MemoryPlan
+from nanoinfer.models.base import SparseSpec
 from nanoinfer.verify.workload import Workload
 
 Stats = dict[str, Any]
@@ -44,15 +45,16 @@ class Run:
     otherwise: str = ""
 
 
-def make_runs(workload: Workload, plan: MemoryPlan) -> list[Run]:
+def make_runs(workload: Workload, plan: MemoryPlan, sparse: SparseSpec | None = None) -> list[Run]:
     """Return all runs, the reference first.
 
     Args:
         plan: the memory plan of offload mode, with the arguments that all runs share.
+        sparse: what is sparse in the model.
     """
     # The place of the KV in runs that do not test it: on the GPU if all KV fits there.
     home = dict(enable_cpu_offload=False) if plan.num_gpu_blocks > workload.num_blocks else _STREAMED
-    return [*_places(workload, plan), *_neighbours(workload, home), *_reuse(workload, home)]
+    return [*_places(workload, plan), *_slots(sparse), *_neighbours(workload, home), *_reuse(workload, home)]
 
 
 def _places(workload: Workload, plan: MemoryPlan) -> list[Run]:
@@ -99,6 +101,21 @@ def _places(workload: Workload, plan: MemoryPlan) -> list[Run]:
             happened=lambda stats: stats["streamed_weight_bytes"] > 0,
             otherwise="no weights were streamed: the model has one piece only",
         ),
+    ]
+
+
+def _slots(sparse: SparseSpec | None) -> list[Run]:
+    """Return a run of a sparse model whose experts lie in host memory, with a quarter of them in slots."""
+    if sparse is None:
+        return []
+    return [
+        Run(
+            "experts",
+            "all experts in host memory, a quarter of each layer's in slots, KV streamed beside",
+            _STREAMED | dict(expert_slots=max(sparse.num_chosen, sparse.num_experts // 4)),
+            happened=lambda stats: stats["expert_fetches"] > 0,
+            otherwise="no expert was brought: every step was a large one",
+        )
     ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from nanoinfer.models.base import ModelSpec
 from nanoinfer.models.checkpoint_info import CheckpointInfo, TensorEntry
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.registry import find_class
+from nanoinfer.models.streamed import OnHost
 from nanoinfer.weights.checkpoint import ARCHITECTURES, OBJECT, check_fields
 from nanoinfer.weights.fill import fill_from_files, fill_with_noise, is_kv_scale
 from nanoinfer.weights.find import find_model
@@ -239,7 +240,7 @@ def load_model(
     max_position: int | None = None,
     context: int | None = None,
     progress: bool = True,
-    streamed_pieces: Sequence[int] = (),
+    on_host: OnHost = OnHost(),
     require_pin: bool = False,
 ) -> Decoder:
     """Build the model on `device` and fill its weights.
@@ -251,7 +252,7 @@ def load_model(
     load_format: "auto" reads safetensors; "dummy" makes random weights, the same for the same seed and device kind.
     max_position: number of positions in the position tables; None: the config's. context: as in `Decoder`.
     progress: show a bar if loading takes more than 2 s.
-    streamed_pieces: whose weights lie in host memory; require_pin: whether it must be pinned.
+    on_host: which weights lie in host memory; require_pin: whether it must be pinned.
 
     Raises:
         ValueError: the config or the files do not make a supported model; nothing lies on the device then. Or a file
@@ -261,7 +262,7 @@ def load_model(
     if notice := checkpoint.formats.notice:
         warnings.warn(notice, stacklevel=2)
     max_position = spec.max_position if max_position is None else max_position
-    options = dict(max_position=max_position, context=context, streamed_pieces=streamed_pieces)
+    options = dict(max_position=max_position, context=context, on_host=on_host)
     if load_format == "dummy":
         model = model_class(checkpoint, spec, device=device, **options)
         fill_with_noise(model, seed, progress, require_pin)

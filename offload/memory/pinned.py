@@ -27,7 +27,8 @@ GIB = 2**30
 PAGE_BYTES = mmap.PAGESIZE
 _HUGE_PAGE_BYTES = 2 * 2**20
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module
-_CUDA_HOST_REGISTER_PORTABLE = 1  # pinned for every CUDA context of the process
+# Pinned for every CUDA context of the process, and mapped, so that kernels may read it.
+_CUDA_HOST_REGISTER = 1 | 2
 # One registration of 512 GiB or more fails on every driver seen; pieces also let the first ones be used early.
 MAX_REGISTER_BYTES = 16 * GIB
 
@@ -297,7 +298,7 @@ def _populate(address: int, num_bytes: int) -> None:
 
 def _cuda_register(address: int, num_bytes: int) -> str | None:
     cudart = torch.cuda.cudart()
-    code = int(cudart.cudaHostRegister(address, num_bytes, _CUDA_HOST_REGISTER_PORTABLE))
+    code = int(cudart.cudaHostRegister(address, num_bytes, _CUDA_HOST_REGISTER))
     if code == 0:
         return None
     try:

@@ -11,7 +11,7 @@ from tiny_models import make_checkpoint
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.engine.meter import DecodeTimes, StepMeter
 from nanoinfer.engine.trace import write_trace
-from nanoinfer.layers.experts import share_pools
+from nanoinfer.layers.expert_pools import share_pools
 from nanoinfer.models import decoder
 from offload import Timeline
 from offload.runtime.timeline import COMPUTE, COPY, WAIT, WRITE

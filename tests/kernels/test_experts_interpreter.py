@@ -12,7 +12,8 @@ if not triton.knobs.runtime.interpret:
 from nanoinfer.kernels import fused, reference
 from nanoinfer.kernels.experts import add, choose, product
 from nanoinfer.kernels.experts.routing import SIGMOID, SOFTMAX, SOFTMAX_OF_CHOSEN, GatedActivation, Routing
-from nanoinfer.layers.experts import Experts, share_pools
+from nanoinfer.layers.expert_pools import share_pools
+from nanoinfer.layers.experts import Experts
 
 SILU, CLAMPED = GatedActivation(name="silu"), GatedActivation(name="silu", limit=0.5, alpha=1.702)
 EXPERTS, HIDDEN, SIZE = 5, 40, 24  # no multiples of a tile

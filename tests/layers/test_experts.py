@@ -4,7 +4,8 @@ import torch
 from torch import nn
 
 from nanoinfer.kernels.experts.routing import GatedActivation
-from nanoinfer.layers.experts import Experts, share_pools
+from nanoinfer.layers.expert_pools import share_pools
+from nanoinfer.layers.experts import Experts
 
 
 def test_layers_share_a_pool_where_runs_are_of_one_length_and_their_tables_are_aligned_alike():

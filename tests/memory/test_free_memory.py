@@ -11,8 +11,8 @@ from nanoinfer.common.units import GIB, parse_bytes
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.start import build
 from nanoinfer.memory import machine, setup
+from nanoinfer.memory.budget import gpu_budget
 from nanoinfer.memory.machine import OUTSIDE_BYTES, DeviceMemory
-from nanoinfer.memory.plan import gpu_budget
 
 # A card called 12 GB under a desktop.
 CARD = DeviceMemory(total_bytes=int(11.63 * GIB), free_bytes=int(10.72 * GIB))

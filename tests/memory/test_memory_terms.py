@@ -16,7 +16,7 @@ from nanoinfer.attention.torch_backend import TorchBackend
 from nanoinfer.common import exact
 from nanoinfer.execution.pieces import Pieces
 from nanoinfer.layers.linear import Linear
-from nanoinfer.memory import plan as memory
+from nanoinfer.memory import working as memory
 from nanoinfer.memory.sparse import sparse_reference_bytes
 from nanoinfer.models.checkpoint_info import CheckpointInfo
 from nanoinfer.models.decoder import Decoder

@@ -88,6 +88,7 @@ driver.set_active(gpu := NoGpu())
 jit.JITFunction.__getitem__ = compile_only
 
 from sampling_cases import make_state
+from slot_cases import make_slots
 
 from nanoinfer.kernels import fused as layers
 from nanoinfer.kernels.attention import decode_partial, merge, prefill
@@ -104,7 +105,8 @@ from nanoinfer.kernels.linear.packed_weight import empty_packed
 from nanoinfer.kernels.linear.packing import Packing
 from nanoinfer.kernels.step import rows as step_rows
 from nanoinfer.kernels.step import sample
-from nanoinfer.layers.experts import Experts, share_pools
+from nanoinfer.layers.expert_pools import share_pools
+from nanoinfer.layers.experts import Experts
 from nanoinfer.layers.formats.base import DENSE
 from nanoinfer.layers.formats.gguf_blocks import BLOCKS
 from nanoinfer.layers.formats.scaled import PackedScaled as Packed
@@ -307,6 +309,10 @@ def compile_experts() -> None:
             layers.expert_mlp(x, ids, weights, owner.table, owner.operands, activation, 4, None, reads)
         if not is_brief or (activation is silu and not is_again):
             layers.shared_mlp(x, owner.table[:1], owner.operands, activation, 128)
+    for num_experts, num_slots in ((128, 25),) if is_brief else ((128, 25), (512, 512), (8, 3)):
+        (tables,) = make_slots(num_experts, num_slots, stride=2 * 1024 * 1024 if num_slots == 25 else 384)
+        for num_rows in (1, 64):
+            layers.place_experts(ints(num_rows, 8), tables)
     grouped = Routing(num_experts=8, num_chosen=2, scores=SIGMOID, num_groups=4, num_chosen_groups=2)
     layers.choose_experts(floats(4, 8), grouped, floats(8), ints(1), torch.bfloat16)
     layers.wide_linear(zeros(4, 512), zeros(8, 512))

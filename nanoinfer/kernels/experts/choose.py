@@ -11,7 +11,7 @@ from nanoinfer.kernels.experts.routing import SIGMOID, SOFTMAX, Routing
 from nanoinfer.kernels.launch.pdl import launch_options, let_next_in, wait_for_inputs
 from nanoinfer.kernels.launch.sizes import next_power_of_2
 
-_PAIRS_AT_ONCE = 4096
+PAIRS_AT_ONCE = 4096
 
 
 @triton.jit
@@ -215,7 +215,7 @@ def sort_pairs(ids: Tensor, table: Tensor, block_m: int, reads: Tensor | None = 
     order = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
     num_tiles = min(num_pairs, num_experts + num_pairs // block_m)
     tiles = torch.empty(num_tiles, 4, dtype=torch.int32, device=ids.device)
-    tile = min(_PAIRS_AT_ONCE, max(32, next_power_of_2(num_pairs)))
+    tile = min(PAIRS_AT_ONCE, max(32, next_power_of_2(num_pairs)))
     sort_pairs_kernel[(num_experts,)](
         ids, table, order, tiles, reads, num_pairs, num_tiles, EXPERTS=num_experts,
         EXPERT_TILE=next_power_of_2(num_experts), BLOCK_M=block_m, TILE=tile,

@@ -8,6 +8,7 @@ from torch import Tensor
 from nanoinfer.common import exact
 from nanoinfer.kernels.activations import ACTIVATIONS
 from nanoinfer.kernels.experts.routing import SIGMOID, SOFTMAX, ExpertWeights, GatedActivation, Routing
+from nanoinfer.kernels.experts.slot_tables import SlotTables
 
 
 def choose_experts(
@@ -51,6 +52,30 @@ def _sorted_within(key: Tensor, is_open: Tensor) -> Tensor:
     """Return columns by descending key, the open ones first, also where their key is the least."""
     order = key.sort(descending=True, stable=True).indices
     return order.gather(1, is_open.gather(1, order).byte().sort(descending=True, stable=True).indices)
+
+
+def place_experts(ids: Tensor, slots: SlotTables) -> Tensor:
+    """Bring the experts that rows choose to the pool, as `slots.place_experts` says."""
+    chosen = ids[ids >= 0].unique().long()  # ascending
+    slots.clock += 1
+    places = slots.held[chosen]
+    slots.used[(places[places >= 0] - slots.first_slot).long()] = slots.clock
+    oldest = slots.used.sort(stable=True).indices
+    free = oldest[slots.used[oldest] < slots.clock]
+    missing = chosen[places < 0]
+    own = free[: len(missing)]
+    placed, spare = missing[: len(own)], missing[len(own) :]
+    before = slots.owner[own]
+    slots.held[before[before >= 0].long()] = -1
+    slots.owner[own], slots.used[own] = placed.int(), slots.clock
+    slots.held[placed] = (own + slots.first_slot).int()
+    slots.table.fill_(-1)
+    slots.table[chosen] = slots.held[chosen]
+    slots.table[spare] = torch.arange(len(spare), dtype=torch.int32, device=ids.device) + slots.first_spare
+    slots.pool[slots.table[missing].long()] = slots.home[missing].to(slots.pool.device)
+    counts = len(chosen) - len(missing), len(placed), len(spare), int((before >= 0).sum())
+    slots.counts += torch.tensor(counts, device=ids.device)
+    return slots.table
 
 
 def gated(gate: Tensor, up: Tensor, activation: GatedActivation) -> Tensor:

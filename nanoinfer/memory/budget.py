@@ -1,0 +1,34 @@
+"""The bytes that an engine may take on its device."""
+
+from __future__ import annotations
+
+import psutil
+
+from nanoinfer.common.units import format_gib
+from nanoinfer.config import EngineConfig
+from nanoinfer.memory.machine import OUTSIDE_BYTES, DeviceMemory
+
+
+def gpu_budget(config: EngineConfig, memory: DeviceMemory | None, host_available_bytes: int) -> int:
+    """Return the bytes that the engine may take on its device.
+
+    memory: of the GPU, now; None: the device is the CPU.
+
+    Raises:
+        ValueError: the limit is more than is free on the GPU. Loading would end in an error without advice.
+    """
+    limit = config.gpu_memory_limit
+    if limit is None:
+        if memory is None:
+            return int(host_available_bytes * 0.4)
+        return min(int(memory.total_bytes * config.gpu_memory_utilization), memory.usable_bytes)
+    total = psutil.virtual_memory().total if memory is None else memory.total_bytes
+    limit = int(limit * total if isinstance(limit, float) else limit)  # a float is a share
+    if memory is not None and limit > memory.usable_bytes:
+        given = f"gpu_memory_limit={config.gpu_memory_limit!r} is {format_gib(limit)} GiB"
+        has = f"the GPU has {format_gib(total)} GiB, {format_gib(memory.free_bytes)} of them free now"
+        raise ValueError(
+            f"{given}, {has}, and {format_gib(OUTSIDE_BYTES)} of these go to libraries. {memory.holders()}: give at "
+            f'most "{memory.largest_limit()}", leave gpu_memory_limit out to take what is free, or end what runs there'
+        )
+    return limit

@@ -1,0 +1,74 @@
+"""Working memory: bytes of what lives within a step, and of what graphs keep for it."""
+
+from __future__ import annotations
+
+from nanoinfer.kernels.linear.counts import num_parts, padded_rows
+from nanoinfer.memory.sparse import sparse_bytes, sparse_reference_bytes
+from nanoinfer.models.base import ModelSpec
+from nanoinfer.sampling.reference import logprobs_bytes
+from nanoinfer.sampling.reference import workspace_bytes as reference_bytes
+
+# Activations come from one segment (`Activations.reserve`), so that they cannot take more by being scattered over many.
+# The allocator's best fit leaves holes in it: 8 % at most, worked out tensor by tensor for eleven shapes of 0.6B to
+# 70B.
+ACTIVATION_SLACK = 1.10
+ACTIVATION_MARGIN_BYTES = 16 * 2**20
+
+
+def activation_bytes(spec: ModelSpec, max_num_batched_tokens: int, max_batch: int, is_cuda: bool) -> int:
+    """Return the bytes of the largest prefill step, or of sampling for all rows behind it; eager decode takes less."""
+    tokens = padded_rows(max_num_batched_tokens) if is_cuda else max_num_batched_tokens
+    expanding = 0 if is_cuda else spec.product_bytes
+    largest = max(prefill_bytes(spec, tokens, is_cuda) + expanding, sampling_bytes(spec, max_batch, is_cuda))
+    return int(largest * ACTIVATION_SLACK) + ACTIVATION_MARGIN_BYTES if is_cuda else largest
+
+
+def prefill_bytes(spec: ModelSpec, tokens: int, is_cuda: bool = True) -> int:
+    """Return the bytes of the live tensors of one layer at its peak.
+
+    Each line stands for a place in `PrefillStep` and `nanoinfer.layers`.
+    """
+    size, hidden, heads, kv = spec.dtype.itemsize, spec.hidden_size, spec.attention.q_size, spec.attention.kv_size
+    state = 4 * spec.attention.num_q_heads * (spec.attention.head_dim + 2)  # the running softmax, float32
+    always = 8 + state + size * (hidden + heads)  # positions, state, residual stream, attention output
+    # Projections: their output, queries after the rotation, and the normalised input.
+    attention = always + size * (2 * heads + 2 * kv + hidden)
+    largest = tokens * max(attention, _dense_bytes(spec, always) if spec.has_dense_layers else 0)
+    if spec.sparse is None:
+        return largest
+    sparse = sparse_bytes if is_cuda else sparse_reference_bytes
+    return max(largest, tokens * always + sparse(spec, tokens))
+
+
+def _dense_bytes(spec: ModelSpec, always: int) -> int:
+    """Return the bytes of one row at the peak of an MLP without experts, or behind it."""
+    size, hidden, heads = spec.dtype.itemsize, spec.hidden_size, spec.attention.q_size
+    # The MLP: the normalised residual, gate and up, their product; or up alone, which becomes what it is activated to.
+    mlp = always + size * (hidden + spec.mlp_width * spec.intermediate_size)
+    # Behind it: the normalised residual, the product, what is added to the residual, and its norm.
+    added = 4 if max(num_parts(heads), num_parts(spec.intermediate_size)) > 1 else size  # parts of a sum are float32
+    behind = always + size * (2 * hidden + spec.intermediate_size) + added * hidden
+    return max(mlp, behind)
+
+
+def graph_bytes(spec: ModelSpec, rows: int, prefill_tokens: int) -> int:
+    """Transient bytes of the graphs, which share one pool: the larger of a layer and a decode step's logits."""
+    size, heads = spec.dtype.itemsize, spec.attention.q_size
+    most, dense = max(rows, prefill_tokens), spec.mlp_width * spec.intermediate_size if spec.has_dense_layers else 0
+    layer = most * size * (4 * spec.hidden_size + 3 * heads + dense)
+    if spec.sparse is not None:
+        layer = max(layer, most * size * spec.hidden_size + sparse_bytes(spec, most))
+    logits = (4 + size) * spec.vocab_size + size * spec.hidden_size
+    return max(layer, rows * logits)
+
+
+def sampling_bytes(spec: ModelSpec, max_batch: int, is_cuda: bool) -> int:
+    """Return the bytes of the logits behind a prefill step and of what sampling adds to them.
+
+    Sampling adds whichever takes more: the reference, which samples where there are no kernels, or log-probabilities,
+    whose rows are picked from the logits and widened to float32.
+    """
+    rows, size = max_batch, spec.dtype.itemsize
+    logprobs = rows * spec.vocab_size * (size + 4) + logprobs_bytes(rows, spec.vocab_size)
+    reference = 0 if is_cuda else reference_bytes(rows, spec.vocab_size)
+    return rows * spec.vocab_size * size + max(logprobs, reference)

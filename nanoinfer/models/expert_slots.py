@@ -1,0 +1,120 @@
+"""Experts that lie in host memory, and pass to the GPU one by one, when a row chooses them.
+
+Layers whose experts are runs of one length share a pool of places:
+
+    two areas     a layer's experts each: layers use them in turn in large steps, which the copy engine fills ahead
+    spare places  what a step chooses beyond the slots of its layer, until the step's next layer
+    slots         so many for each layer: the experts that its last steps have chosen
+
+In a step of few rows nobody asks the host: kernels bring what is missing (`kernels/experts/slots.py`), in a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanoinfer.kernels.experts.slot_tables import SlotTables
+from nanoinfer.layers.experts import Experts
+
+NUM_AREAS = 2
+
+
+class SlotCounts(NamedTuple):
+    """How many experts the steps of a layer have found in slots, brought to slots and to spare places, and put out."""
+
+    layer: int
+    hits: int
+    to_slots: int
+    to_spare: int
+    evictions: int
+    stride: int
+
+    @property
+    def fetched_bytes(self) -> int:
+        return (self.to_slots + self.to_spare) * self.stride
+
+
+class SlotSet:
+    """The pool of layers whose experts are runs of one length.
+
+    Args:
+        layers: the experts of these layers, in their order.
+        num_slots: of each layer.
+        first_place: number of the first area among the places that transfers go to; see `Landing`.
+    """
+
+    def __init__(self, layers: Sequence[Experts], num_slots: int, device: torch.device | str, first_place: int) -> None:
+        self.layers, self._num_slots, self._first_place = list(layers), num_slots, first_place
+        self._num_experts, stride = layers[0].num_experts, layers[0].stride
+        places = num_places(self._num_experts, num_slots, len(layers))
+        self._pool = torch.zeros(places, stride, dtype=torch.uint8, device=device)
+
+        def numbers(size: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        self._of_step = dict(
+            table=numbers(self._num_experts), fetches=numbers(1 + 2 * self._num_experts), victims=numbers(num_slots)
+        )
+        self._tables = [
+            SlotTables(
+                pool=self._pool,
+                held=numbers(self._num_experts),
+                owner=numbers(num_slots),
+                used=numbers(num_slots, torch.int64),
+                clock=numbers(1, torch.int64),
+                counts=numbers(4, torch.int64),
+                first_slot=places - (len(layers) - index) * num_slots,
+                first_spare=NUM_AREAS * self._num_experts,
+                **self._of_step,
+            )
+            for index in range(len(layers))
+        ]
+        for tables in self._tables:
+            tables.forget()
+
+    @property
+    def areas(self) -> list[Tensor]:
+        """[bytes] uint8 each."""
+        size = self._num_experts
+        return [self._pool[turn * size : (turn + 1) * size].view(-1) for turn in range(NUM_AREAS)]
+
+    def place_of(self, experts: Experts) -> int:
+        """Return the place to which the layer's experts go together."""
+        return self._first_place + self.layers.index(experts) % NUM_AREAS
+
+    def area_of(self, experts: Experts) -> Tensor:
+        """Return this place, [num_experts, stride] uint8."""
+        return self.areas[self.layers.index(experts) % NUM_AREAS].view(self._num_experts, -1)
+
+    def give(self, most_rows: int) -> None:
+        """Have each layer find its experts in its area, and in steps of at most `most_rows` rows in its slots.
+
+        Its table is that of an area which lies by itself.
+        """
+        for index, (experts, tables) in enumerate(zip(self.layers, self._tables, strict=True)):
+            first = index % NUM_AREAS * self._num_experts
+            experts.table.add_(first)
+            experts.share(self._pool, experts.table, first)
+            experts.slots, experts.most_rows = tables, most_rows
+
+
+def slot_sets(owners: Sequence[Experts], num_slots: int, device: torch.device | str) -> list[SlotSet]:
+    """Return the pools of these layers."""
+    by_stride: dict[int, list[Experts]] = {}
+    for one in owners:
+        by_stride.setdefault(one.stride, []).append(one)
+    return [SlotSet(layers, num_slots, device, NUM_AREAS * number) for number, layers in enumerate(by_stride.values())]
+
+
+def num_places(num_experts: int, num_slots: int, num_layers: int) -> int:
+    """Return the places of a pool: areas, spare places for all experts that find no slot, and slots."""
+    return NUM_AREAS * num_experts + (num_experts - num_slots) + num_layers * num_slots
+
+
+def slot_bytes(strides: Sequence[int], num_experts: int, num_slots: int) -> int:
+    """Return the bytes of the pools. strides: bytes of an expert in each sparse layer."""
+    return sum(stride * num_places(num_experts, num_slots, strides.count(stride)) for stride in set(strides))
