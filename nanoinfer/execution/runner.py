@@ -304,21 +304,25 @@ class ModelRunner:
         self.runtime.synchronize()
 
     def forget(self) -> None:
-        """Have all tables uploaded again: after an exception, those on the device may hold anything."""
+        """Have all tables uploaded again, and no expert in a slot: after an exception, the device may hold anything."""
+        self._forget_tables()
+        self._forget_slots()
+
+    def _forget_tables(self) -> None:
         self.decode_program.forget_tables()
         self.prefill_program.forget_tables()
         self.read_back.forget()
-        self._forget_slots()
 
     @torch.inference_mode()
     def _forget_slots(self) -> None:
-        self.compute.run(self.model.streamed.forget_slots)
+        if self.model.streamed.slot_sets:
+            self.compute.run(self.model.streamed.forget_slots)
 
     def close(self) -> None:
         """Give back device and host memory at once; the runner cannot be used afterwards."""
         self.runtime.synchronize()
         self.runtime.close()
-        self.forget()  # a step that may be repeated refers to its program
+        self._forget_tables()  # a step that may be repeated refers to its program
         arena, streamed = self.offload.host.arena, self.model.streamed
         del self.decode_program, self.prefill_program, self.gpu_kv, self.kept, self.block_copies, self.ring, self.model
         del self._activations, self.graphs, self.offload
