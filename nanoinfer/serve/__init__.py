@@ -1,1 +1,1 @@
-"""`nanoinfer serve`: an HTTP server that speaks OpenAI's API. It needs the extra `serve`."""
+"""`nanoinfer serve`: an HTTP server that speaks OpenAI's API. It needs the extra `serve`; `AsyncLLM` does not."""

@@ -21,7 +21,14 @@ from nanoinfer.common.other_names import PATHS
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.serve.answers import Answer, ChatAnswer, CompletionAnswer
 from nanoinfer.serve.async_engine import AsyncEngine
-from nanoinfer.serve.client import DEFAULT_BODY_SECONDS, EventStream, read_body, while_client_stays, whole_answer
+from nanoinfer.serve.client import (
+    DEFAULT_BODY_SECONDS,
+    EventStream,
+    error_response,
+    read_body,
+    while_client_stays,
+    whole_answer,
+)
 from nanoinfer.serve.ended import EndedRequest
 from nanoinfer.serve.errors import ApiError, BadRequestError
 from nanoinfer.serve.gate import Counting, Gate, WithoutSlash, check_framing, check_origin, check_request
@@ -36,7 +43,7 @@ from nanoinfer.serve.protocol import (
     TokenizeRequest,
     parse,
 )
-from nanoinfer.serve.request_stream import RequestStream
+from nanoinfer.serve.request_stream import ReaderLeft, RequestStream
 from nanoinfer.serve.token_answers import MAX_TOKENIZING_BYTES, detokenized, tokenized
 from nanoinfer.serve.tokenizing import Prompt, PromptTokenizer
 
@@ -91,6 +98,7 @@ def create_app(
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(RequestError, _request_error)
     app.add_exception_handler(ClientDisconnect, _client_left)
+    app.add_exception_handler(ReaderLeft, _client_left)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _unexpected_error)
     names, read = list(served_model_names), partial(read_body, timeout=body_timeout)
@@ -239,13 +247,13 @@ def _check_length(asked: GenerationRequest, prompts: list[Prompt], limit: int) -
 
 
 async def _api_error(_: Request, error: ApiError) -> Response:
-    return error.response()
+    return error_response(error)
 
 
 async def _request_error(request: Request, error: RequestError) -> Response:
     """Blame the client's request for a refusal by the engine."""
     field = _PROMPT_FIELDS.get(request.url.path, "prompt") if error.field == "prompt" else error.field
-    return BadRequestError(str(error), param=field, code=TOO_LONG if error.is_too_long else None).response()
+    return error_response(BadRequestError(str(error), param=field, code=TOO_LONG if error.is_too_long else None))
 
 
 async def _client_left(*_: Any) -> Response:
@@ -262,7 +270,7 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
         message = f"there is no path {path}{hint}: there are {', '.join(paths)}"
     elif error.status_code == 405:
         message += f": use {(error.headers or {}).get('Allow', 'another method')}"
-    response = BadRequestError(message, status=error.status_code).response()
+    response = error_response(BadRequestError(message, status=error.status_code))
     response.headers.update(error.headers or {})
     return response
 
@@ -272,4 +280,5 @@ def _paths(app: FastAPI) -> list[str]:
 
 
 async def _unexpected_error(*_: Any) -> Response:
-    return ApiError("the server failed on this request: look into its log", code="internal_error").response()
+    error = ApiError("the server failed on this request: look into its log", code="internal_error")
+    return error_response(error)

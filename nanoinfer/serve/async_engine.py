@@ -12,13 +12,13 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from nanoinfer.engine.engine import LLMEngine
-from nanoinfer.serve.client import DEFAULT_QUEUE_BYTES, WaitingBytes
 from nanoinfer.serve.errors import UnavailableError
 from nanoinfer.serve.partings import RecentPrompts
 from nanoinfer.serve.request_log import RequestLog
 from nanoinfer.serve.request_stream import RequestStream
 from nanoinfer.serve.served_requests import ServedRequests
 from nanoinfer.serve.tokenizing import PromptTokenizer
+from nanoinfer.serve.waiting_bytes import DEFAULT_QUEUE_BYTES, WaitingBytes
 
 logger = logging.getLogger("nanoinfer.serve")
 T = TypeVar("T")

@@ -10,21 +10,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from starlette.requests import ClientDisconnect
-
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.engine import LLMEngine
 from nanoinfer.outputs import CompletionOutput, RequestOutput, StreamOutput
 from nanoinfer.requests.prompts import Prompt, unpack
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.serve.async_engine import AsyncEngine
-from nanoinfer.serve.request_stream import RequestStream
+from nanoinfer.serve.request_stream import ReaderLeft, RequestStream
 
 
 class AsyncLLM:
     """An LLM whose requests come from asyncio tasks. Its steps run on a thread of their own, all requests together.
 
-    It needs, in the clone, `pip install -e '.[serve]'`. Use it on one event loop.
+    Use it on one event loop.
 
     Args:
         model, arguments: as of `nanoinfer.LLM`.
@@ -86,7 +84,7 @@ class AsyncLLM:
                         error=output.error or found.error,
                     )
                 yield found
-        except ClientDisconnect:  # by `abort`
+        except ReaderLeft:  # by `abort`
             ended = [replace(one, finish_reason=one.finish_reason or "abort") for one in found.outputs]
             yield replace(found, outputs=ended, finished=True)
         finally:

@@ -7,38 +7,22 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from nanoinfer.serve.answers import DONE, Answer
 from nanoinfer.serve.connection import mark_event_stream
-from nanoinfer.serve.errors import ApiError, BadRequestError, OverloadedError
-from nanoinfer.serve.request_stream import RequestStream
+from nanoinfer.serve.errors import ApiError, BadRequestError
+from nanoinfer.serve.request_stream import ReaderLeft, RequestStream
+from nanoinfer.serve.waiting_bytes import MAX_BODY_BYTES, WaitingBytes
 
 T = TypeVar("T")
 DEFAULT_BODY_SECONDS = 60.0
-MAX_BODY_BYTES = 32 * 2**20
-DEFAULT_QUEUE_BYTES = 8 * MAX_BODY_BYTES
 
 
-class WaitingBytes:
-    """The bytes of all waiting requests together, with a limit. Used only on the event loop."""
-
-    def __init__(self, limit: int) -> None:
-        if limit < MAX_BODY_BYTES:
-            raise ValueError(f"max_queue_bytes is {limit}, it must be at least {MAX_BODY_BYTES}: a body may be as long")
-        self._limit, self.num_bytes = limit, 0
-
-    def add(self, num_bytes: int) -> None:
-        """Count bytes that have arrived; raise OverloadedError if too many wait."""
-        if self.num_bytes + num_bytes > self._limit:
-            raise OverloadedError(
-                f"{self.num_bytes} bytes of requests wait, and the server lets at most {self._limit} wait: try "
-                "again later, or start the server with a larger --max-queue-bytes",
-                closes=True,
-            )
-        self.num_bytes += num_bytes
+def error_response(error: ApiError) -> Response:
+    return Response(error.body(), error.status, error.headers, "application/json")
 
 
 async def read_body(
@@ -53,7 +37,7 @@ async def read_body(
     Raises:
         BadRequestError: the body is longer than `max_bytes`, or takes longer than `timeout`.
         OverloadedError: too many bytes wait.
-        ClientDisconnect: the client has disconnected.
+        starlette.requests.ClientDisconnect: the client has disconnected.
     """
     body, num_bytes = bytearray(), 0
 
@@ -85,13 +69,13 @@ async def read_body(
 
 
 async def while_client_stays(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`. As soon as the client disconnects, cancel `work` and raise ClientDisconnect."""
+    """Return the result of `work`. As soon as the client disconnects, cancel `work` and raise ReaderLeft."""
     working = asyncio.create_task(work)
     listener = asyncio.create_task(_client_left(receive))
     try:
         await asyncio.wait({working, listener}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ClientDisconnect
+            raise ReaderLeft
         return working.result()
     finally:
         working.cancel()
@@ -130,7 +114,7 @@ class EventStream(StreamingResponse):
         mark_event_stream(scope)
         try:
             await while_client_stays(receive, self.stream_response(send))
-        except ClientDisconnect:
+        except ReaderLeft:
             pass  # nobody reads any more
         finally:
             self._stream.close()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-from starlette.responses import Response
-
 
 class ApiError(Exception):
     """An answer with a status other than 200.
@@ -39,9 +37,6 @@ class ApiError(Exception):
     def body(self) -> bytes:
         error = {"message": str(self), "type": self.type, "param": self.param, "code": self.code}
         return json.dumps({"error": error}).encode()
-
-    def response(self) -> Response:
-        return Response(self.body(), self.status, self.headers, "application/json")
 
 
 class BadRequestError(ApiError):

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from nanoinfer.serve.client import error_response
 from nanoinfer.serve.errors import ApiError, BadRequestError
 from nanoinfer.serve.metrics import ServerMetrics
 
@@ -80,7 +81,7 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = self._refusal(scope) if scope["type"] == "http" else None
-        await (self._app if error is None else error.response())(scope, receive, send)
+        await (self._app if error is None else error_response(error))(scope, receive, send)
 
 
 def check_framing(scope: Scope) -> ApiError | None:

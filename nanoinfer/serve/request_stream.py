@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from starlette.requests import ClientDisconnect
-
 from nanoinfer.outputs import StreamOutput
 from nanoinfer.sampling.limits import TokenLimits
 from nanoinfer.sampling_params import SamplingParams
@@ -15,6 +13,10 @@ from nanoinfer.serve.tokenizing import Prompt
 
 Output = tuple[int, StreamOutput]
 """The index of a prompt, and what one of its completions gained."""
+
+
+class ReaderLeft(Exception):
+    """Nobody reads the outputs any more. Our own, for `AsyncLLM` needs no HTTP."""
 
 
 class RequestStream:
@@ -67,7 +69,7 @@ class RequestStream:
 
         Raises:
             ApiError: the engine failed, or the server shut down before the end.
-            ClientDisconnect: `close` was called.
+            ReaderLeft: `close` was called.
         """
         while not self._outputs and not self.has_ended:
             self._has_news.clear()
@@ -97,7 +99,7 @@ class RequestStream:
 
     def close(self) -> None:
         """Stop reading: abort the requests that still run. May be called again, and after the end."""
-        self.fail(ClientDisconnect())
+        self.fail(ReaderLeft())
 
     def _end(self) -> None:
         self.charge.close()

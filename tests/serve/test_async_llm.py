@@ -1,6 +1,9 @@
 """`AsyncLLM`: outputs that grow, many requests at once, an end from either side, and what is refused."""
 
 import asyncio
+import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -99,3 +102,36 @@ def test_what_cannot_be_used_is_refused_and_harms_nobody(model):
         return await other
 
     assert run(model, work).outputs[0].finish_reason == "length"
+
+
+WITHOUT_HTTP = """
+import asyncio, sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("starlette", "fastapi", "uvicorn", "prometheus_client"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+from nanoinfer import *
+
+assert isinstance(AsyncLLM, type)
+
+async def main():
+    async with AsyncLLM(sys.argv[1], gpu_memory_limit="64MiB", max_model_len=64, max_num_seqs=2) as llm:
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        outputs = [output async for output in llm.generate([5, 6, 7], params)]
+        print(outputs[-1].outputs[0].token_ids)
+        async for output in llm.generate([5], SamplingParams(max_tokens=40, ignore_eos=True), "one"):
+            await llm.abort("one")
+        print(output.outputs[0].finish_reason)
+
+asyncio.run(main())
+"""
+
+
+def test_the_extra_of_the_server_is_not_needed(model):
+    run_it = subprocess.run([sys.executable, "-c", WITHOUT_HTTP, str(model)], capture_output=True, text=True)
+    assert run_it.returncode == 0, run_it.stderr
+    token_ids, why = run_it.stdout.splitlines()
+    assert len(json.loads(token_ids)) == 4 and why == "abort"

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 from serving import LeavingClient, make_served_checkpoint, serving
-from starlette.requests import ClientDisconnect
 from trained_tokenizers import make_tokenizer
 
 from nanoinfer.common.errors import RequestError
 from nanoinfer.requests.prompts import encode_chat
-from nanoinfer.serve import app, client
+from nanoinfer.serve import app, waiting_bytes
 from nanoinfer.serve.client import while_client_stays
+from nanoinfer.serve.request_stream import ReaderLeft
 from nanoinfer.serve.tokenizing import PromptTokenizer
 
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content | trim }}\n{% endfor %}{{ tail }}"
@@ -315,7 +315,7 @@ def test_work_ends_with_the_one_who_waits_for_it():
             return {"type": "http.disconnect"}
 
         ended = []
-        with pytest.raises(ClientDisconnect):
+        with pytest.raises(ReaderLeft):
             await while_client_stays(left, endless())
         task = asyncio.create_task(while_client_stays(never, endless()))
         await asyncio.sleep(0.01)
@@ -350,7 +350,7 @@ def test_a_body_that_does_not_arrive_is_given_up(path):
 
 
 def test_waiting_bytes_beyond_the_limit_are_refused_and_come_back(path, monkeypatch):
-    monkeypatch.setattr(client, "MAX_BODY_BYTES", 50_000)
+    monkeypatch.setattr(waiting_bytes, "MAX_BODY_BYTES", 50_000)
     big = "w5" + " " * 30_000
 
     async def ask():
