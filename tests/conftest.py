@@ -21,6 +21,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "sampled(*ids): of the cases of this test, a run without --fuzz takes those")
+    config.addinivalue_line("markers", "alone: nothing else may use the GPU: takes what is free, or times copies")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -45,6 +45,7 @@ def held():
     torch.cuda.empty_cache()
 
 
+@pytest.mark.alone
 def test_an_engine_without_a_limit_takes_what_is_free_and_no_more(tmp_path, held):
     """Beside what others hold, here a tensor: weights, pool, graphs and the code that is loaded meanwhile fit."""
     directory, device = write_shape("qwen3-0.6b", tmp_path), torch.device("cuda", torch.cuda.current_device())

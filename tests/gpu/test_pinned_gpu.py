@@ -12,6 +12,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 MIB = 2**20
 
 
+@pytest.mark.alone
 def test_segments_are_pinned_and_copy_asynchronously():
     with HostArena(4, 64 * MIB, pin=True) as arena:
         arena.wait(1)

@@ -6,7 +6,7 @@ import torch
 from offload import CudaRuntime
 from offload.runtime.throttle import throttled
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [pytest.mark.alone, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 RATE = 5e9  # below what any link here has
 MIB = 2**20
