@@ -45,8 +45,8 @@ BESIDE_DENSE = ("sparse", "links", "weights")  # parts with a record of their ow
 SHOWN = (
     "seconds_per_token", "ratio_to_floor", "ratio_to_forecast", "ratio_to_resident", "kv_resident_share", "bound",
     "prefill_tokens_per_second", "prefill_ratio_to_resident", "seconds_per_gib", "tokens_per_second", "planned_to_peak",
-    "under_limit", "bit_identical_to_resident", "bit_identical", "num_preemptions", "ring_bytes_at_32k",
-    "bytes_ratio", "tokens_per_second_ratio",
+    "under_limit", "times_as_fast", "ratio_to_int4", "bit_identical_to_resident", "bit_identical", "num_preemptions",
+    "ring_bytes_at_32k", "bytes_ratio", "tokens_per_second_ratio",
     "gpu_growth_bytes", "host_growth_bytes", "host_seconds_per_step", "gap_between_steps_share",
     "gaps_within_step_share", "seconds_to_first_token", "constructor_seconds", "graph_bytes", "skipped", "failed",
 )  # fmt: skip

@@ -11,7 +11,8 @@ from collections.abc import Callable
 import psutil
 import torch
 from gpu_common import GIB, Bench, peak, reset_peak, timed, token_bytes
-from gpu_peers import curve, hf_offloaded, llama_cpp
+from gpu_llama import gguf_dense, gguf_sparse, gguf_streamed, llama_cpp
+from gpu_peers import curve, hf_offloaded
 from gpu_prefill import prefill_attention
 from gpu_quantised import packed_products, quantised
 from gpu_resident import arrivals, batch_throughput, kernels, resident, start_up
@@ -370,5 +371,5 @@ CASES: dict[str, Callable[[Bench], dict]] = {
 }
 # With --llama-cpp: what is measured beside ours, and ours in the same run.
 PEERS: dict[str, Callable[[Bench], dict]] = {
-    case.__name__: case for case in (curve, quantised, hf_offloaded, llama_cpp)
+    case.__name__: case for case in (curve, quantised, hf_offloaded, llama_cpp, gguf_dense, gguf_sparse, gguf_streamed)
 }

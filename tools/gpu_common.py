@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -36,9 +37,22 @@ class Bench:
         self._before = measure_floors(device)
         self.shared: dict[str, dict] = {}  # what one case measured and another one shows, too
         self._open: list[Row] = []
+        self._folder: tempfile.TemporaryDirectory | None = None
 
-    def llm(self, shape: str, **arguments) -> LLM:
+    @property
+    def folder(self) -> Path:
+        """A folder for files of all cases, until the process ends: in memory if there is room for tens of GiB."""
+        if self._folder is None:
+            memory = Path("/dev/shm")
+            has_room = memory.is_dir() and shutil.disk_usage(memory).free > (40 * GIB if self.scale == 1 else GIB)
+            self._folder = tempfile.TemporaryDirectory(dir=memory if has_room else None)
+        return Path(self._folder.name)
+
+    def llm(self, shape: str | Path, **arguments) -> LLM:
+        """An engine of a shape with random weights, or of a file without a tokenizer."""
         defaults = dict(load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False, progress_bar=False)
+        if isinstance(shape, Path):
+            return LLM(shape, **(defaults | dict(load_format="auto") | arguments))
         defaults |= dict(hf_overrides=UNLIMITED)
         with tempfile.TemporaryDirectory() as directory:
             return LLM(write_shape(shape, directory), **(defaults | arguments))

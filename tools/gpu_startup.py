@@ -98,6 +98,7 @@ def main(model: str, device: str, limit: int, spawned: float) -> None:
     imported = time.time()
     begin = time.perf_counter()
     arguments = dict(device=device, gpu_memory_limit=limit or None, progress_bar=False)
+    arguments |= dict(skip_tokenizer_init=Path(model).is_file())  # a GGUF file of random weights has none
     with LLM(model, **arguments) as llm:
         constructed = time.perf_counter()
         for _ in llm.generate_stream([list(range(PROMPT_TOKENS))], SamplingParams(temperature=0, max_tokens=1)):

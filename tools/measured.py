@@ -479,16 +479,29 @@ def beside_llama_cpp(record: dict) -> str:
         ("16 bits, all KV on the host, 1 x 8k", "f16, KV on the host, 8192", over_context["streamed, 8192"]),
     ]
     rows = []
-    for name, key, ours in steps:
+    for name, key, ours in [step for step in steps if step[1] in theirs]:
         pair = theirs[key]["seconds_per_token"], ours["seconds_per_token"]
         times = f"{pair[0] / pair[1]:.2f}"
         rows.append([f"decode step, {name}", *(f"{seconds * 1e3:.2f} ms" for seconds in pair), times])
     wide = packed["bf16, 1 x 32768"]
     pair = theirs["f16, prefill, 32768"]["prefill_tokens_per_second"], wide["prefill_tokens_per_second"]
     rows.append(["prefill of 32k, 16 bits", *(f"{rate:,.0f} tokens/s" for rate in pair), f"{pair[1] / pair[0]:.2f}"])
+    for name, model in (("gguf_dense", ""), ("gguf_sparse", "30B-A3B, "), ("gguf_streamed", "30B-A3B, ")):
+        found = {key: case for key, case in cases.get(name, {}).items() if isinstance(case, dict)}
+        rows += [_of_file(model + key, case) for key, case in found.items() if "times_as_fast" in case]
     where = record["peers"]["versions"]["device"]
     head = [f"Qwen3-4B shape, {where}", f"llama.cpp{build}", "nanoinfer", "times as fast"]
     return _table(head, rows)
+
+
+def _of_file(name: str, case: dict) -> list[str]:
+    """The row of ours beside llama.cpp's run of a GGUF file, a decode step or a prefill."""
+    times = f"{case['times_as_fast']:.2f}"
+    if "llama_cpp_seconds_per_token" in case:
+        pair = case["llama_cpp_seconds_per_token"], case["seconds_per_token"]
+        return [f"decode step, {name}", *(f"{seconds * 1e3:.2f} ms" for seconds in pair), times]
+    pair = case["llama_cpp_prefill_tokens_per_second"], case["prefill_tokens_per_second"]
+    return [name, *(f"{rate:,.0f} tokens/s" for rate in pair), times]
 
 
 def draw(record: dict, path: Path) -> None:

@@ -1,0 +1,191 @@
+"""Cases of `make gpu-bench --llama-cpp DIR`: llama.cpp's own bench, and ours on the same files.
+
+DIR has llama-bench and llama-quantize, built with CUDA, with their libraries beside them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from gpu_common import Bench
+from gpu_gguf import write_random_gguf
+from gpu_resident import start
+from gpu_sparse import prefill
+
+from nanoinfer import LLM
+from nanoinfer.measure.run import measure
+
+LLAMA_SECONDS = 200  # until a run of llama.cpp counts as hung
+REPETITIONS, TOKENS = 2, 64
+INT4 = dict(quantization="int4", head_quantization="int8")
+DEPTHS = (1024, 8192, 32768)
+CONTEXT, PREFILL = 1024, 8192
+
+
+def llama_cpp(bench: Bench) -> dict:
+    """llama.cpp in 16 bits on random weights of the same shape: decode, prefill, and its KV cache on the host."""
+    file, depths = _dense(bench, "F16"), [depth // bench.scale for depth in DEPTHS]
+    result = {f"f16, {depth}": _step(one) for depth, one in zip(depths, _bench(bench, file, depths), strict=True)}
+    (found,) = _bench(bench, file, [0], prompt=depths[-1], output=0)
+    result[f"f16, prefill, {depths[-1]}"] = {"prefill_tokens_per_second": _rate(found)}
+    on_host = _bench(bench, file, depths[:2], "-nkvo", 1, output=6, repetitions=1)
+    result |= {f"f16, KV on the host, {depth}": _step(one) for depth, one in zip(depths, on_host, strict=False)}
+    return result | {"build": found["build_number"]}
+
+
+def gguf_dense(bench: Bench) -> dict:
+    """The dense shape in Q4_K_M: llama.cpp, ours on the same file, and ours in int4 with a head in int8."""
+    file, depths = _dense(bench, "Q4_K_M"), [CONTEXT // bench.scale, 32768 // bench.scale]
+    theirs = _bench(bench, file, depths)
+    steps = {}
+    for name, model, options in (("Q4_K_M", file, {}), ("int4, int8 head", bench.large, INT4)):
+        lengths = [max(64, depth) for depth in depths]
+        llm = _engine(bench, model, max(lengths), 60, **options)
+        for length in lengths:
+            measure(llm, [length], 4, seed=1)  # compiles the kernels
+            bench.measure(llm, [length], 40)
+        steps[name] = bench.release(llm)
+    result = {}
+    for name, found in steps.items():
+        for depth, their, ours, int4 in zip(depths, theirs, found, steps["int4, int8 head"], strict=True):
+            result[f"{name}, 1 x {depth}"] = _beside(ours, _step(their)) | {
+                "ratio_to_int4": ours["seconds_per_token"] / int4["seconds_per_token"]
+            }
+    return result | {"build": theirs[0]["build_number"]}
+
+
+def gguf_sparse(bench: Bench) -> dict:
+    """The sparse shape, all on the GPU: llama.cpp in Q4_0, ours on the same file and in int4; and how ours starts."""
+    file = _sparse(bench)
+    step, chunk = _both(_bench(bench, file, [0, CONTEXT // bench.scale], prompt=PREFILL // bench.scale))
+    result = {}
+    for name, model, options in (("Q4_0", file, {}), ("int4, int8 head", _sparse_shape(bench), INT4)):
+        begin = time.perf_counter()
+        llm = _engine(bench, model, bench.tokens(PREFILL), 34, **options)
+        seconds = time.perf_counter() - begin
+        result |= _ours(bench, llm, name, step, chunk, 40)
+        result[f"{name}, 1 x {CONTEXT // bench.scale}"]["constructor_seconds"] = seconds
+    # From the start of a process to its first token, the file in memory; the first start may compile kernels.
+    for name in ("first", "again"):
+        result[f"Q4_0, start, {name}"] = start(file, dict(os.environ), bench) | {"file_bytes": file.stat().st_size}
+    return result
+
+
+def gguf_streamed(bench: Bench) -> dict:
+    """The sparse shape with weights on the host: llama.cpp computes its experts there, ours streams all layers."""
+    file = _sparse(bench)
+    found = _bench(bench, file, [0, CONTEXT // bench.scale], "-ncmoe", 48, prompt=PREFILL // bench.scale, output=32)
+    step, chunk = _both(found)
+    host = 24 * 2**30 if bench.is_cuda else 2**30
+    llm = _engine(bench, file, bench.tokens(PREFILL), 24, resident_weights_limit=0, host_memory_limit=host)
+    streamed = llm.engine.plan.streamed_bytes
+    result = _ours(bench, llm, "Q4_0, weights on the host", step, chunk, 10)
+    return {name: case | {"streamed_weight_bytes": streamed} for name, case in result.items()}
+
+
+def _ours(bench: Bench, llm: LLM, name: str, step: dict, chunk: dict, num_tokens: int) -> dict:
+    """Measure decode and prefill beside llama.cpp's runs of them, and close the engine."""
+    found = prefill(bench, llm)
+    length = bench.tokens(CONTEXT)
+    measure(llm, [length], 4, seed=1)
+    bench.measure(llm, [length], num_tokens)
+    (ours,) = bench.release(llm)
+    return {
+        f"{name}, 1 x {step['n_depth']}": _beside(ours, _step(step)),
+        f"{name}, prefill of {chunk['n_prompt']}": _beside(found, {"prefill_tokens_per_second": _rate(chunk)}),
+    }
+
+
+def _engine(bench: Bench, model: Path | str, longest: int, gib: float, **options) -> LLM:
+    sizes = dict(max_model_len=longest + 64, max_num_seqs=1, cuda_graph_batch_sizes=[1], capture_num_tokens=[])
+    return bench.llm(model, gpu_memory_limit=bench.limit(gib), **sizes, **options)
+
+
+# Files, each written once in a run
+
+
+def _dense(bench: Bench, kind: str) -> Path:
+    file = bench.folder / f"dense.{kind}.gguf"
+    if not file.exists() and kind == "F16":
+        write_random_gguf(file, bench.large)
+    elif not file.exists():
+        _run(bench, "llama-quantize", _dense(bench, "F16"), file, kind, "16")
+    return file
+
+
+def _sparse_shape(bench: Bench) -> str:
+    return "qwen3-30b-a3b" if bench.scale == 1 else "tiny-sparse"
+
+
+def _sparse(bench: Bench) -> Path:
+    file = bench.folder / "sparse.Q4_0.gguf"
+    if not file.exists():
+        write_random_gguf(file, _sparse_shape(bench), "Q4_0")
+    return file
+
+
+# llama.cpp
+
+
+def _bench(
+    bench: Bench,
+    file: Path,
+    depths: Iterable[int],
+    *options: object,
+    prompt: int = 0,
+    output: int = TOKENS,
+    repetitions: int = REPETITIONS,
+) -> list[dict]:
+    """Run llama-bench once and return what it found: for each depth the prompt's run, if any, and the output's."""
+    given = ["-p", prompt, "-n", output, "-d", ",".join(map(str, depths)), "-r", repetitions, "-t", 16]
+    given += ["-ngl", 99 if bench.is_cuda else 0, "-fa", 1, "-b", 8192, "-ub", 4096, "-o", "json", *options]
+    found = json.loads(_run(bench, "llama-bench", "-m", file, *given))
+    if bench.is_cuda and "CUDA" not in found[0]["backends"]:
+        raise RuntimeError(f"llama-bench has found no GPU but {found[0]['backends']}: do its CUDA libraries load?")
+    return found
+
+
+def _both(found: list[dict]) -> tuple[dict, dict]:
+    """Return the run of the output behind a context, and that of the prompt behind none."""
+    (step,) = [one for one in found if one["n_gen"] and one["n_depth"]]
+    (chunk,) = [one for one in found if one["n_prompt"] and not one["n_depth"]]
+    return step, chunk
+
+
+def _rate(run: dict) -> float:
+    return statistics.median(run["samples_ts"])
+
+
+def _step(run: dict) -> dict:
+    return {"seconds_per_token": 1 / _rate(run)}
+
+
+def _beside(ours: dict, theirs: dict) -> dict:
+    """Return our figures with llama.cpp's one, and how many times as fast ours is."""
+    ((name, value),) = theirs.items()
+    times = value / ours[name] if name == "seconds_per_token" else ours[name] / value
+    return ours | {f"llama_cpp_{name}": value, "times_as_fast": times}
+
+
+def _run(bench: Bench, program: str, *arguments: object) -> str:
+    """Run a program of llama.cpp and return what it prints."""
+    command = [str(bench.llama_cpp / program), *map(str, arguments)]
+    environment = os.environ | {"LD_LIBRARY_PATH": _library_path(bench.llama_cpp)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LLAMA_SECONDS, env=environment)
+    if done.returncode:
+        raise RuntimeError(f"{program} ended with {done.returncode}: {done.stderr[-2000:]}")
+    return done.stdout
+
+
+def _library_path(folder: Path) -> str:
+    """Return where its own libraries lie, and behind them those of CUDA that came with torch."""
+    wheels = sorted(Path(torch.__file__).parents[1].glob("nvidia/*/lib"))
+    given = os.environ.get("LD_LIBRARY_PATH")
+    return ":".join([str(folder.absolute()), *([given] if given else []), *map(str, wheels)])
