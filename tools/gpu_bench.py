@@ -7,7 +7,8 @@ With --part sparse it measures sparse models, with --part links slower links, em
 do not fit. Each part is kept in the same
 file beside the rest, under its name.
 
-With --llama-cpp DIR it measures ours, transformers and llama.cpp side by side, and writes peers.json beside that file.
+With --llama-cpp DIR it measures ours, transformers and llama.cpp side by side, on the same GGUF files too, and writes
+peers.json beside that file. It needs the package gguf, and 40 GiB in memory or on disk.
 """
 
 from __future__ import annotations
@@ -45,10 +46,11 @@ BESIDE_DENSE = ("sparse", "links", "weights")  # parts with a record of their ow
 SHOWN = (
     "seconds_per_token", "ratio_to_floor", "ratio_to_forecast", "ratio_to_resident", "kv_resident_share", "bound",
     "prefill_tokens_per_second", "prefill_ratio_to_resident", "seconds_per_gib", "tokens_per_second", "planned_to_peak",
-    "under_limit", "times_as_fast", "ratio_to_int4", "bit_identical_to_resident", "bit_identical", "num_preemptions",
-    "ring_bytes_at_32k", "bytes_ratio", "tokens_per_second_ratio",
-    "gpu_growth_bytes", "host_growth_bytes", "host_seconds_per_step", "gap_between_steps_share",
-    "gaps_within_step_share", "seconds_to_first_token", "constructor_seconds", "graph_bytes", "skipped", "failed",
+    "under_limit", "times_as_fast", "ratio_to_int4", "ratio_to_none",
+    "bit_identical_to_resident", "bit_identical", "num_preemptions", "ring_bytes_at_32k",
+    "bytes_ratio", "tokens_per_second_ratio", "gpu_growth_bytes", "host_growth_bytes", "host_seconds_per_step",
+    "gap_between_steps_share", "gaps_within_step_share", "seconds_to_first_token", "constructor_seconds",
+    "graph_bytes", "skipped", "failed",
 )  # fmt: skip
 
 
@@ -71,7 +73,9 @@ def main() -> int:
         "--resume", action="store_true", help="measure what the record at --out lacks, if it is of the same source"
     )
     parser.add_argument("--shape", help="another shape for all cases, such as tiny")
-    parser.add_argument("--llama-cpp", type=Path, metavar="DIR", help="folder of llama-bench, to measure beside it")
+    parser.add_argument(
+        "--llama-cpp", type=Path, metavar="DIR", help="folder of llama-bench and llama-quantize, to measure beside"
+    )
     parser.add_argument("--scale", type=int, default=1, help="divide contexts and sizes, to try the code")
     options = parser.parse_args()
     part = None if options.part == "dense" else options.part

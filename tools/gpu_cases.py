@@ -16,6 +16,7 @@ from gpu_peers import curve, hf_offloaded
 from gpu_prefill import prefill_attention
 from gpu_quantised import packed_products, quantised
 from gpu_resident import arrivals, batch_throughput, kernels, resident, start_up
+from gpu_sampling import sampling_fields
 
 import nanoinfer
 from nanoinfer import SamplingParams
@@ -358,6 +359,7 @@ CASES: dict[str, Callable[[Bench], dict]] = {
         quantised,
         packed_products,
         start_up,
+        sampling_fields,
         hf_offloaded,
         planner,
         one_sequence_400k,

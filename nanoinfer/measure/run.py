@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -160,12 +161,14 @@ def measure(
     seed: int = 0,
     progress: bool = False,
     with_logprobs: bool = False,
+    sampling: Mapping[str, Any] | None = None,
     trace: Callable[[LLMEngine], None] | None = None,
 ) -> Row:
     """Run prompts of `lengths` tokens at once, greedily, `output_len` tokens each. `Row.add_floor` adds the floor.
 
     Args:
         with_logprobs: to compare them. The times then include what they cost.
+        sampling: fields of the requests' SamplingParams beside these, whose cost is wanted.
         trace: called to stop a trace of the last prefill chunks and first decode steps; tracing slows these steps down.
 
     Raises:
@@ -175,9 +178,8 @@ def measure(
     is_cuda = device.type == "cuda"
     if is_cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    params = SamplingParams(
-        temperature=0, max_tokens=output_len, ignore_eos=True, logprobs=0 if with_logprobs else None
-    )
+    fields = dict(temperature=0, max_tokens=output_len, ignore_eos=True, logprobs=0 if with_logprobs else None)
+    params = SamplingParams(**fields | dict(sampling or {}))
     prompts = random_prompts(engine.vocab_size, lengths, seed)
     names = [f"bench-{i}" for i in range(len(prompts))]
     row = Row(mode=llm.mode, batch=len(lengths), context=max(lengths))

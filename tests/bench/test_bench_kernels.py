@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -202,7 +203,7 @@ def test_cases_of_resident_mode_run_without_a_gpu(tmp_path, monkeypatch, capsys,
     """Scaled down, for the code's sake: the figures mean nothing, and there is nothing to profile."""
     out, only = (
         tmp_path / "record.json",
-        "resident,batch_throughput,arrivals,kernels,quantised,packed_products,start_up",
+        "resident,batch_throughput,arrivals,kernels,quantised,packed_products,start_up,sampling_fields",
     )
     arguments = ["--shape", "tiny", "--scale", "256", "--only", only, "--out", str(out)]
     monkeypatch.setattr(sys, "argv", ["gpu_bench.py", *arguments])
@@ -212,7 +213,7 @@ def test_cases_of_resident_mode_run_without_a_gpu(tmp_path, monkeypatch, capsys,
         monkeypatch.setattr(gpu_resident, "start", start_once(gpu_resident.start))
     assert gpu_bench.main() == 0
     printed = capsys.readouterr().out
-    assert "start_up (" in printed and "7 cases in " in printed
+    assert "start_up (" in printed and "8 cases in " in printed
     cases = json.loads(out.read_text())["cases"]
     assert set(cases["resident"]) == {"1 x 64", "1 x 128", "1 x 512", "case_seconds"}
     assert cases["batch_throughput"]["tokens_per_second"] > 0 and cases["batch_throughput"]["output_tokens"] == 4 * 8
@@ -234,6 +235,13 @@ def test_cases_of_resident_mode_run_without_a_gpu(tmp_path, monkeypatch, capsys,
         total = sum(start[name][part] for part in ("import_seconds", "constructor_seconds", "first_prompt_seconds"))
         assert total == pytest.approx(start[name]["seconds_to_first_token"], abs=0.5)
         assert start[name]["graph_batch_sizes"] == [1, 2, 4, 8, 16, 32, 48, 64], "the default below 32 GiB"
+
+
+def test_a_start_that_fails_says_what_its_process_wrote(monkeypatch):
+    monkeypatch.syspath_prepend(TOOLS)
+    gpu_resident = load("gpu_resident")
+    with pytest.raises(RuntimeError, match=r"ended with 1:\nfirst\n(.|\n)*ModuleNotFoundError: .*absent_module"):
+        gpu_resident._output_of([sys.executable, "-c", "print('first'); import absent_module"], dict(os.environ))
 
 
 def test_sparse_models_and_links_are_parts_of_the_record_that_keep_the_rest(tmp_path, monkeypatch, capsys):
