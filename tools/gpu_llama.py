@@ -32,10 +32,10 @@ CONTEXT, PREFILL = 1024, 8192
 def llama_cpp(bench: Bench) -> dict:
     """llama.cpp in 16 bits on random weights of the same shape: decode, prefill, and its KV cache on the host."""
     file, depths = _dense(bench, "F16"), [depth // bench.scale for depth in DEPTHS]
-    result = {f"f16, {depth}": _step(one) for depth, one in zip(depths, _bench(bench, file, depths), strict=True)}
-    (found,) = _bench(bench, file, [0], prompt=depths[-1], output=0)
+    result = {f"f16, {depth}": _step(one) for depth, one in zip(depths, llama_runs(bench, file, depths), strict=True)}
+    (found,) = llama_runs(bench, file, [0], prompt=depths[-1], output=0)
     result[f"f16, prefill, {depths[-1]}"] = {"prefill_tokens_per_second": _rate(found)}
-    on_host = _bench(bench, file, depths[:2], "-nkvo", 1, output=6, repetitions=1)
+    on_host = llama_runs(bench, file, depths[:2], "-nkvo", 1, output=6, repetitions=1)
     result |= {f"f16, KV on the host, {depth}": _step(one) for depth, one in zip(depths, on_host, strict=False)}
     return result | {"build": found["build_number"]}
 
@@ -43,7 +43,7 @@ def llama_cpp(bench: Bench) -> dict:
 def gguf_dense(bench: Bench) -> dict:
     """The dense shape in Q4_K_M: llama.cpp, ours on the same file, and ours in int4 with a head in int8."""
     file, depths = _dense(bench, "Q4_K_M"), [CONTEXT // bench.scale, 32768 // bench.scale]
-    theirs = _bench(bench, file, depths)
+    theirs = llama_runs(bench, file, depths)
     steps = {}
     for name, model, options in (("Q4_K_M", file, {}), ("int4, int8 head", bench.large, INT4)):
         lengths = [max(64, depth) for depth in depths]
@@ -64,7 +64,7 @@ def gguf_dense(bench: Bench) -> dict:
 def gguf_sparse(bench: Bench) -> dict:
     """The sparse shape, all on the GPU: llama.cpp in Q4_0, ours on the same file and in int4; and how ours starts."""
     file = _sparse(bench)
-    step, chunk = _both(_bench(bench, file, [0, CONTEXT // bench.scale], prompt=PREFILL // bench.scale))
+    step, chunk = _both(llama_runs(bench, file, [0, CONTEXT // bench.scale], prompt=PREFILL // bench.scale))
     result = {}
     for name, model, options in (("Q4_0", file, {}), ("int4, int8 head", _sparse_shape(bench), INT4)):
         begin = time.perf_counter()
@@ -81,7 +81,7 @@ def gguf_sparse(bench: Bench) -> dict:
 def gguf_streamed(bench: Bench) -> dict:
     """The sparse shape with weights on the host: llama.cpp computes its experts there, ours streams all layers."""
     file = _sparse(bench)
-    found = _bench(bench, file, [0, CONTEXT // bench.scale], "-ncmoe", 48, prompt=PREFILL // bench.scale, output=32)
+    found = llama_runs(bench, file, [0, CONTEXT // bench.scale], "-ncmoe", 48, prompt=PREFILL // bench.scale, output=32)
     step, chunk = _both(found)
     host = 24 * 2**30 if bench.is_cuda else 2**30
     llm = _engine(bench, file, bench.tokens(PREFILL), 24, resident_weights_limit=0, host_memory_limit=host)
@@ -134,7 +134,7 @@ def _sparse(bench: Bench) -> Path:
 # llama.cpp
 
 
-def _bench(
+def llama_runs(
     bench: Bench,
     file: Path,
     depths: Iterable[int],

@@ -225,7 +225,7 @@ def start_up(bench: Bench) -> dict:
                 "from nanoinfer import *; import transformers; transformers.AutoConfig, transformers.AutoTokenizer"
             )
             command = [sys.executable, "-c", imports]
-            _output_of(command, environment)
+            output_of(command, environment)
         begin = time.perf_counter()
         num_bytes = write_checkpoint(model, bench.large, bench.device)
         result = {"checkpoint_bytes": num_bytes, "write_seconds": time.perf_counter() - begin}
@@ -239,10 +239,10 @@ def start(model: Path, environment: dict[str, str], bench: Bench) -> dict:
     limit = "0" if bench.scale == 1 else str(GIB)  # on the CPU the engine would take most of the machine's memory
     script = str(Path(__file__).with_name("gpu_startup.py"))
     command = [sys.executable, script, str(model), str(bench.device), limit, repr(time.time())]
-    return json.loads(_output_of(command, environment).splitlines()[-1])
+    return json.loads(output_of(command, environment).splitlines()[-1])
 
 
-def _output_of(command: list[str], environment: dict[str, str]) -> str:
+def output_of(command: list[str], environment: dict[str, str]) -> str:
     """What a process prints. If it fails, the error says its command and the end of what it wrote, the cause last."""
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=CHILD_SECONDS)
     if done.returncode:

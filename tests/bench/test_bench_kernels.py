@@ -241,7 +241,7 @@ def test_a_start_that_fails_says_what_its_process_wrote(monkeypatch):
     monkeypatch.syspath_prepend(TOOLS)
     gpu_resident = load("gpu_resident")
     with pytest.raises(RuntimeError, match=r"ended with 1:\nfirst\n(.|\n)*ModuleNotFoundError: .*absent_module"):
-        gpu_resident._output_of([sys.executable, "-c", "print('first'); import absent_module"], dict(os.environ))
+        gpu_resident.output_of([sys.executable, "-c", "print('first'); import absent_module"], dict(os.environ))
 
 
 def test_sparse_models_and_links_are_parts_of_the_record_that_keep_the_rest(tmp_path, monkeypatch, capsys):

@@ -80,4 +80,4 @@ def test_a_llama_bench_that_finds_no_gpu_is_refused(tools, tmp_path, monkeypatch
     bench.is_cuda = True
     monkeypatch.setattr(gpu_llama, "_run", lambda *_: json.dumps([{"backends": "CPU"}]))
     with pytest.raises(RuntimeError, match="no GPU but CPU"):
-        gpu_llama._bench(bench, tmp_path / "x.gguf", [0])
+        gpu_llama.llama_runs(bench, tmp_path / "x.gguf", [0])
