@@ -4,7 +4,7 @@
 make gpu-bench            or            python tools/gpu_bench.py --only resident,kernels
 
 With --part sparse it measures sparse models, with --part links slower links, emulated, with --part weights weights that
-do not fit. Each part is kept in the same
+do not fit, with --part slots experts in host memory. Each part is kept in the same
 file beside the rest, under its name.
 
 With --llama-cpp DIR it measures ours, transformers and llama.cpp side by side, on the same GGUF files too, and writes
@@ -30,6 +30,8 @@ import torch  # noqa: E402
 from gpu_cases import CASES, PEERS, Bench  # noqa: E402
 from gpu_links import LINKS  # noqa: E402
 from gpu_links import report as links_report  # noqa: E402
+from gpu_slots import SLOTS  # noqa: E402
+from gpu_slots import report as slots_report  # noqa: E402
 from gpu_sparse import SPARSE, report  # noqa: E402
 from gpu_weights import WEIGHTS  # noqa: E402
 from gpu_weights import report as weights_report  # noqa: E402
@@ -41,7 +43,7 @@ from nanoinfer.memory.floors import measure_floors  # noqa: E402
 
 LATEST = ROOT / "docs" / "measurements" / "latest.json"
 BESIDE = LATEST.with_name("peers.json")
-BESIDE_DENSE = ("sparse", "links", "weights")  # parts with a record of their own in the file
+BESIDE_DENSE = ("sparse", "links", "weights", "slots")  # parts with a record of their own in the file
 # What one looks at first, printed after each case.
 SHOWN = (
     "seconds_per_token", "ratio_to_floor", "ratio_to_forecast", "ratio_to_resident", "kv_resident_share", "bound",
@@ -79,7 +81,11 @@ def main() -> int:
     parser.add_argument("--scale", type=int, default=1, help="divide contexts and sizes, to try the code")
     options = parser.parse_args()
     part = None if options.part == "dense" else options.part
-    cases = PEERS if options.llama_cpp else {None: CASES, "sparse": SPARSE, "links": LINKS, "weights": WEIGHTS}[part]
+    cases = (
+        PEERS
+        if options.llama_cpp
+        else {None: CASES, "sparse": SPARSE, "links": LINKS, "weights": WEIGHTS, "slots": SLOTS}[part]
+    )
     names = options.only.split(",") if options.only else list(cases)
     unknown = [name for name in names if name not in cases]
     if unknown:
@@ -130,7 +136,7 @@ def main() -> int:
     if table := measured.kernels(record):
         print(table)
     if part:
-        shown = {"sparse": report, "links": links_report, "weights": weights_report}[part]
+        shown = {"sparse": report, "links": links_report, "weights": weights_report, "slots": slots_report}[part]
         print(shown({name: row for case in record["cases"].values() for name, row in case.items()}))
     print(f"{len(names)} cases in {time.perf_counter() - start:.0f} s, written to {out}", flush=True)
     return 0 if all("failed" not in case for case in record["cases"].values()) else 1

@@ -79,15 +79,17 @@ def gguf_sparse(bench: Bench) -> dict:
 
 
 def gguf_streamed(bench: Bench) -> dict:
-    """The sparse shape with weights on the host: llama.cpp computes its experts there, ours streams all layers."""
+    """The sparse shape with its experts on the host: llama.cpp computes them there, ours brings those that are chosen."""
     file = _sparse(bench)
     found = llama_runs(bench, file, [0, CONTEXT // bench.scale], "-ncmoe", 48, prompt=PREFILL // bench.scale, output=32)
     step, chunk = _both(found)
     host = 24 * 2**30 if bench.is_cuda else 2**30
-    llm = _engine(bench, file, bench.tokens(PREFILL), 24, resident_weights_limit=0, host_memory_limit=host)
-    streamed = llm.engine.plan.streamed_bytes
-    result = _ours(bench, llm, "Q4_0, weights on the host", step, chunk, 10)
-    return {name: case | {"streamed_weight_bytes": streamed} for name, case in result.items()}
+    llm = _engine(
+        bench, file, bench.tokens(PREFILL), 24, expert_slots=8 if bench.scale == 1 else 4, host_memory_limit=host
+    )
+    experts = llm.engine.plan.expert_bytes
+    result = _ours(bench, llm, "Q4_0, experts on the host", step, chunk, 40)
+    return {name: case | {"expert_bytes": experts} for name, case in result.items()}
 
 
 def _ours(bench: Bench, llm: LLM, name: str, step: dict, chunk: dict, num_tokens: int) -> dict:

@@ -68,8 +68,8 @@ def test_ours_stand_beside_llama_cpp_on_the_same_files(tools, tmp_path):
     assert step["llama_cpp_seconds_per_token"] == pytest.approx(1 / 15) and step["ratio_to_int4"] > 0
     assert step["times_as_fast"] == pytest.approx(1 / 15 / step["seconds_per_token"])
     streamed = gpu_llama.gguf_streamed(bench)
-    found = streamed["Q4_0, weights on the host, prefill of 32"]
-    assert found["llama_cpp_prefill_tokens_per_second"] == 500 and found["streamed_weight_bytes"] > 0
+    found = streamed["Q4_0, experts on the host, prefill of 32"]
+    assert found["llama_cpp_prefill_tokens_per_second"] == 500 and found["expert_bytes"] > 0
     assert found["times_as_fast"] == pytest.approx(found["prefill_tokens_per_second"] / 500)
     json.dumps([dense, streamed])
 
