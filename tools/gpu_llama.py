@@ -79,7 +79,7 @@ def gguf_sparse(bench: Bench) -> dict:
 
 
 def gguf_streamed(bench: Bench) -> dict:
-    """The sparse shape with its experts on the host: llama.cpp computes them there, ours brings those that are chosen."""
+    """The sparse shape with its experts on the host: llama.cpp computes them there, ours brings what is chosen."""
     file = _sparse(bench)
     found = llama_runs(bench, file, [0, CONTEXT // bench.scale], "-ncmoe", 48, prompt=PREFILL // bench.scale, output=32)
     step, chunk = _both(found)

@@ -73,7 +73,7 @@ def slots_steps(bench: Bench) -> dict:
 
 
 def slots_budgets(bench: Bench) -> dict:
-    """Sparse models within small budgets, with the KV of a long context: as many slots as the planner finds room for."""
+    """Sparse models within small budgets, with the KV of a long context, and as many slots as the planner chooses."""
     result, context = {}, bench.tokens(32_768)
     for shape, gib, options in (
         ("qwen3-30b-a3b", 12, INT4),
@@ -139,9 +139,9 @@ def _bring_all(llm: LLM) -> None:
 def _step(bench: Bench, llm: LLM, batch: int, num_allowed: int | None = None, length: int | None = None) -> dict:
     """Return the figures of steps at the end of a run; with `num_allowed` tokens are drawn from so many."""
     batch, length = max(1, batch // bench.scale), length or bench.tokens(CONTEXT)
-    sampling = {}
+    sampling = dict(temperature=1.0, seed=0)  # greedy tokens would soon be the same again and again
     if num_allowed is not None:
-        sampling = dict(temperature=1.0, seed=0, allowed_token_ids=[*range(100, 100 + num_allowed)])
+        sampling["allowed_token_ids"] = [*range(100, 100 + num_allowed)]
     measure(llm, [length] * batch, 24, sampling=sampling)  # the slots hold what such tokens take
     before = llm.stats()
     row = measure(llm, [length] * batch, 64, seed=1, sampling=sampling)
