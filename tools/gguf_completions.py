@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,16 +62,34 @@ class Case:
     """A model of a family.
 
     fields: of `tiny_config`. change: makes other weights, by their names in the file. extra: metadata, by whole keys.
+    without: metadata that is left out, by keys behind the architecture's name. merge: q, k and v are one tensor.
+    theirs: what llama.cpp does other than transformers, and so than we do. overrides: `hf_overrides` that make ours do
+    it too: the answers are identical then, or there is another reason.
     """
 
     name: str = ""
     fields: dict[str, Any] = field(default_factory=dict)
     change: Callable[[str, np.ndarray], np.ndarray] = lambda name, values: values
     extra: dict[str, Any] = field(default_factory=dict)
+    without: tuple[str, ...] = ()
+    merge: bool = False
+    theirs: str = ""
+    overrides: dict[str, Any] = field(default_factory=dict)
 
 
 def _rope(kind: str, **fields: Any) -> dict[str, Any]:
     return dict(rope_parameters=dict(rope_type=kind, rope_theta=1e4) | fields)
+
+
+def _longrope(length: int, num_factors: int = 8) -> dict[str, Any]:
+    """A context above the length takes the long factors."""
+    factors = dict(
+        short_factor=[1.0 + number / 7 for number in range(num_factors)],
+        long_factor=[1.0 + number / 3 for number in range(num_factors)],
+    )
+    length = dict(original_max_position_embeddings=length)
+    share = dict(partial_rotary_factor=num_factors / 8)
+    return _rope("longrope", attention_factor=1.190238, **factors, **length, **share) | length
 
 
 def _larger_experts(name: str, values: np.ndarray) -> np.ndarray:
@@ -86,11 +104,16 @@ def _larger_layers(name: str, values: np.ndarray) -> np.ndarray:
 
 _LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 _YARN = dict(factor=4.0, original_max_position_embeddings=64)
-_LONG = dict(
-    original_max_position_embeddings=64,
-    short_factor=[1.0 + number / 7 for number in range(8)],
-    long_factor=[1.0 + number / 3 for number in range(8)],
-    attention_factor=1.190238,
+_PLAIN_BY_LAYER = dict.fromkeys(("full_attention", "sliding_attention"), dict(rope_type="default", rope_theta=1e4))
+_YARN_BY_LAYER = _PLAIN_BY_LAYER | dict(full_attention=dict(rope_type="yarn", rope_theta=1e4, **_YARN))
+_LENGTH = dict(original_max_position_embeddings=64)
+_LENGTH_KEY = "rope.scaling.original_context_length"
+_MINISTRAL = dict(llama_4_scaling_beta=0.5, mscale_all_dim=0.5, mscale=1.0)
+_YARN_KEYS = ("rope.scaling.yarn_log_multiplier", "attention.temperature_scale")
+_HEAD_KEYS = ("attention.key_length", "attention.value_length", "attention.head_count_kv")
+_ROUTING_KEYS = (
+    *("expert_weights_scale", "expert_weights_norm", "expert_gating_func", "expert_group_count"),
+    *("expert_group_used_count", "leading_dense_block_count"),
 )
 _PART = _rope("default", partial_rotary_factor=0.25)
 _BY_LAYER = dict(
@@ -103,41 +126,127 @@ _TAKEN = {
     "olmoe": dict(num_kv_heads=4),
 }
 PLAIN = Case()
+_BEGIN_KEY = "tokenizer.ggml.add_bos_token"
+# What files may leave out, for what llama.cpp takes then.
+_ROPE_KEYS = ("rope.freq_base", "rope.dimension_count", "rope.freq_base_swa")
 CASES: dict[str, list[Case]] = {
     "llama": [
         PLAIN,
         Case(name="tied", fields=dict(tied=True)),
-        Case(name="biases", fields=dict(attention_bias=True)),
+        Case(name="biases", fields=dict(attention_bias=True, mlp_bias=True)),
         Case(name="linear", fields=_rope("linear", factor=4.0)),
+        Case(name="linear, old key", extra={"llama.rope.scale_linear": 4.0}),
+        Case(name="unscaled", extra={"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}),
         Case(name="llama3", fields=_rope("llama3", **_LLAMA3) | dict(head_dim=64)),
+        Case(name="factors", fields=_rope("llama3", **_LLAMA3 | _LENGTH) | dict(head_dim=64)),
+        Case(name="yarn", fields=_rope("yarn", **_YARN)),
+        Case(name="keys left out", fields=dict(hidden_size=64, num_kv_heads=4), without=(*_ROPE_KEYS, *_HEAD_KEYS)),
+        Case(name="begin token", extra={_BEGIN_KEY: True}),
+        Case(name="begin token by rule", extra={_BEGIN_KEY: None, "tokenizer.ggml.pre": "llama-bpe"}),
     ],
-    "qwen3": [PLAIN, Case(name="yarn", fields=_rope("yarn", **_YARN))],
+    "qwen3": [
+        PLAIN,
+        Case(name="tied", fields=dict(tied=True)),
+        Case(name="yarn", fields=_rope("yarn", **_YARN)),
+        Case(
+            name="yarn, other betas",
+            fields=_rope("yarn", beta_fast=4.0, beta_slow=0.5, **_YARN),
+            overrides=_rope("yarn", **_YARN),
+            theirs="reads yarn_beta_fast and yarn_beta_slow of mistral3 alone",
+        ),
+        Case(name="yarn without length", fields=_rope("yarn", **_YARN), without=(_LENGTH_KEY,)),
+    ],
+    "qwen3_moe": [
+        PLAIN,
+        Case(name="size of all experts", fields=dict(intermediate_size=72), without=("expert_feed_forward_length",)),
+        Case(name="size of an expert", without=("feed_forward_length",)),
+    ],
     "gemma3": [
         PLAIN,
         Case(name="rotations", fields=dict(rope_parameters=_BY_LAYER)),
         Case(name="tied", fields=dict(tied=True), change=_larger_layers),
+        Case(name="softcap", fields=dict(final_logit_softcapping=3.0)),
+        Case(name="62 layers", fields=dict(num_layers=62, query_pre_attn_scalar=12)),
+        Case(name="no window", without=("attention.sliding_window", "rope.freq_base_swa")),
+        Case(name="every third", extra={"gemma3.attention.sliding_window_pattern": 3}),
+        Case(name="keys left out", without=_ROPE_KEYS),
     ],
     "gpt_oss": [
-        PLAIN,
-        Case(name="unscaled", fields=_rope("default")),
-        Case(name="yarn", fields=_rope("yarn", truncate=False, **_YARN)),
+        Case(fields=_rope("default")),
         Case(name="clamped", change=_larger_experts, fields=_rope("default")),
+        Case(name="linear", fields=_rope("linear", factor=4.0)),
+        Case(
+            name="yarn",
+            fields=_rope("yarn", truncate=False, **_YARN),
+            overrides=_rope("yarn", truncate=True, **_YARN),
+            theirs="rounds the two ends of yarn's ramp, which gpt-oss was trained without (truncate: false)",
+        ),
     ],
     "phi3": [
         PLAIN,
         Case(name="part of a head", fields=_PART),
-        Case(name="longrope", fields=_rope("longrope", **_LONG) | dict(original_max_position_embeddings=64)),
+        Case(
+            name="window",
+            fields=dict(sliding_window=8),
+            overrides=dict(sliding_window=None),
+            theirs="leaves out the window of phi3, and says so",
+        ),
+        Case(name="longrope", fields=_longrope(64)),
+        Case(name="longrope, short", fields=_longrope(1024)),
+        Case(name="longrope of a part", fields=_longrope(64, 4)),
+    ],
+    "granite": [
+        PLAIN,
+        Case(name="tied", fields=dict(tied=True, embedding_multiplier=0.5, residual_multiplier=1.5)),
+        Case(name="biases", fields=dict(attention_bias=True, mlp_bias=True)),
+        Case(name="keys left out", without=("residual_scale", "embedding_scale", "attention.scale")),
     ],
     "smollm3": [Case(fields=dict(num_layers=5))],
-    "glm4": [PLAIN, Case(name="part of a head", fields=_PART)],
-    "nemotron": [PLAIN, Case(name="part of a head", fields=_PART)],
-    "exaone4": [Case(fields=dict(sliding_window=0)), Case(name="64 layers, window", fields=dict(num_layers=64))],
+    "glm4": [PLAIN, Case(name="biases, part of a head", fields=_PART | dict(attention_bias=True))],
+    "glm4_moe": [
+        PLAIN,
+        Case(name="norms of heads", fields=dict(use_qk_norm=True, attention_bias=True)),
+        Case(name="no groups", fields=dict(n_group=1, norm_topk_prob=False, routed_scaling_factor=2.5)),
+        Case(name="dense first", fields=dict(first_k_dense_replace=2, n_shared_experts=2)),
+        Case(name="keys left out", fields=dict(first_k_dense_replace=0), without=_ROUTING_KEYS),
+    ],
+    "nemotron": [PLAIN, Case(name="part of a head", fields=_PART), Case(name="biases", fields=dict(mlp_bias=True))],
+    "exaone4": [
+        Case(fields=dict(sliding_window=0)),
+        Case(name="factors", fields=_rope("llama3", **_LLAMA3 | _LENGTH) | dict(sliding_window=0)),
+        Case(name="64 layers, window", fields=dict(num_layers=64)),
+        Case(name="64 layers, linear", fields=_rope("linear", factor=4.0) | dict(num_layers=64)),
+        Case(
+            name="64 layers, keys left out", fields=dict(num_layers=64), without=("attention.sliding_window_pattern",)
+        ),
+    ],
+    "olmo3": [
+        PLAIN,
+        Case(name="yarn", fields=dict(rope_parameters=_YARN_BY_LAYER)),
+        Case(
+            name="theta of windows",
+            fields=dict(rope_parameters=_PLAIN_BY_LAYER),
+            extra={"olmo2.rope.freq_base_swa": 500.0},
+            overrides=dict(rope_parameters=_PLAIN_BY_LAYER),
+            theirs="reads rope.freq_base_swa of olmo2, but turns all layers by rope.freq_base",
+        ),
+        Case(
+            name="keys left out", fields=dict(num_layers=5), without=("attention.sliding_window_pattern", *_ROPE_KEYS)
+        ),
+    ],
     "ministral3": [
         PLAIN,
         Case(name="scaled", fields=_rope("yarn", llama_4_scaling_beta=0.5, mscale_all_dim=1.0, mscale=1.0, **_YARN)),
+        Case(name="betas", fields=_rope("yarn", beta_fast=8.0, beta_slow=2.0, **_MINISTRAL, **_YARN)),
+        Case(name="keys left out", fields=_rope("yarn", **_MINISTRAL, **_YARN), without=_YARN_KEYS),
     ],
 }
-"""By family; another one has the plain case alone."""
+"""By family; another one has the plain case alone. All but phi3, where it is always so, also have q, k and v merged."""
+
+
+def cases_of(family: str) -> list[Case]:
+    found = CASES.get(family, [PLAIN])
+    return found if family == "phi3" else [*found, replace(found[0], name="q, k and v merged", merge=True)]
 
 
 @dataclass(kw_only=True)
@@ -166,8 +275,9 @@ def written(family: str, case: Case, seed: int, folder: Path) -> Path:
     # So large that a model with another one answers otherwise.
     fields[{"nemotron": "norm_eps", "starcoder2": "norm_epsilon"}.get(family, "rms_norm_eps")] = 0.02
     directory = make_checkpoint(family, folder / f"{seed}", seed=seed, **fields)
-    extra = TOKENIZER | case.extra
-    return write_gguf(family, directory, folder / f"{seed}.gguf", change=case.change, **extra)
+    without = dict.fromkeys(f"{ARCHITECTURES[family]}.{key}" for key in case.without)
+    extra = TOKENIZER | case.extra | without
+    return write_gguf(family, directory, folder / f"{seed}.gguf", change=case.change, merge=case.merge, **extra)
 
 
 def prompts(seed: int) -> list[str]:
@@ -176,13 +286,14 @@ def prompts(seed: int) -> list[str]:
     return ["".join(chosen.choices(_ASCII, k=length)) for length in PROMPT_LENGTHS]
 
 
-def our_answers(path: Path, texts: list[str], num_tokens: int) -> list[Answer]:
+def our_answers(path: Path, texts: list[str], num_tokens: int, overrides: dict[str, Any]) -> list[Answer]:
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=3, logit_bias={END: -100.0})
     options = dict(device="cpu", dtype="float32", max_model_len=CONTEXT, progress_bar=False)
-    with LLM(path, **options) as llm:
+    with LLM(path, hf_overrides=overrides or None, **options) as llm:
         found = llm.generate(texts, params, use_tqdm=False)
     for text, one in zip(texts, found, strict=True):
-        assert one.prompt_token_ids == [TOKENS.index(letter) for letter in text]
+        found_ids = [token for token in one.prompt_token_ids if token >= len(_SPECIAL)]
+        assert found_ids == [TOKENS.index(letter) for letter in text]
     return [Answer(token_ids=one.outputs[0].token_ids, gaps=list(_gaps(one.outputs[0]))) for one in found]
 
 
@@ -238,7 +349,7 @@ def run_case(program: str, family: str, case: Case, seeds: int, num_tokens: int)
         texts = prompts(seed)
         with tempfile.TemporaryDirectory() as folder:
             path = written(family, case, seed, Path(folder))
-            ours = our_answers(path, texts, num_tokens)
+            ours = our_answers(path, texts, num_tokens, case.overrides)
             for text, answer in zip(texts, ours, strict=True):
                 try:
                     theirs = their_answer(program, path, text, num_tokens)
@@ -265,12 +376,13 @@ def main() -> int:
     for family, architecture in ARCHITECTURES.items():
         if options.only and not {family, architecture} & set(options.only):
             continue
-        for case in CASES.get(family, [PLAIN]):
+        for case in cases_of(family):
             row = run_case(options.llama_completion, family, case, options.seeds, options.tokens)
             counts = f"{row.cases} | {row.identical} | {len(row.near)} | {len(row.other)} | {row.smallest:.1e}"
             print(f"| {architecture} | {family} | {case.name or 'plain'} | {counts} |", flush=True)
             found = [f"near tie: {one}" for one in row.near] + [f"DIFFERS: {one}" for one in row.other]
             found += [f"llama-completion failed: {row.refused}"] if row.refused else []
+            found += [f"compared as llama.cpp has it, which {case.theirs}"] if case.theirs else []
             details += [f"{family} ({case.name or 'plain'}): {one}" for one in found]
             differ |= bool(row.other or row.refused)
     print("\n" + "\n".join(details or ["all answers are identical"]))
