@@ -16,6 +16,8 @@ from nanoinfer.gguf.rotation import rotation
 
 _EMBEDDINGS = "token_embd.weight"
 _GEMMA_27B_LAYERS = 62
+# Whose norms subtract the mean, and have another key.
+_OTHER_NORMS = ("nemotron", "starcoder2")
 
 
 def raw_config(file: GGUFFile) -> dict[str, Any]:
@@ -77,7 +79,9 @@ def _common(keys: Keys) -> dict[str, Any]:
     )
     if keys.has("feed_forward_length"):
         found["intermediate_size"] = keys.count("feed_forward_length")
-    if keys.has("attention.layer_norm_rms_epsilon"):
+    if keys.architecture in _OTHER_NORMS:
+        keys.take("attention.layer_norm_rms_epsilon", None)  # files of nemotron have both
+    else:
         found["rms_norm_eps"] = keys.number("attention.layer_norm_rms_epsilon")
     if any(not tensor.type.is_wide for tensor in tensors.values()):
         found["quantization_config"] = {"quant_method": "gguf"}
@@ -122,13 +126,19 @@ def _qwen3(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
 
 
 def _qwen3moe(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
-    size = common["intermediate_size"]
+    num_chosen = keys.count("expert_used_count")
+    if not num_chosen:
+        keys.refuse("expert_used_count", "is 0: a token needs an expert")
+    if keys.has("expert_feed_forward_length"):
+        size = keys.count("expert_feed_forward_length")
+    else:
+        size = keys.count("feed_forward_length") // num_chosen
     return _named(
         "Qwen3MoeForCausalLM",
         "qwen3_moe",
         num_experts=keys.count("expert_count"),
-        num_experts_per_tok=keys.count("expert_used_count"),
-        moe_intermediate_size=keys.count("expert_feed_forward_length", size),
+        num_experts_per_tok=num_chosen,
+        moe_intermediate_size=size,
         norm_topk_prob=True,
         decoder_sparse_step=1,
         mlp_only_layers=[],

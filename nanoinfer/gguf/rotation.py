@@ -33,6 +33,10 @@ def rotation(keys: Keys, head_dim: int, context: int) -> dict[str, Any]:
     attention = keys.number("rope.scaling.attn_factor", 1.0)
     tensors = keys.file.tensors
     if "rope_factors_long.weight" in tensors or "rope_factors_short.weight" in tensors:
+        if kind not in ("linear", "none", "longrope"):
+            keys.refuse("rope.scaling.type", f"is {kind!r} beside rope_factors_long.weight, which is not supported")
+        if factor != 1 and kind != "none":
+            keys.refuse("rope.scaling.factor", f"is {factor} beside rope_factors_long.weight, which is not supported")
         factors = {
             f"{name}_factor": _factors(keys, f"rope_factors_{name}.weight", num_turned) for name in ("long", "short")
         }

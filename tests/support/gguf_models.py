@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import gguf
@@ -75,18 +75,22 @@ def write_gguf(
     expand: bool = False,
     more: Mapping[str, tuple[int, ...]] = {},
     change: Callable[[str, np.ndarray], np.ndarray] = lambda name, values: values,
+    merge: bool = False,
     **extra,
 ) -> Path:
     """Write the checkpoint of a directory to a file and return its path.
 
     type_of: the type of a matrix by its name in the file; vectors are F32. expand: write what the package makes of
-    these types, as F32. more: tensors of zeros by name. change: makes other values. extra: metadata, by whole keys.
+    these types, as F32. more: tensors of zeros by name. change: makes other values. merge: q, k and v of a layer are
+    one tensor. extra: metadata, by whole keys; None leaves a key out.
     """
     config = json.loads((directory / "config.json").read_text())
     writer = gguf.GGUFWriter(path, ARCHITECTURES[family])
     for key, value in {**metadata_of(family, config), **extra}.items():
-        _add(writer, key, value)
-    for name, values in tensors_of(family, config, directory):
+        if value is not None:
+            _add(writer, key, value)
+    tensors = tensors_of(family, config, directory)
+    for name, values in merged(tensors) if merge else tensors:
         kind = gguf.GGMLQuantizationType[type_of(name) if values.ndim > 1 and "_norm" not in name else "F32"]
         stored = gguf.quants.quantize(change(name, values), kind)
         if expand:
@@ -188,6 +192,16 @@ def tensors_of(family: str, config: Mapping, directory: Path) -> Iterator[tuple[
             yield f"rope_factors_{kind}.weight", np.asarray(rope[f"{kind}_factor"], "f4")
     if rope.get("rope_type") == "llama3":
         yield "rope_freqs.weight", llama3_factors(rope, config["head_dim"])
+
+
+def merged(tensors: Iterable[tuple[str, np.ndarray]]) -> Iterator[tuple[str, np.ndarray]]:
+    """Tensors with q, k and v of a layer in one, as the converter's --fuse-qkv writes them."""
+    held = dict(tensors)
+    for name in list(held):
+        if ".attn_q." in name:
+            parts = [held.pop(name.replace("attn_q", f"attn_{part}")) for part in "qkv"]
+            held[name.replace("attn_q", "attn_qkv")] = np.concatenate(parts)
+    yield from held.items()
 
 
 def _permuted(values: torch.Tensor, num_heads: int) -> torch.Tensor:

@@ -1,0 +1,70 @@
+"""What a file leaves out is what llama.cpp takes then; what it says and nothing here follows is refused."""
+
+import pytest
+from gguf_models import FIELDS, write_gguf
+from tiny_models import make_checkpoint
+
+from nanoinfer.gguf.config import raw_config
+from nanoinfer.gguf.shards import read_model
+
+LONGROPE = dict(
+    rope_type="longrope",
+    rope_theta=1e4,
+    original_max_position_embeddings=64,
+    short_factor=[1.0] * 8,
+    long_factor=[2.0] * 8,
+    attention_factor=1.25,
+)
+
+
+def written(tmp_path, family, fields={}, **extra):
+    directory = make_checkpoint(family, tmp_path / "hf", **FIELDS.get(family, {}), **fields)
+    return read_model(write_gguf(family, directory, tmp_path / "model.gguf", **extra))
+
+
+def test_experts_of_qwen3moe_share_the_size_of_an_mlp(tmp_path):
+    fields = dict(intermediate_size=72, num_experts_per_tok=3, moe_intermediate_size=24)
+    without = {"qwen3moe.expert_feed_forward_length": None}
+    assert raw_config(written(tmp_path, "qwen3_moe", fields, **without))["moe_intermediate_size"] == 24
+    file = written(tmp_path, "qwen3_moe", fields, **without | {"qwen3moe.expert_used_count": 0})
+    with pytest.raises(ValueError, match="qwen3moe.expert_used_count is 0"):
+        raw_config(file)
+
+
+def test_the_size_of_an_mlp_is_not_needed_where_that_of_experts_is_there(tmp_path):
+    without = {"qwen3moe.feed_forward_length": None}
+    assert raw_config(written(tmp_path, "qwen3_moe", **without))["moe_intermediate_size"] == 24
+    file = written(tmp_path, "qwen3_moe", **without | {"qwen3moe.expert_feed_forward_length": None})
+    with pytest.raises(ValueError, match="qwen3moe.feed_forward_length is missing"):
+        raw_config(file)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_no_norm_has_an_epsilon_of_its_own_where_the_file_has_none(family, tmp_path):
+    file = written(tmp_path, family, **{f"{family}.attention.layer_norm_rms_epsilon": None})
+    with pytest.raises(ValueError, match=f"{family}.attention.layer_norm_rms_epsilon is missing"):
+        raw_config(file)
+
+
+def test_norms_that_subtract_the_mean_have_a_key_of_their_own(tmp_path):
+    both = {"nemotron.attention.layer_norm_rms_epsilon": 0.5, "nemotron.attention.layer_norm_epsilon": 0.25}
+    assert raw_config(written(tmp_path, "nemotron", **both))["norm_eps"] == 0.25
+
+
+@pytest.mark.parametrize(
+    "extra, refused",
+    [
+        ({"phi3.rope.scaling.type": "longrope"}, None),
+        ({"phi3.rope.scaling.type": "none", "phi3.rope.scaling.factor": 4.0}, None),
+        ({"phi3.rope.scaling.factor": 4.0}, "phi3.rope.scaling.factor is 4.0 beside rope_factors_long"),
+        ({"phi3.rope.scaling.type": "yarn"}, "phi3.rope.scaling.type is 'yarn' beside rope_factors_long"),
+    ],
+)
+def test_factors_of_a_rotation_are_all_that_scales_it(extra, refused, tmp_path):
+    fields = dict(rope_parameters=LONGROPE, original_max_position_embeddings=64)
+    file = written(tmp_path, "phi3", fields, **extra)
+    if refused is None:
+        assert raw_config(file)["rope_parameters"]["rope_type"] == "longrope"
+        return
+    with pytest.raises(ValueError, match=refused):
+        raw_config(file)
