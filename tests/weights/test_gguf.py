@@ -52,6 +52,14 @@ def test_a_file_is_the_model_that_it_was_made_of(family, tmp_path):
     assert_same(load(path), load(directory))
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe", "gemma3"])
+def test_q_k_and_v_may_be_one_tensor(family, tmp_path):
+    directory, path = two(family, tmp_path)
+    wanted = prompt_logits(load(path), random_tokens(20))
+    again = write_gguf(family, directory, tmp_path / "merged.gguf", type_of=wide_of, merge=True)
+    assert torch.equal(prompt_logits(load(again), random_tokens(20)), wanted)
+
+
 LLAMA3 = dict(rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
 ROTATIONS = {
     "linear": ("llama", dict(rope_type="linear", rope_theta=1e5, factor=4.0)),
