@@ -15,9 +15,7 @@ from nanoinfer import LLM
 from nanoinfer.measure.report import table
 from nanoinfer.measure.run import measure, release
 from nanoinfer.memory.floors import measure_floors
-from nanoinfer.models.shapes import UNLIMITED
 
-LAYERS = 12  # of which the shape is measured, so that it is loaded within seconds: what is looked at is of one layer
 CONTEXT = 1024
 BATCHES = (1, 2, 4, 16)
 TOKENS = (2, 4, 8, 16)
@@ -37,14 +35,13 @@ COLUMNS = {
 
 def slots_steps(bench: Bench) -> dict:
     """Steps with all experts in slots, with fewer, and with as few as a token takes; prefill with all on the host."""
-    shared = dict(hf_overrides=UNLIMITED | dict(num_hidden_layers=LAYERS)) if bench.scale == 1 else {}
-    llm = _engine(bench, **shared)
+    llm = _engine(bench)
     sparse = llm.engine.runner.spec.sparse
     layers, experts = sparse.num_layers, sparse.num_experts
     resident = {batch: _step(bench, llm, batch) for batch in BATCHES}
     whole = prefill(bench, llm)["seconds"]
     release(llm)
-    llm = _engine(bench, expert_slots=experts, **shared)
+    llm = _engine(bench, expert_slots=experts)
     _bring_all(llm)
     full = {batch: _step(bench, llm, batch) for batch in BATCHES}
     release(llm)
@@ -56,7 +53,7 @@ def slots_steps(bench: Bench) -> dict:
     least = sparse.num_chosen
     some = max(least, experts // 5)
     for count in sorted({least, some, max(least, 2 * experts // 5)}):
-        llm = _engine(bench, expert_slots=count, **shared)
+        llm = _engine(bench, expert_slots=count)
         rate = gather_rate(llm)
         for batch in BATCHES if count == some else (1,):
             result[f"{count} slots, {batch} x 1k"] = _beside(_step(bench, llm, batch), full[batch], rate)
@@ -122,7 +119,7 @@ def gather_rate(llm: LLM) -> float:
 
 
 def _engine(bench: Bench, **options) -> LLM:
-    return engine(bench, "qwen3-30b-a3b", "tiny-sparse", 24, list(BATCHES), **INT4, **options)
+    return engine(bench, "qwen3-30b-a3b", "tiny-sparse", 28, list(BATCHES), **INT4, **options)
 
 
 def _bring_all(llm: LLM) -> None:

@@ -251,8 +251,8 @@ def check_kv_scales(entries: Iterable[TensorEntry]) -> None:
 def fill_with_noise(model: Decoder, seed: int, progress: bool, require_pin: bool = False) -> None:
     """Fill the weights with normal noise, standard deviation 0.02.
 
-    The mean is 0; for norms it is the value that leaves the norm's input unscaled. Wide embeddings of a sparse model
-    have deviation 1: then a row's experts follow from its own token, and tokens drawn at random choose about uniformly.
+    The mean is 0; for norms it is the value that leaves the norm's input unscaled. Embeddings of a sparse model have
+    deviation 1: then a row's experts follow from its own token, and tokens drawn at random choose about uniformly.
     Otherwise all rows of a prompt would soon choose the same, as the mean over the prompt is most of each.
     """
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
@@ -272,6 +272,6 @@ def fill_with_noise(model: Decoder, seed: int, progress: bool, require_pin: bool
             mean = module.neutral_weight if name == "weight" else 0.0
             weight.normal_(mean, 0.02, generator=generator)
     assert next(groups, None) is None, "a run is left"
-    table = model.embed_tokens.weights
-    if model.spec.sparse is not None and isinstance(table, Dense):
-        model.embed_tokens.weight.mul_(1 / 0.02)
+    if model.spec.sparse is not None:
+        table = model.embed_tokens
+        (table.weight if isinstance(table.weights, Dense) else table.packed.scales).mul_(1 / 0.02)

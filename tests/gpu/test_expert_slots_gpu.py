@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 COMMON = dict(load_format="dummy", capture_num_tokens=[64, 128], max_num_seqs=8, progress_bar=False)
 COMMON |= dict(max_num_batched_tokens=1024, max_model_len=4096, ring_slot_bytes=2**20, skip_tokenizer_init=True)
-COMMON |= dict(gpu_memory_limit="6GiB", host_memory_limit="6GiB")
+COMMON |= dict(gpu_memory_limit="10GiB", host_memory_limit="8GiB")
 
 
 @pytest.mark.parametrize("num_experts, num_slots, num_chosen", [(128, 25, 8), (128, 128, 8), (512, 300, 4), (16, 3, 3)])

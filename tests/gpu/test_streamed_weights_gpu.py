@@ -66,5 +66,7 @@ def test_a_model_larger_than_its_limit_stays_below_it(shape, quantization, gib, 
         with LLM(str(write_shape(shape, tmp_path)), gpu_memory_limit=f"{gib}GiB", **arguments) as llm:
             llm.generate([[5] * 6000], SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
             plan, peak = llm.engine.plan, llm.engine.runner.peak_bytes()
-    assert plan.streamed_bytes > 0 and peak <= plan.budget_bytes == gib * 2**30
-    assert 0.97 < plan.total_bytes / peak < 1.03, (plan.total_bytes, peak)
+    assert plan.host_weight_bytes > 0 and peak <= plan.budget_bytes == gib * 2**30
+    # What is set aside for libraries and rounding is more than 3% of a small budget.
+    over = plan.total_bytes - peak
+    assert -0.03 * peak < over < max(0.03 * peak, 160 * 2**20), (plan.total_bytes, peak)

@@ -1,5 +1,6 @@
 """Random weights of a sparse model: what its rows choose is spread over the experts."""
 
+import pytest
 import torch
 from dense_model import dense_logits
 from tiny_models import random_tokens
@@ -7,11 +8,14 @@ from tiny_models import random_tokens
 from nanoinfer.kernels import reference
 from nanoinfer.models.shapes import write_shape
 from nanoinfer.weights.load import load_model, read_checkpoint
+from nanoinfer.weights.quantize import quantised_while_read
 
 
-def test_tokens_of_one_prompt_choose_about_uniformly(tmp_path, monkeypatch):
+@pytest.mark.parametrize("head", [None, "int8"])
+def test_tokens_of_one_prompt_choose_about_uniformly(head, tmp_path, monkeypatch):
     write_shape("tiny-sparse", tmp_path)
-    model, chosen = load_model(read_checkpoint(tmp_path), "auto", "cpu", load_format="dummy"), []
+    checkpoint = quantised_while_read(read_checkpoint(tmp_path), None, head)
+    model, chosen = load_model(checkpoint, "auto", "cpu", load_format="dummy"), []
     choose = reference.choose_experts
 
     def recorded(*given):
