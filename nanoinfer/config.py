@@ -203,7 +203,7 @@ class EngineConfig:
                 f"resident_weights_limit={self.resident_weights_limit!r} has weights streamed that are more, and "
                 f"cpu_offload_gb={gib!r} has none: leave one of them out"
             )
-        streams = self.resident_weights_limit is not None or gib
+        streams = self.resident_weights_limit is not None or gib is not None
         if self.expert_slots is not None and streams:
             raise ValueError(
                 f"expert_slots={self.expert_slots} brings experts one by one, and resident_weights_limit or "

@@ -7,8 +7,9 @@ With --part sparse it measures sparse models, with --part links slower links, em
 do not fit, with --part slots experts in host memory. Each part is kept in the same
 file beside the rest, under its name.
 
-With --llama-cpp DIR it measures ours, transformers and llama.cpp side by side, on the same GGUF files too, and writes
-peers.json beside that file. It needs the package gguf, and 40 GiB in memory or on disk.
+With --llama-cpp DIR it measures ours, transformers and llama.cpp side by side, and writes peers.json beside that
+file; with --part files ours and llama.cpp on the same GGUF files, for which it needs the package gguf, and 40 GiB in
+memory or on disk.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import measured  # noqa: E402
 import torch  # noqa: E402
-from gpu_cases import CASES, PEERS, Bench  # noqa: E402
+from gpu_cases import CASES, FILES, PEERS, Bench  # noqa: E402
 from gpu_links import LINKS  # noqa: E402
 from gpu_links import report as links_report  # noqa: E402
 from gpu_slots import SLOTS  # noqa: E402
@@ -43,7 +44,7 @@ from nanoinfer.memory.floors import measure_floors  # noqa: E402
 
 LATEST = ROOT / "docs" / "measurements" / "latest.json"
 BESIDE = LATEST.with_name("peers.json")
-BESIDE_DENSE = ("sparse", "links", "weights", "slots")  # parts with a record of their own in the file
+BESIDE_DENSE = ("sparse", "links", "weights", "slots", "files")  # parts with a record of their own in the file
 # What one looks at first, printed after each case.
 SHOWN = (
     "seconds_per_token", "ratio_to_floor", "ratio_to_forecast", "ratio_to_resident", "kv_resident_share", "bound",
@@ -81,11 +82,12 @@ def main() -> int:
     parser.add_argument("--scale", type=int, default=1, help="divide contexts and sizes, to try the code")
     options = parser.parse_args()
     part = None if options.part == "dense" else options.part
-    cases = (
-        PEERS
-        if options.llama_cpp
-        else {None: CASES, "sparse": SPARSE, "links": LINKS, "weights": WEIGHTS, "slots": SLOTS}[part]
-    )
+    parts = {None: PEERS, "files": FILES}
+    if not options.llama_cpp:
+        parts = {None: CASES, "sparse": SPARSE, "links": LINKS, "weights": WEIGHTS, "slots": SLOTS}
+    if part not in parts:
+        parser.error(f"--part {part} goes {'without' if options.llama_cpp else 'with'} --llama-cpp DIR")
+    cases = parts[part]
     names = options.only.split(",") if options.only else list(cases)
     unknown = [name for name in names if name not in cases]
     if unknown:
@@ -135,8 +137,8 @@ def main() -> int:
         print(f"{name} ({case['case_seconds']:.1f} s): {_summary(case)}", flush=True)
     if table := measured.kernels(record):
         print(table)
-    if part:
-        shown = {"sparse": report, "links": links_report, "weights": weights_report, "slots": slots_report}[part]
+    shown = {"sparse": report, "links": links_report, "weights": weights_report, "slots": slots_report}.get(part)
+    if shown:
         print(shown({name: row for case in record["cases"].values() for name, row in case.items()}))
     print(f"{len(names)} cases in {time.perf_counter() - start:.0f} s, written to {out}", flush=True)
     return 0 if all("failed" not in case for case in record["cases"].values()) else 1

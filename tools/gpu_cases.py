@@ -373,5 +373,7 @@ CASES: dict[str, Callable[[Bench], dict]] = {
 }
 # With --llama-cpp: what is measured beside ours, and ours in the same run.
 PEERS: dict[str, Callable[[Bench], dict]] = {
-    case.__name__: case for case in (curve, quantised, hf_offloaded, llama_cpp, gguf_dense, gguf_sparse, gguf_streamed)
+    case.__name__: case for case in (curve, quantised, hf_offloaded, llama_cpp)
 }
+FILES = {case.__name__: case for case in (gguf_sparse, gguf_streamed, gguf_dense)}
+"""Ours and llama.cpp on the same GGUF files."""

@@ -1,14 +1,12 @@
 """Cases of `make gpu-bench` with experts in host memory, that come one by one, beside the floors of the same run.
 
-The floor of a step is what it brings over the rate at which kernels bring experts, and the step with all in slots.
+The floor of a step is what it brings over the link, and behind that the step with all in slots.
 """
 
 from __future__ import annotations
 
-import statistics
-
 import torch
-from gpu_common import Bench, peak, reset_peak, timed
+from gpu_common import Bench, peak, reset_peak
 from gpu_sparse import INT4, engine, prefill
 
 from nanoinfer import LLM
@@ -45,7 +43,7 @@ def slots_steps(bench: Bench) -> dict:
     _bring_all(llm)
     full = {batch: _step(bench, llm, batch) for batch in BATCHES}
     release(llm)
-    result = {}
+    result, link = {}, measure_floors(bench.device).link
     for batch in BATCHES:
         seconds = full[batch]["seconds_per_token"]
         more = (seconds - resident[batch]["seconds_per_token"]) * 1e6 / layers
@@ -54,16 +52,15 @@ def slots_steps(bench: Bench) -> dict:
     some = max(least, experts // 5)
     for count in sorted({least, some, max(least, 2 * experts // 5)}):
         llm = _engine(bench, expert_slots=count)
-        rate = gather_rate(llm)
         for batch in BATCHES if count == some else (1,):
-            result[f"{count} slots, {batch} x 1k"] = _beside(_step(bench, llm, batch), full[batch], rate)
+            result[f"{count} slots, {batch} x 1k"] = _beside(_step(bench, llm, batch), full[batch], link)
         for tokens in TOKENS if count > least or count == some else ():
             found = _step(bench, llm, 1, tokens)
-            result[f"{count} slots, 1 x 1k, {tokens} tokens"] = _beside(found, full[1], rate)
+            result[f"{count} slots, 1 x 1k, {tokens} tokens"] = _beside(found, full[1], link)
         if count == least:
             found, plan = prefill(bench, llm), llm.engine.plan
-            stream = plan.expert_bytes / measure_floors(bench.device).link
-            found |= {"ratio_to_floor": found["seconds"] / max(whole, stream), "gather_bytes_per_second": rate}
+            stream = plan.expert_bytes / link
+            found |= {"ratio_to_floor": found["seconds"] / max(whole, stream)}
             result[f"{count} slots, prefill of 8k"] = found | {"resident_seconds": whole, "stream_seconds": stream}
         release(llm)
     return result
@@ -71,7 +68,7 @@ def slots_steps(bench: Bench) -> dict:
 
 def slots_budgets(bench: Bench) -> dict:
     """Sparse models within small budgets, with the KV of a long context, and as many slots as the planner chooses."""
-    result, context = {}, bench.tokens(32_768)
+    result, context, link = {}, bench.tokens(32_768), measure_floors(bench.device).link
     for shape, gib, options in (
         ("qwen3-30b-a3b", 12, INT4),
         ("qwen3-30b-a3b", 8, INT4),
@@ -87,35 +84,13 @@ def slots_budgets(bench: Bench) -> dict:
         )
         found = _step(bench, llm, 1, length=context)
         found |= peak(llm) | {"slots": llm.engine.plan.num_expert_slots}
-        missed = found["fetched_bytes"] / gather_rate(llm)
-        found["link_share"] = missed / found["seconds_per_token"]
+        found["link_share"] = found["fetched_bytes"] / link / found["seconds_per_token"]
         result[f"{shape}, {gib} GiB, {found['slots']} slots, 1 x 32k"] = found
         release(llm)
     return result
 
 
 SLOTS = {case.__name__: case for case in (slots_steps, slots_budgets)}
-
-
-def gather_rate(llm: LLM) -> float:
-    """Bytes per second at which kernels bring the experts of a layer, one after the other."""
-    runner = llm.engine.runner
-    experts = runner.model.layers[-1].mlp.experts
-    num_chosen = runner.spec.sparse.num_chosen
-    few = torch.arange(num_chosen, dtype=torch.int32, device=runner.runtime.device).view(1, -1)
-    times = []
-    with torch.inference_mode(), runner.compute.current():
-        for turn in range(experts.num_experts // num_chosen):
-            experts.slots.forget()
-            runner.runtime.synchronize()
-
-            def bring(ids: torch.Tensor = few + turn * num_chosen) -> None:
-                experts.operations.place_experts(ids, experts.slots)
-                runner.runtime.synchronize()
-
-            times.append(timed(bring))
-        experts.slots.forget()
-    return num_chosen * experts.stride / statistics.median(times)
 
 
 def _engine(bench: Bench, **options) -> LLM:
@@ -156,8 +131,8 @@ def _step(bench: Bench, llm: LLM, batch: int, num_allowed: int | None = None, le
     }
 
 
-def _beside(found: dict, full: dict, rate: float) -> dict:
-    floor = found["fetched_bytes"] / rate + full["seconds_per_token"]
+def _beside(found: dict, full: dict, link: float) -> dict:
+    floor = found["fetched_bytes"] / link + full["seconds_per_token"]
     return found | {"floor_seconds": floor, "ratio_to_floor": found["seconds_per_token"] / floor}
 
 

@@ -209,6 +209,26 @@ def prefill_32k(record: dict) -> str:
     return _table(["prefill of 32,768 tokens", "s", "tokens/s", "of resident's time"], rows)
 
 
+def slots(record: dict) -> str:
+    """Steps with experts in host memory, of which some are in slots, and a prompt."""
+    found = record.get("slots", {})
+    cases = {name: case for part in found.get("cases", {}).values() for name, case in part.items()}
+    rows = [
+        [name, f"{seconds * 1e3:.2f}", f"{case['hit_rate']:.0%}" if case.get("hit_rate") is not None else "",
+         f"{case['fetched_mib']:,.0f}" if "fetched_mib" in case else "",
+         f"{case['ratio_to_floor']:.2f}" if "ratio_to_floor" in case else "",
+         f"{case['more_than_resident']:+.1f}" if "more_than_resident" in case else "",
+         f"{case['peak_bytes'] / 2**30:.2f}" if "peak_bytes" in case else ""]
+        for name, case in cases.items()
+        if isinstance(case, dict) and (seconds := case.get("seconds_per_token", case.get("seconds")))
+    ]  # fmt: skip
+    if not rows:
+        return ""
+    head = ["", "ms", "found in slots", "MiB brought", "of the floor", "us a layer more than resident", "peak, GiB"]
+    where = f'One {found["versions"]["device"]}, `make gpu-bench ARGS="--part slots"`:'
+    return f"{where}\n\n{_table(head, rows)}"
+
+
 def latency(record: dict) -> str:
     """What a step and a start cost beside the kernels: figures that are no tables."""
     profiles, start = record["cases"].get("kernels", {}), record["cases"].get("start_up", {})
@@ -486,12 +506,20 @@ def beside_llama_cpp(record: dict) -> str:
     wide = packed["bf16, 1 x 32768"]
     pair = theirs["f16, prefill, 32768"]["prefill_tokens_per_second"], wide["prefill_tokens_per_second"]
     rows.append(["prefill of 32k, 16 bits", *(f"{rate:,.0f} tokens/s" for rate in pair), f"{pair[1] / pair[0]:.2f}"])
-    for name, model in (("gguf_dense", ""), ("gguf_sparse", "30B-A3B, "), ("gguf_streamed", "30B-A3B, ")):
-        found = {key: case for key, case in cases.get(name, {}).items() if isinstance(case, dict)}
-        rows += [_of_file(model + key, case) for key, case in found.items() if "times_as_fast" in case]
     where = record["peers"]["versions"]["device"]
     head = [f"Qwen3-4B shape, {where}", f"llama.cpp{build}", "nanoinfer", "times as fast"]
     return _table(head, rows)
+
+
+def files_beside_llama_cpp(record: dict) -> str:
+    """Ours and llama.cpp on the same GGUF files, all of one run, and ours in int4 beside."""
+    found, rows = record.get("peers", {}).get("files", {}), []
+    for name, model in (("gguf_dense", "4B"), ("gguf_sparse", "30B-A3B"), ("gguf_streamed", "30B-A3B")):
+        for key, case in found.get("cases", {}).get(name, {}).items():
+            if isinstance(case, dict) and "times_as_fast" in case:
+                rows.append(_of_file(f"{model}, {key}", case))
+    head = [f"Qwen3 shapes, {found['versions']['device']}", "llama.cpp", "nanoinfer", "times as fast"] if rows else []
+    return _table(head, rows) if rows else ""
 
 
 def _of_file(name: str, case: dict) -> list[str]:
@@ -555,6 +583,7 @@ PARTS: dict[str, Callable[[dict], str]] = {
         sparse_planner,
         links,
         weights,
+        slots,
         latency,
         arrivals,
         kernels,
@@ -562,6 +591,7 @@ PARTS: dict[str, Callable[[dict], str]] = {
         quantised,
         packed_products,
         beside_llama_cpp,
+        files_beside_llama_cpp,
         auto,
         other,
         serve,

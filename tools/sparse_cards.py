@@ -39,7 +39,9 @@ def main() -> None:
                 )
                 streams = found.fits and found.streamed_bytes_per_step
                 cells.append(_streams(found) if streams else "fits" if found.fits else "no")
-                weights = (found.memory.weight_bytes + found.memory.streamed_bytes) / 2**30 if found.fits else weights
+                weights = (
+                    (found.memory.weight_bytes + found.memory.host_weight_bytes) / 2**30 if found.fits else weights
+                )
             print(
                 f"| `{shape}` | {name} | {context:,} | {f'{weights:.1f}' if weights else '-'} | "
                 + " | ".join(cells)
@@ -49,6 +51,8 @@ def main() -> None:
 
 
 def _streams(found: nanoinfer.Forecast) -> str:
+    if found.memory.num_expert_slots:
+        return f"{found.memory.num_expert_slots} slots"
     return "streams" if found.memory.streamed_bytes else "KV streams"
 
 

@@ -13,8 +13,8 @@ from nanoinfer.options.parser import Parser, in_options
 
 ENGINE_OPTIONS = (
     "max_model_len", "gpu_memory_limit", "host_memory_limit", "enable_cpu_offload", "resident_kv_limit",
-    "resident_weights_limit", "cpu_offload_gb", "dtype", "kv_cache_dtype", "quantization", "head_quantization",
-    "hf_overrides", "block_size", "max_num_batched_tokens", "num_ring_slots", "ring_slot_bytes",
+    "resident_weights_limit", "cpu_offload_gb", "expert_slots", "dtype", "kv_cache_dtype", "quantization",
+    "head_quantization", "hf_overrides", "block_size", "max_num_batched_tokens", "num_ring_slots", "ring_slot_bytes",
 )  # fmt: skip
 
 

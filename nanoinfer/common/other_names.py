@@ -52,9 +52,8 @@ MEANT: dict[str, tuple[str, ...]] = _by_name(
         "b ub batch_size num_batch ubatch_size chunked_prefill_size max_batch_prefill_tokens": (
             "max_num_batched_tokens",
         ),
-        "ngl n_gpu_layers num_gpu_layers gpu_layers num_gpu ncmoe n_cpu_moe cpu_moe": (
-            "resident_weights_limit", "gpu_memory_limit",
-        ),
+        "ngl n_gpu_layers num_gpu_layers gpu_layers num_gpu": ("resident_weights_limit", "gpu_memory_limit"),
+        "ncmoe n_cpu_moe cpu_moe num_experts_on_gpu expert_cache_size": ("expert_slots", "gpu_memory_limit"),
         "vram gpu_mem max_gpu_memory gpu_memory": ("gpu_memory_limit",),
         "mem_fraction_static": ("gpu_memory_utilization",),
         "ram cpu_memory max_cpu_memory host_memory": ("host_memory_limit",),

@@ -367,7 +367,7 @@ class LLMEngine:
         `experts_read_per_layer` is how many experts of a layer the rows of a decode step chose together on average, and
         `expert_bytes_per_step` their bytes in all layers. `prefill_experts_read` sums up over layers and prefill steps.
         `expert_hits`, `expert_fetches`, `expert_evictions`, `expert_fetched_bytes` say what steps of few rows found on
-        the GPU with `expert_slots`, and `expert_slots_by_layer` for each layer. Reading them waits for the device.
+        the GPU with `expert_slots`, and `expert_slots_by_layer` for each layer, of steps that have run.
         """
         with self.changing():
             self.kv_cache.tables.lifetimes.reclaim()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from nanoinfer.memory.machine import resolve_device
 from nanoinfer.memory.plan import TooSmall
 from nanoinfer.memory.remedies import with_remedies
 from nanoinfer.memory.setup import Setup
+from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.streamed import OnHost
 from nanoinfer.weights.fill import check_kv_scales
 from nanoinfer.weights.find import find_model
@@ -26,6 +28,7 @@ from nanoinfer.weights.generation_config import end_token_ids, sampling_defaults
 from nanoinfer.weights.load import load_model, tensors_of
 from nanoinfer.weights.tokenizer_files import load_tokenizer
 from offload import BlockLifetimes, BlockPool, CpuRuntime, CudaRuntime, Runtime
+from offload.memory.pinned import PinError
 
 
 @dataclass(frozen=True)
@@ -68,11 +71,33 @@ def build(config: EngineConfig, runtime: Runtime | None) -> BuiltEngine:
     memory_before = reserved_bytes(device)
     if runtime is None:
         runtime = CudaRuntime(device) if device.type == "cuda" else CpuRuntime()
-    model = load_model(
-        checkpoint,
-        spec.dtype,
-        device,
-        spec=spec,
+    model = None
+    try:
+        model = _load(config, setup, plan)
+    except PinError as error:
+        if not plan.num_expert_slots or config.pin_host_memory == "require":
+            raise
+        if config.expert_slots is not None:
+            what = f"expert_slots={config.expert_slots} needs pinned host memory: leave it out"
+            raise PinError(f"{what}, and whole layers are streamed ({error})") from None
+    if model is None:  # what was loaded is gone, with the error that held it
+        warnings.warn(
+            "host memory cannot be pinned here, and kernels read experts from no other: whole layers are streamed",
+            stacklevel=2,
+        )
+        plan = setup.plan(may_pin=False)
+        model = _load(config, setup, plan)
+    runner = ModelRunner(config, plan, runtime, model, setup.backend, spec, memory_before)
+    kv = kv_side(config, runner)
+    return BuiltEngine(config, runner, tokenizer=tokenizer, end_token_ids=end_ids, sampling_defaults=defaults, **kv)
+
+
+def _load(config: EngineConfig, setup: Setup, plan: MemoryPlan) -> Decoder:
+    return load_model(
+        setup.checkpoint,
+        setup.spec.dtype,
+        setup.device,
+        spec=setup.spec,
         load_format=config.load_format,
         seed=config.seed,
         max_position=plan.max_model_len,
@@ -81,9 +106,6 @@ def build(config: EngineConfig, runtime: Runtime | None) -> BuiltEngine:
         on_host=OnHost(plan.streamed_pieces, plan.num_expert_slots, plan.slot_rows),
         require_pin=config.pin_host_memory == "require",
     )
-    runner = ModelRunner(config, plan, runtime, model, setup.backend, spec, memory_before)
-    kv = kv_side(config, runner)
-    return BuiltEngine(config, runner, tokenizer=tokenizer, end_token_ids=end_ids, sampling_defaults=defaults, **kv)
 
 
 def kv_side(config: EngineConfig, runner: ModelRunner) -> dict[str, Any]:

@@ -106,7 +106,8 @@ class ModelRunner:
             blocks_over_plan, self.product_checks = self._activations.measure(config.progress_bar)
             self.num_gpu_blocks -= blocks_over_plan
         self.gpu_kv = _zeros(self.layout.pool_shape(self.num_gpu_blocks), self.layout.dtype, runtime.device)
-        self.kept = PageablePool(self.layout, _kept_limit(config, plan.max_num_seqs * spec.row_bytes))
+        taken = plan.max_num_seqs * spec.row_bytes + plan.host_weight_bytes
+        self.kept = PageablePool(self.layout, _kept_limit(config, taken))
         states = RecurrentStates(spec, plan.max_num_seqs, runtime.device)
         blocks_per_segment = max(1, min(plan.num_host_blocks, SEGMENT_BYTES // self.layout.block_bytes))
         host = HostPool(self.layout, plan.num_host_blocks, blocks_per_segment)
@@ -335,14 +336,14 @@ class ModelRunner:
         return self._activations.peak_bytes()
 
 
-def _kept_limit(config: EngineConfig, row_bytes: int) -> int | None:
+def _kept_limit(config: EngineConfig, taken_bytes: int) -> int | None:
     """Return the most bytes that blocks of sequences that gave way may take; with offloading, the limit is the pool's.
 
-    row_bytes: what the rows of these sequences keep besides blocks at most.
+    taken_bytes: what the rows of these sequences keep besides blocks at most, and weights in host memory.
     """
     if config.may_offload or config.host_memory_limit is None:
         return None
-    return max(0, config.host_memory_limit - row_bytes)
+    return max(0, config.host_memory_limit - taken_bytes)
 
 
 def _num_threads(model: Decoder) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import NoReturn
 
@@ -20,10 +21,10 @@ from nanoinfer.memory.refusals import (
     min_blocks,
     refuse_gpu,
 )  # fmt: skip
-from nanoinfer.memory.streamed import missed_bytes, streamed_bytes
+from nanoinfer.memory.streamed import link_cost
 from nanoinfer.memory.working import activation_bytes, graph_bytes
 from nanoinfer.models.base import ModelSpec
-from nanoinfer.models.expert_slots import slot_bytes as slot_bytes_of
+from nanoinfer.models.expert_slots import pool_bytes
 from nanoinfer.models.streamed import place_sizes, spread
 
 DEFAULT_RING_SLOT_BYTES = 32 * 2**20
@@ -48,9 +49,13 @@ def make_plan(
     budget_bytes: int,
     host_available_bytes: int,
     is_cuda: bool,
+    may_pin: bool = True,
 ) -> MemoryPlan:
-    """Divide the budget among the parts of the engine. Where a limit is too small, `TooSmall` says what works."""
-    plan = _divide(config, spec, budget_bytes, host_available_bytes, is_cuda)
+    """Divide the budget among the parts of the engine. Where a limit is too small, `TooSmall` says what works.
+
+    may_pin: whether host memory can be pinned, as far as it is known. Experts in slots need it.
+    """
+    plan = _divide(config, spec, budget_bytes, host_available_bytes, is_cuda, may_pin)
     # A CPU has no kernels that read packed weights as they lie: their matrices are kept where there is room for all.
     room = plan.budget_bytes - plan.total_bytes
     if is_cuda or plan.streamed_pieces or not 0 < spec.matrix_bytes <= room:
@@ -59,7 +64,7 @@ def make_plan(
 
 
 def _divide(
-    config: EngineConfig, spec: ModelSpec, budget_bytes: int, host_available_bytes: int, is_cuda: bool
+    config: EngineConfig, spec: ModelSpec, budget_bytes: int, host_available_bytes: int, is_cuda: bool, may_pin: bool
 ) -> MemoryPlan:
     layout = spec.layout
     slot_bytes = max(DEFAULT_RING_SLOT_BYTES, layout.layer_block_bytes)
@@ -72,7 +77,7 @@ def _divide(
             )
     spec.check_context(config.max_model_len)
     fitting: list[MemoryPlan] = []
-    given = budget_bytes, slot_bytes, is_cuda, host_available_bytes
+    given = budget_bytes, slot_bytes, is_cuda, host_available_bytes, may_pin
     least, slots = least_streamed(config, spec), checked_slots(config, spec)
     for tokens in _batched_tokens(config, is_cuda):
         plan = _spend_all(config, spec, tokens, *given, least, slots)
@@ -86,27 +91,54 @@ def _divide(
             return _with_model_len(config, plan)
     try:
         resident = _with_model_len(config, fitting[0] if fitting else refuse_gpu(config, plan))
-        return resident if slots else _with_fewer_bytes(config, spec, resident, with_most_slots(config, spec, *given))
+        return resident if slots else _unless_slots_bring_much_less(config, spec, resident, *given)
     except TooSmall:
         if config.cpu_offload_gb == 0 or fitting and config.enable_cpu_offload is True:  # which host memory bounds
             raise
         if config.expert_slots is not None:
             raise
-        streaming = with_most_slots(config, spec, *given) or _streaming_weights(config, spec, *given)
-        if streaming is None and fitting:
+        found = _with_weights_on_the_host(config, spec, *given)
+        if found is None and fitting:
             raise
-    return streaming or _refuse(config, spec, *given)
+    return found or _refuse(config, spec, *given)
 
 
-def _streaming_weights(config: EngineConfig, spec: ModelSpec, *given: int) -> MemoryPlan | None:
-    """Return the plan with the largest prefill step in which as few weights stream as must be; None: none fits.
+def _with_weights_on_the_host(config: EngineConfig, spec: ModelSpec, *given: int) -> MemoryPlan | None:
+    """Return the cheaper of the plans with layers that stream and with experts in slots; None: none fits.
 
     Raises:
         TooSmall: it would fit, but for `max_model_len`.
     """
-    too_long: TooSmall | None = None
+    too_long: list[TooSmall] = []
+    for context in _contexts(config):
+        streaming = _streaming_weights(config, spec, context, too_long, *given)
+        slotted = _slotted(config, spec, context, *given)
+        if slotted is None or streaming is None:
+            found = slotted or streaming
+        else:
+            holds = _holds_as_much(config, slotted, streaming)
+            found = min(streaming, slotted, key=partial(link_cost, config, spec, context)) if holds else streaming
+        if found is not None:
+            return found
+    if too_long:
+        raise too_long[0]
+    return None
+
+
+def _contexts(config: EngineConfig) -> tuple[int, ...]:
+    """The tokens of context for which there should be room: what is asked for, or a conversation, or any."""
+    return (_STREAMING_CONTEXT, 1) if config.max_model_len is None else (config.max_model_len,)
+
+
+def _streaming_weights(
+    config: EngineConfig, spec: ModelSpec, context: int, too_long: list[TooSmall], *given: int
+) -> MemoryPlan | None:
+    """Return the plan with the largest prefill step in which as few weights stream as must be; None: none fits.
+
+    too_long: takes what is said of plans that would fit, but for `max_model_len`.
+    """
     counts = _counts(config, spec)
-    for context, tokens in product((_STREAMING_CONTEXT, 1), _batched_tokens(config, given[2])):
+    for tokens in _batched_tokens(config, given[2]):
         for count in counts:
             try:
                 plan = _spend_all(config, spec, tokens, *given, count)
@@ -117,57 +149,64 @@ def _streaming_weights(config: EngineConfig, spec: ModelSpec, *given: int) -> Me
             try:
                 return _with_model_len(config, plan)
             except TooSmall as error:  # with more weights streamed, more KV stays on the GPU
-                too_long = too_long or error
-    if too_long is not None:
-        raise too_long
+                too_long.append(error)
     return None
 
 
-def _with_fewer_bytes(
-    config: EngineConfig, spec: ModelSpec, resident: MemoryPlan, slotted: MemoryPlan | None
-) -> MemoryPlan:
-    """Return the plan whose steps bring less, of all KV that is asked for, or of experts chosen equally often.
+def _slotted(config: EngineConfig, spec: ModelSpec, context: int, *given: int) -> MemoryPlan | None:
+    """Return the cheapest plan with experts in slots, of each prefill step the one with most; None: none fits.
 
-    Where no context is asked for: the resident one, if a conversation fits.
+    In offload mode also those count that leave less room than for a context, whose KV streams then.
     """
-    if slotted is None:
-        return resident
-    if config.max_model_len is None:
-        return slotted if resident.max_model_len < min(_STREAMING_CONTEXT, spec.max_position) else resident
-    rows = [config.max_model_len] * resident.max_num_seqs
-
-    def brought(plan: MemoryPlan) -> int:
-        return streamed_bytes(config, spec, plan, rows) + missed_bytes(spec, plan, len(rows))
-
-    return min(resident, slotted, key=brought)
-
-
-def with_most_slots(config: EngineConfig, spec: ModelSpec, *given: int) -> MemoryPlan | None:
-    """Return the plan in which most experts have slots beside a context's KV; None: the model has none, or none fits.
-
-    A larger prefill step comes before more slots, down to an eighth of the experts: it has all of them streamed once.
-    """
-    sparse, is_cuda = spec.sparse, given[2]
-    if sparse is None or not is_cuda or config.resident_weights_limit is not None or config.cpu_offload_gb is not None:
+    sparse, (*_, is_cuda, _, may_pin) = spec.sparse, given
+    gives_layers = config.resident_weights_limit is not None or config.cpu_offload_gb is not None
+    if sparse is None or not is_cuda or not may_pin or gives_layers:
         return None
-    some = max(sparse.num_chosen, sparse.num_experts // 8)
-    contexts = [_STREAMING_CONTEXT] if config.max_model_len is None else [config.max_model_len, _STREAMING_CONTEXT]
-    for least, context, tokens in product((some, sparse.num_chosen), (*contexts, 1), _batched_tokens(config, is_cuda)):
+    rooms = sorted({context, min(context, _STREAMING_CONTEXT), 1}) if config.may_offload else [context]
+    found = []
+    for room, tokens in product(rooms, _batched_tokens(config, is_cuda)):
 
-        def made(count: int, context: int = context, tokens: int = tokens) -> MemoryPlan | None:
+        def made(count: int, room: int = room, tokens: int = tokens) -> MemoryPlan | None:
             try:
                 plan = _spend_all(config, spec, tokens, *given, 0, count)
-                blocks = -(-min(context, plan.max_model_len) // config.block_size) + 2
-                if plan.num_gpu_blocks < max(blocks, min_blocks(config, plan, context)):
+                blocks = -(-min(room, plan.max_model_len) // config.block_size) + 2
+                if plan.num_gpu_blocks < max(blocks, min_blocks(config, plan, room)):
                     return None
                 return _with_model_len(config, plan)
             except TooSmall:
                 return None
 
-        fitting = bisect_left(range(least, sparse.num_experts + 1), True, key=lambda count: made(count) is None)
-        if fitting:
-            return made(least + fitting - 1)
-    return None
+        counts = range(sparse.num_chosen, sparse.num_experts + 1)
+        if fitting := bisect_left(counts, True, key=lambda count: made(count) is None):
+            found.append(made(counts[fitting - 1]))
+    return min(found, key=partial(link_cost, config, spec, context), default=None)
+
+
+def _holds_as_much(config: EngineConfig, plan: MemoryPlan, other: MemoryPlan) -> bool:
+    """Whether a plan holds as much KV in host memory as another one, or all that can be asked for."""
+    most = -(-other.max_model_len // config.block_size) * other.max_num_seqs
+    return not config.may_offload or plan.num_host_blocks >= min(other.num_host_blocks, most)
+
+
+def _unless_slots_bring_much_less(
+    config: EngineConfig, spec: ModelSpec, resident: MemoryPlan, *given: int
+) -> MemoryPlan:
+    """Return the plan with all weights on the GPU, unless slots for experts make room for KV that streams without.
+
+    They must halve what passes over the link: it is waited for then. Where no context is asked for: unless a
+    conversation does not fit.
+    """
+    context = _contexts(config)[0]
+    cost = partial(link_cost, config, spec, context)
+    is_asked = config.max_model_len is not None
+    is_long = resident.max_model_len >= min(_STREAMING_CONTEXT, spec.max_position)
+    if is_long if not is_asked else cost(resident) == 0:
+        return resident
+    slotted = _slotted(config, spec, context, *given)
+    if slotted is None or not _holds_as_much(config, slotted, resident):
+        return resident
+    is_better = cost(slotted) < cost(resident) / 2 if is_asked else slotted.max_model_len > resident.max_model_len
+    return slotted if is_better else resident
 
 
 def _counts(config: EngineConfig, spec: ModelSpec) -> list[int]:
@@ -185,7 +224,7 @@ def _refuse(config: EngineConfig, spec: ModelSpec, *given: int) -> NoReturn:
             plans.append(_spend_all(config, spec, tokens, *given, count))
         except TooSmall:
             break
-    roomy = _streaming_weights(replace(config, host_memory_limit=None), spec, *given[:3], _UNLIMITED)
+    roomy = _with_weights_on_the_host(replace(config, host_memory_limit=None), spec, *given[:3], _UNLIMITED, False)
     least = min(plans, key=lambda plan: least_bytes(config, plan))
     also = "" if roomy is None else f", or stream more: {host_wanted(config, roomy, given[3])}"
     refuse_gpu(config, least, also)
@@ -208,7 +247,7 @@ def least_streamed(config: EngineConfig, spec: ModelSpec) -> int:
 
 def _spend_all(
     config: EngineConfig, spec: ModelSpec, tokens: int, budget_bytes: int, slot_bytes: int, is_cuda: bool,
-    host_available_bytes: int, num_streamed: int, num_expert_slots: int = 0,
+    host_available_bytes: int, may_pin: bool, num_streamed: int, num_expert_slots: int = 0,
 ) -> MemoryPlan:  # fmt: skip
     streamed = spread(len(spec.piece_bytes), num_streamed)
     plan = _spend(config, spec, tokens, budget_bytes, slot_bytes, is_cuda, streamed, num_expert_slots)
@@ -260,7 +299,7 @@ def _spend(
     place_bytes, expert_bytes = sum(place_sizes(spec.piece_bytes, streamed)), 0
     if num_expert_slots:
         expert_bytes = spec.sparse.expert_bytes
-        place_bytes = slot_bytes_of(spec.sparse.strides, spec.sparse.num_experts, num_expert_slots)
+        place_bytes = pool_bytes(spec.sparse.strides, spec.sparse.num_experts, num_expert_slots)
     plan = replace(
         sizes,
         budget_bytes=budget_bytes,

@@ -55,13 +55,16 @@ def refuse_gpu(config: EngineConfig, plan: MemoryPlan, also: str = "") -> NoRetu
     if config.gpu_memory_limit is not None:
         given = f"gpu_memory_limit={config.gpu_memory_limit!r}"
     lower = [name for name in ("max_num_batched_tokens", "max_num_seqs") if getattr(plan, name) > 1]
-    if plan.weight_bytes >= plan.budget_bytes:
+    if plan.weight_bytes + plan.place_bytes >= plan.budget_bytes:
         lower = []
     help_lower = ", or set " + " or ".join(f"{name} below {getattr(plan, name)}" for name in lower) if lower else ""
     help_offload = "" if config.may_offload else ", lower max_model_len or set enable_cpu_offload=True"
+    if config.expert_slots is not None:
+        help_offload = f", or lower expert_slots={config.expert_slots}"
+    rest = plan.fixed_bytes - plan.weight_bytes - plan.place_bytes * bool(plan.num_expert_slots)
     raise TooSmall(
         f"{given} ({format_size(plan.budget_bytes)}) is too small: weights {format_size(plan.weight_bytes)}{streamed}, "
-        f"working memory and buffers {format_size(plan.fixed_bytes - plan.weight_bytes)} and the least KV cache "
+        f"working memory and buffers {format_size(rest)} and the least KV cache "
         f'{format_size(needed - plan.fixed_bytes)} need {format_size(needed)}: give at least "{enough(needed)}"'
         f"{help_lower}{help_offload}{also}"
     )

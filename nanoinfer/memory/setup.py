@@ -36,8 +36,11 @@ class Setup:
         offload = config.may_offload if offload is None else offload
         self.backend = make_backend(config.attention_backend, self.spec.attention, device, offload)
 
-    def plan(self, config: EngineConfig | None = None) -> MemoryPlan:
-        """Return the memory plan of an engine with this config, or another; ValueError if the memory is too small."""
+    def plan(self, config: EngineConfig | None = None, may_pin: bool = True) -> MemoryPlan:
+        """Return the memory plan of an engine with this config, or another; ValueError if the memory is too small.
+
+        may_pin: as in `make_plan`.
+        """
         config, available = config or self.config, memory_available_bytes()
         return make_plan(
             config,
@@ -45,6 +48,7 @@ class Setup:
             budget_bytes=gpu_budget(config, device_memory(self.device), available),
             host_available_bytes=available,
             is_cuda=self.device.type == "cuda",
+            may_pin=may_pin,
         )
 
 

@@ -45,6 +45,9 @@ class SlotSet:
         layers: the experts of these layers, in their order.
         num_slots: of each layer.
         first_place: number of the first area among the places that transfers go to; see `Landing`.
+
+    Attributes:
+        counts: [layers, 4] int64, see `SlotTables`.
     """
 
     def __init__(self, layers: Sequence[Experts], num_slots: int, device: torch.device | str, first_place: int) -> None:
@@ -59,6 +62,7 @@ class SlotSet:
         self._of_step = dict(
             table=numbers(self._num_experts), fetches=numbers(1 + 2 * self._num_experts), victims=numbers(num_slots)
         )
+        self.counts = torch.zeros(len(layers), 4, dtype=torch.int64, device=device)
         self._tables = [
             SlotTables(
                 pool=self._pool,
@@ -66,7 +70,7 @@ class SlotSet:
                 owner=numbers(num_slots),
                 used=numbers(num_slots, torch.int64),
                 clock=numbers(1, torch.int64),
-                counts=numbers(4, torch.int64),
+                counts=self.counts[index],
                 first_slot=places - (len(layers) - index) * num_slots,
                 first_spare=NUM_AREAS * self._num_experts,
                 **self._of_step,
@@ -115,6 +119,6 @@ def num_places(num_experts: int, num_slots: int, num_layers: int) -> int:
     return NUM_AREAS * num_experts + (num_experts - num_slots) + num_layers * num_slots
 
 
-def slot_bytes(strides: Sequence[int], num_experts: int, num_slots: int) -> int:
+def pool_bytes(strides: Sequence[int], num_experts: int, num_slots: int) -> int:
     """Return the bytes of the pools. strides: bytes of an expert in each sparse layer."""
     return sum(stride * num_places(num_experts, num_slots, strides.count(stride)) for stride in set(strides))

@@ -141,6 +141,7 @@ class StreamedWeights:
         begin = self._count(piece, num_bytes)
         for one in self.slot_sets:
             if experts in one.layers:
+                assert piece and piece not in self.runs, "a piece has experts of one layer, behind a cut"
                 area = one.area_of(experts)
                 self.runs[piece] = WeightRun(piece, Landing(one.place_of(experts), until=piece), area.view(-1))
                 self.piece_of[experts] = piece
@@ -239,9 +240,9 @@ class StreamedWeights:
             one.slots.forget()
 
     def slot_counts(self) -> list[SlotCounts]:
-        """Return what the steps so far have found and brought, for each layer with slots. Waits for the device."""
-        layers = sorted(self._slotted(), key=self._layer_of.get)
-        return [SlotCounts(self._layer_of[one], *one.slots.counts.tolist(), one.stride) for one in layers]
+        """Return what the steps that have run found and brought, for each layer with slots."""
+        found = [pair for one in self.slot_sets for pair in zip(one.layers, one.counts.tolist(), strict=True)]
+        return sorted(SlotCounts(self._layer_of[one], *counts, one.stride) for one, counts in found)
 
     def close(self) -> None:
         """Give host memory back. Nothing may be in flight."""

@@ -17,6 +17,8 @@ MAX_CHUNKS = 40
 """The most chunks of the longest prompt, if a chunk is longer than two thirds of a block."""
 MAX_CAPTURED_TOKENS = 512
 _STREAMED = dict(enable_cpu_offload=True, resident_kv_limit=0)
+# Nothing is said of the place of weights.
+_NO_WEIGHTS = dict(resident_weights_limit=None, cpu_offload_gb=None, expert_slots=None)
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def _places(workload: Workload, plan: MemoryPlan) -> list[Run]:
         Run(
             "weights",
             "the layers' weights in host memory, streamed in every step beside the KV",
-            _STREAMED | dict(resident_weights_limit=0),
+            _STREAMED | _NO_WEIGHTS | dict(resident_weights_limit=0),
             happened=lambda stats: stats["streamed_weight_bytes"] > 0,
             otherwise="no weights were streamed: the model has one piece only",
         ),
@@ -112,7 +114,7 @@ def _slots(sparse: SparseSpec | None) -> list[Run]:
         Run(
             "experts",
             "all experts in host memory, a quarter of each layer's in slots, KV streamed beside",
-            _STREAMED | dict(expert_slots=max(sparse.num_chosen, sparse.num_experts // 4)),
+            _STREAMED | _NO_WEIGHTS | dict(expert_slots=max(sparse.num_chosen, sparse.num_experts // 4)),
             happened=lambda stats: stats["expert_fetches"] > 0,
             otherwise="no expert was brought: every step was a large one",
         )

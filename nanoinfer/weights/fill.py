@@ -20,7 +20,8 @@ from nanoinfer.layers.linear import Linear
 from nanoinfer.models.checkpoint_info import TensorEntry
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.weights.gguf import as_filled
-from nanoinfer.weights.read import PIECE_BYTES, host_buffers, read_tensors
+from nanoinfer.weights.read import PIECE_BYTES, drop_page_cache, host_buffers, read_tensors
+from offload.memory.host_memory import memory_available_bytes
 
 # A progress bar that is shown for less than this would only flicker.
 _PROGRESS_DELAY_S = 2.0
@@ -60,8 +61,13 @@ def fill_from_files(
             disable=not progress,
         ) as bar,
     ):
+        # Beside weights that stay in host memory, files in the page cache would be the same bytes again.
+        drops = model.streamed.runs and sum(entry.num_bytes for entry in read) > memory_available_bytes() // 2
+        paths = {entry.path for entry in read}
         for is_wanted in model.streamed.groups(require_pin):
             _fill(model.checkpoint_views(is_wanted), entries, device, dict(report=bar.update, buffers=buffers))
+            if drops:
+                drop_page_cache(paths)
 
 
 def _fill(

@@ -199,15 +199,18 @@ def test_llama_cpp_stands_beside_our_figures_of_the_same_run():
     file = {"Q4_0, 1 x 1024": steps(2.0) | dict(llama_cpp_seconds_per_token=0.003, times_as_fast=1.5)}
     file |= {"Q4_0, start": dict(seconds_to_first_token=20.0), "case_seconds": 1.0}
     beside = dict(prefill_tokens_per_second=900.0, llama_cpp_prefill_tokens_per_second=300.0, times_as_fast=3.0)
-    ours |= {"gguf_sparse": file, "gguf_streamed": {"Q4_0, experts on the host, prefill of 8192": beside}}
+    files = {"gguf_sparse": file, "gguf_streamed": {"Q4_0, experts on the host, prefill of 8192": beside}}
     peers = {"versions": {"device": "a GPU"}, "cases": ours | {"llama_cpp": theirs}}
+    peers["files"] = {"versions": {"device": "another"}, "cases": files}
     text = measured.beside_llama_cpp({"cases": {}, "peers": peers})
     assert "| decode step, 16 bits, all KV on the host, 1 x 8k | 48.00 ms | 24.00 ms | 2.00 |" in text
     assert "| prefill of 32k, 16 bits | 1,000 tokens/s | 3,000 tokens/s | 3.00 |" in text
+    assert "llama.cpp b11434" in text and "a GPU" in text
+    text = measured.files_beside_llama_cpp({"cases": {}, "peers": peers})
     assert "| decode step, 30B-A3B, Q4_0, 1 x 1024 | 3.00 ms | 2.00 ms | 1.50 |" in text
     assert "| 30B-A3B, Q4_0, experts on the host, prefill of 8192 | 300 tokens/s | 900 tokens/s | 3.00 |" in text
-    assert "llama.cpp b11434" in text and "a GPU" in text and "start" not in text
-    assert measured.beside_llama_cpp({"cases": {}}) == ""
+    assert "another" in text and "start" not in text
+    assert measured.beside_llama_cpp({"cases": {}}) == measured.files_beside_llama_cpp({"cases": {}}) == ""
 
 
 def test_the_picture_has_a_line_for_each_mode_and_peer(tmp_path, monkeypatch):

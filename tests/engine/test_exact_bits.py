@@ -30,6 +30,13 @@ MODELS = {
     "gemma3": dict(hidden_size=132, intermediate_size=141, sliding_window=37, num_kv_heads=1)
     | dict(final_logit_softcapping=20.0, attn_logit_softcapping=15.0),
 }
+# With experts in host memory, of which some are in slots.
+SLOTTED = {
+    "qwen3_moe": dict(num_layers=3, num_experts=12, num_experts_per_tok=3),
+    "gpt_oss": dict(num_layers=3),
+    "glm4_moe": dict(num_layers=4),
+    "mixtral": dict(num_layers=3),
+}
 DTYPES = ["float32", "bfloat16", "float16"]
 MAX_LEN = 512
 
@@ -38,7 +45,9 @@ MAX_LEN = 512
 def path_of(tmp_path_factory):
     @cache
     def path_of(model: str):
-        return make_checkpoint(model.split(",")[0], tmp_path_factory.mktemp(model.split(",")[0]), **MODELS[model])
+        return make_checkpoint(
+            model.split(",")[0], tmp_path_factory.mktemp(model.split(",")[0]), **(MODELS | SLOTTED)[model]
+        )
 
     return path_of
 
@@ -99,7 +108,7 @@ def draw_formats(generator: random.Random) -> dict:
     return dict(dtype=dtype, kv_cache_dtype="auto" if generator.random() < 0.85 else "fp8")
 
 
-def draw_engine(generator: random.Random, path, seed: int, requests: list, formats: dict) -> LLMEngine:
+def draw_engine(generator: random.Random, path, seed: int, requests: list, formats: dict, **more) -> LLMEngine:
     """Pools, ring, budget, chunk and rows of any size that is allowed."""
     mode, rows = generator.choice(["auto", True, False]), generator.randint(1, 8)
     chunk = generator.choice([16, 32, 48, 64, 100, 400])
@@ -121,6 +130,7 @@ def draw_engine(generator: random.Random, path, seed: int, requests: list, forma
         num_ring_slots=generator.choice([2, 3, 4]),
         resident_kv_limit=generator.choice([None, None, 0, 2**17]),
         **formats,
+        **more,
     )
 
 
@@ -132,14 +142,15 @@ def is_beginning(found: list, wanted: list) -> bool:
     )
 
 
-def differing(path_of, seed: int) -> tuple[list[str], dict]:
+def differing(path_of, seed: int, models: dict = MODELS) -> tuple[list[str], dict]:
     """Plays the workload of a seed; returns what differs from the request alone, and what happened."""
     generator = random.Random(seed)
-    model = generator.choice(list(MODELS))
+    model = generator.choice(list(models))
+    slots = dict(expert_slots=random.Random(seed).randint(3, 4)) if models is SLOTTED else {}
     formats, path = draw_formats(generator), path_of(model)
     requests = draw_requests(generator, seed)
     with threads(2 if seed % 30 == 3 else 1):
-        engine = draw_engine(generator, path, seed, requests, formats)
+        engine = draw_engine(generator, path, seed, requests, formats, **slots)
         eager = generator.choice([0.1, 0.3, 1.0])
         added, aborted = play_at_random(engine, requests, generator, comes=eager, is_aborted=0.01, is_switched=0.03)
         wrong = []
@@ -166,6 +177,21 @@ def test_every_request_gets_the_bits_that_it_gets_alone(path_of, group, fuzz):
         found, stats = differing(path_of, seed)
         wrong += found
         for name in HAPPENS:
+            happened[name] += stats[name] > 0
+    assert not wrong, f"{len(wrong)} wrong: {wrong}"
+    assert all(happened.values()) or not fuzz, f"some of it never happened: {happened}"
+
+
+@pytest.mark.parametrize("group", range(NUM_GROUPS))
+@pytest.mark.sampled("2")
+@pytest.mark.filterwarnings("ignore:offload mode cannot be entered")
+def test_so_it_does_with_few_experts_on_the_gpu(path_of, group, fuzz):
+    names = [*HAPPENS, "expert_hits", "expert_fetches", "expert_evictions"]
+    wrong, happened = [], dict.fromkeys(names, 0)
+    for seed in range(group, 1000 if fuzz else 4, NUM_GROUPS):
+        found, stats = differing(path_of, seed, SLOTTED)
+        wrong += found
+        for name in names:
             happened[name] += stats[name] > 0
     assert not wrong, f"{len(wrong)} wrong: {wrong}"
     assert all(happened.values()) or not fuzz, f"some of it never happened: {happened}"

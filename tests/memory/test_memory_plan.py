@@ -279,10 +279,11 @@ def test_rows_that_share_a_long_document_have_room_for_their_splits_together(tmp
 
 def test_a_smaller_prefill_step_is_taken_where_nothing_streams_then():
     """Of the largest step; of one whose KV just fits; where none is small enough; and where one is given."""
-    given = dict(host_memory="64GiB", gpu_memory="14.5GiB")
+    given, no_slots = dict(host_memory="64GiB", gpu_memory="14.5GiB"), dict(cpu_offload_gb=0)
+    given_step = no_slots | dict(max_num_batched_tokens=8192)
     found = [
         nanoinfer.plan("gpt-oss-20b", context=context, **given | more)
-        for context, more in ((8192, {}), (16384, {}), (65536, {}), (16384, dict(max_num_batched_tokens=8192)))
+        for context, more in ((8192, {}), (16384, {}), (65536, no_slots), (16384, given_step))
     ]
     assert [one.memory.max_num_batched_tokens for one in found] == [8192, 4096, 8192, 8192]
     assert [bool(one.streamed_bytes_per_step) for one in found] == [False, False, True, True]

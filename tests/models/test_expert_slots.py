@@ -1,5 +1,7 @@
 """Experts that lie in host memory and come one by one, when a row chooses them: the same bits, whatever is there."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from engines import SMALL, assert_pools_as_before, make_engine, random_prompts, run, some_params, switching
@@ -7,7 +9,10 @@ from simulated import SimulatedRuntime
 from tiny_models import make_checkpoint
 
 from nanoinfer.kernels.experts import reference
-from nanoinfer.models.expert_slots import NUM_AREAS, slot_bytes
+from nanoinfer.memory.setup import Setup
+from nanoinfer.models import streamed
+from nanoinfer.models.expert_slots import NUM_AREAS, pool_bytes
+from offload.memory.pinned import PinError
 
 FAMILIES = ("qwen3_moe", "gpt_oss", "mixtral", "glm4_moe", "olmoe")
 LARGE = dict(hidden_size=128, intermediate_size=256, moe_intermediate_size=128)
@@ -179,7 +184,7 @@ def test_the_plan_has_what_the_pools_take(path_of, family):
     model, plan, sparse = engine.runner.model, engine.plan, engine.runner.spec.sparse
     owners = [layer.mlp.experts for layer in model.layers if hasattr(layer.mlp, "experts")]
     pools = {one.pool.data_ptr(): one.pool.nbytes for one in owners}
-    assert sum(pools.values()) == plan.place_bytes == slot_bytes(sparse.strides, sparse.num_experts, 4)
+    assert sum(pools.values()) == plan.place_bytes == pool_bytes(sparse.strides, sparse.num_experts, 4)
     on_gpu = sum(one.nbytes for one in model.parameters())
     assert abs(on_gpu + plan.expert_bytes - engine.runner.spec.weight_bytes) < 2**12, "tables alone"
     assert len(engine.runner.places.bytes) == NUM_AREAS * len(set(sparse.strides))
@@ -197,6 +202,7 @@ def test_the_plan_has_what_the_pools_take(path_of, family):
         (dict(expert_slots=9), r"expert_slots=9: a layer has 8 experts"),
         (dict(expert_slots=0), r"expert_slots=0"),
         (dict(expert_slots=4, resident_weights_limit=0), r"expert_slots=4 brings experts one by one"),
+        (dict(expert_slots=4, cpu_offload_gb=0), r"expert_slots=4 brings experts one by one"),
         (dict(expert_slots=4, host_memory_limit="1KiB"), r"of weights .*host memory"),
     ],
 )
@@ -211,16 +217,40 @@ def test_a_dense_model_has_no_slots(path_of):
         make_engine(path_of("qwen3", **SMALL), expert_slots=4)
 
 
-def test_where_pinning_is_refused_there_are_no_slots(path_of, monkeypatch):
-    from nanoinfer.models import streamed
+@pytest.fixture
+def no_pinning(monkeypatch):
+    """The plan chooses slots where it may, and host memory for them cannot be pinned."""
+    plan, arena = Setup.plan, streamed.HostArena
 
-    seen = []
+    def chosen(self, config=None, may_pin=True):
+        slots = dict(expert_slots=4) if may_pin else dict(resident_weights_limit=0)
+        return plan(self, replace(config or self.config, **slots), may_pin)
 
-    class Arena(streamed.HostArena):
+    class Arena(arena):
         def __init__(self, *args, require_pin, **kwargs):
-            seen.append(require_pin)
             super().__init__(*args, require_pin=require_pin, **kwargs)
+            if require_pin:
+                raise PinError("the system refused")
 
+    monkeypatch.setattr(Setup, "plan", chosen)
     monkeypatch.setattr(streamed, "HostArena", Arena)
-    make_engine(path_of("qwen3_moe", **SMALL), expert_slots=3)
-    assert seen and all(seen), "kernels read no memory that is not pinned"
+
+
+def test_where_pinning_is_refused_whole_layers_stream(path_of, no_pinning):
+    prompts, params = workload(2, 30)
+    with pytest.warns(UserWarning, match="cannot be pinned here.*whole layers are streamed"):
+        engine = make_engine(path_of("qwen3_moe", **SMALL))
+    assert engine.plan.num_expert_slots == 0 and engine.plan.streamed_pieces
+    assert len(run(engine, prompts, params)) == len(prompts)
+
+
+def test_where_pinning_is_refused_slots_that_were_asked_for_are_refused(path_of, no_pinning):
+    with pytest.raises(PinError, match="expert_slots=4 needs pinned host memory: leave it out"):
+        make_engine(path_of("qwen3_moe", **SMALL), expert_slots=4)
+    with pytest.raises(PinError, match="the system refused"):
+        make_engine(path_of("qwen3_moe", **SMALL), pin_host_memory="require")
+
+
+def test_preempted_requests_and_experts_share_the_limit_of_host_memory(path_of):
+    engine = make_engine(path_of("qwen3_moe", **SMALL), expert_slots=3, host_memory_limit="1MiB")
+    assert engine.runner.kept.max_bytes == 2**20 - engine.plan.expert_bytes

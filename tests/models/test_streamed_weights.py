@@ -1,5 +1,7 @@
 """Weights that lie in host memory and pass to the GPU before each piece: the same bits, in any order of streams."""
 
+import os
+
 import pytest
 import torch
 from engines import SMALL, assert_pools_as_before, make_engine, random_prompts, run, some_params, switching
@@ -206,3 +208,16 @@ def test_close_gives_the_host_memory_back(path_of):
     assert len(arenas) == len(engine.plan.streamed_pieces) and all(arena.num_ready for arena in arenas)
     engine.close()
     assert not any(arena.num_ready for arena in arenas)
+
+
+@pytest.mark.parametrize("available, is_dropped", [(2**40, False), (2**16, True)])
+def test_files_leave_the_page_cache_where_memory_is_short_of_both(path_of, monkeypatch, available, is_dropped):
+    """A cgroup counts the cache, too: files as large as the weights beside them would be twice their bytes."""
+    dropped = []
+    monkeypatch.setattr("nanoinfer.weights.fill.memory_available_bytes", lambda: available)
+    monkeypatch.setattr("nanoinfer.weights.read.os.posix_fadvise", lambda *given: dropped.append(given[1:]))
+    engine = make_engine(path_of("qwen3", num_layers=4), **ALL)
+    groups = 1 + len(engine.runner.model.streamed.runs)
+    assert dropped == [(0, 0, os.POSIX_FADV_DONTNEED)] * (groups if is_dropped else 0)
+    make_engine(path_of("qwen3", num_layers=4))
+    assert len(dropped) == (groups if is_dropped else 0), "weights that stay on the device"
