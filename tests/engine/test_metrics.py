@@ -12,7 +12,7 @@ from nanoinfer import LLM, SamplingParams
 from nanoinfer.engine.meter import DecodeTimes, StepMeter
 from nanoinfer.engine.trace import write_trace
 from nanoinfer.layers.expert_pools import share_pools
-from nanoinfer.models import decoder
+from nanoinfer.models import streamed
 from offload import Timeline
 from offload.runtime.timeline import COMPUTE, COPY, WAIT, WRITE
 
@@ -119,7 +119,7 @@ def test_experts_that_steps_read_are_counted(runtime, tmp_path, monkeypatch):
         model.layers[1].mlp.experts.reads.add_(100)
         return pools
 
-    monkeypatch.setattr(decoder, "share_pools", pools_of_experts_that_were_read)
+    monkeypatch.setattr(streamed, "share_pools", pools_of_experts_that_were_read)
     engine = make_engine(make_checkpoint("glm4_moe", tmp_path), runtime)
     chosen = []
     for layer in engine.runner.model.layers[1:]:  # the first is dense
