@@ -210,6 +210,25 @@ def test_an_exception_at_any_line_leaves_nothing_behind(path, alone, mode, seed,
     assert num_raised > 0.8 * len(lines), f"{num_raised} of {len(lines)} lines were met"
 
 
+@pytest.mark.parametrize("seed", [None, 3], ids=["in order", "shuffled"])
+@pytest.mark.sampled("shuffled")
+def test_an_exception_at_any_line_leaves_no_wrong_expert_in_a_slot(tmp_path, monkeypatch, seed, fuzz):
+    """A table that was written, and copies behind it that were not, in small steps; and in large ones areas."""
+    path = make_checkpoint("qwen3_moe", tmp_path, **SMALL)
+    slots = dict(expert_slots=3, max_num_seqs=4, capture_num_tokens=[8], enable_cpu_offload=True)
+    monkeypatch.setitem(MODES, "slots", (slots, 9))
+    engine = make_engine(path, **ARGUMENTS)
+    alone = [run(engine, [prompt], [params])[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+    player = Player(path, "slots", seed)
+    found, once = lines_of(player, alone)
+    stats = player.engine.stats()
+    assert stats["expert_evictions"] and stats["streamed_bytes"]
+    lines = draw(found, 400 if fuzz else NUM_SAMPLED, seed=11)
+    attempts = [([(line, times, None)], KeyboardInterrupt) for line, times in lines]
+    num_raised = attempt_all(path, alone, "slots", seed, attempts, once)
+    assert num_raised > 0.8 * len(lines), f"{num_raised} of {len(lines)} lines were met"
+
+
 @pytest.mark.parametrize("share", range(NUM_SHARES))
 @pytest.mark.parametrize("seed", [None, 3], ids=["in order", "shuffled"])
 @pytest.mark.parametrize("mode", MODES)

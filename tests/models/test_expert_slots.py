@@ -1,10 +1,12 @@
 """Experts that lie in host memory and come one by one, when a row chooses them: the same bits, whatever is there."""
 
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 from engines import SMALL, assert_pools_as_before, make_engine, random_prompts, run, some_params, switching
+from gguf_models import write_gguf
 from simulated import SimulatedRuntime
 from tiny_models import make_checkpoint
 
@@ -254,3 +256,28 @@ def test_where_pinning_is_refused_slots_that_were_asked_for_are_refused(path_of,
 def test_preempted_requests_and_experts_share_the_limit_of_host_memory(path_of):
     engine = make_engine(path_of("qwen3_moe", **SMALL), expert_slots=3, host_memory_limit="1MiB")
     assert engine.runner.kept.max_bytes == 2**20 - engine.plan.expert_bytes
+
+
+def test_layers_with_experts_of_unlike_types_have_pools_of_their_own(tmp_path):
+    """A GGUF file, whose layers have runs of three lengths; two lengths belong to two layers each."""
+    pytest.importorskip("gguf")
+    sizes = dict(hidden_size=256, moe_intermediate_size=256, intermediate_size=256)
+    directory = make_checkpoint("qwen3_moe", tmp_path / "wide", num_layers=5, **sizes)
+    of_layer = [("Q4_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q4_0", "Q8_0"), ("Q8_0", "Q4_0"), ("Q4_0", "Q5_0")]
+
+    def type_of(name):
+        found = re.match(r"blk\.(\d+)\.ffn_(gate|up|down)_exps", name)
+        return of_layer[int(found[1])][found[2] == "down"] if found else "F32"
+
+    path = write_gguf("qwen3_moe", directory, tmp_path / "model.gguf", type_of=type_of)
+    prompts, params = workload(3, 60, 6)
+    resident = make_engine(path)
+    wanted, sparse = run(resident, prompts, params), resident.runner.spec.sparse
+    assert len(set(sparse.strides)) >= 3
+    for seed in range(2):
+        options = dict(expert_slots=sparse.num_chosen + seed, max_num_seqs=3, capture_num_tokens=[8])
+        engine = make_engine(path, SimulatedRuntime(seed), **options)
+        assert run(engine, prompts, params) == wanted
+        assert len(engine.runner.model.streamed.slot_sets) == len(set(sparse.strides))
+        assert engine.plan.place_bytes == pool_bytes(sparse.strides, sparse.num_experts, options["expert_slots"])
+        assert_pools_as_before(engine)
