@@ -96,7 +96,7 @@ class PrefillProgram:
             for load_state in load_states
         ]
         tensors = self.pieces.begin(num_tokens + num_decoding, inputs)
-        plan, usual = (self.resources.pieces.plan(passing, num_rows) for num_rows in (len(tensors), 1))
+        plan = self.resources.pieces.plan(passing, len(tensors))
         return PrefillStep(
             program=self,
             num_chunks=len(chunks),
@@ -104,7 +104,7 @@ class PrefillProgram:
             chunks=passing,
             plan=plan,
             # A decode step or another prompt follows: no KV can be guessed, nor whether that will be large.
-            ahead=None if any(passing) else usual,
+            ahead=None if any(passing) else self.resources.pieces.plan(passing),
             num_tokens=num_tokens,
             tensors=tensors,
             begun=begun,
