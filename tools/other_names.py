@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Writes the tables of docs/coming-from.md that say what messages say: names that are understood, and what is refused.
 
-python tools/other_names.py            (after a change in nanoinfer/common/ or nanoinfer/serve/protocol.py)
+python tools/other_names.py            (after a change in nanoinfer/common/ or nanoinfer/serve/fields.py)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if str(ROOT) not in sys.path:
 
 from nanoinfer.common.other_names import COMMANDS, INSTEAD, MEANT  # noqa: E402
 from nanoinfer.common.unsupported import CHAT, ENGINE, GENERATE, MISSING_METHODS, SAMPLING, Table  # noqa: E402
-from nanoinfer.serve.protocol import UNSUPPORTED  # noqa: E402
+from nanoinfer.serve.fields import UNSUPPORTED  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "coming-from.md"
 

@@ -50,6 +50,10 @@ def add_arguments(parser: Parser) -> None:
         "--max-queue-bytes", default="256MiB", metavar="SIZE",
         help="bytes of waiting requests beyond which the answer is 429 (%(default)s)",
     )  # fmt: skip
+    clients.add_argument(
+        "--strict", action="store_true",
+        help="refuse fields of requests with names that no API has (default: ignore them, with a line in the log)",
+    )  # fmt: skip
     for name, seconds, text in (
         ("--body-timeout", 60.0, "for the head of a request to arrive, and for its body"),
         ("--max-step-seconds", 120.0, "a step that runs for longer makes /health say 503"),
@@ -108,6 +112,7 @@ def _run(options: argparse.Namespace) -> int:
                 api_key=options.api_key,
                 allowed_origins=origins,
                 body_timeout=options.body_timeout,
+                strict=options.strict,
             )
             logger.info("%s mode; %s", engine.mode, engine.plan.one_line())
             settings = server_config(app, options.body_timeout, logs_access=options.log_level == "debug")

@@ -114,11 +114,33 @@ COMMANDS: dict[str, str] = _by_name(
 # Paths of other servers, and beginnings of a path that were forgotten: where that is here.
 PATHS: dict[str, str] = _by_name(
     {
-        "/api/chat /chat /v1/chat /chat/completions /v1/messages /v1/responses /responses": "/v1/chat/completions",
-        "/api/generate /generate /completion /completions /infill": "/v1/completions",
-        "/api/tags /api/ps /api/show /models /": "/v1/models",
-        "/props /slots /healthz /v1/health": "/health",
-        "/api/version": "/version",
+        "/api/chat /chat /v1/chat /chat/completions /v1/messages /v1/responses /responses /v1/engines "
+        "/v1/chat/completions/render /inference/v1/generate": "/v1/chat/completions",
+        "/api/generate /generate /generate_stream /completion /completions /infill /v1/complete /v1/generate "
+        "/api/v1/generate": "/v1/completions",
+        "/api/tags /api/ps /api/show /models /v1/model /v1/model/list /api/v1/model /v1/internal/model/info "
+        "/get_model_info /model_info": "/v1/models",
+        "/props /slots /healthz /livez /readyz /v1/health /health_generate /server_info /get_server_info": "/health",
+        "/api/version /api/v0/version": "/version",
+        "/apply-template /extras/tokenize /v1/tokenize /v1/internal/encode /api/extra/tokencount": "/tokenize",
+        "/v1/detokenize /v1/internal/decode": "/detokenize",
+        "/ /redoc /openapi.json /swagger /help /v1": "/docs",
+    }
+)
+
+# Paths of other servers for which there is none here: why.
+NO_PATHS: dict[str, str] = _by_name(
+    {
+        "/v1/embeddings /embeddings /embedding /api/embed /api/embeddings /embed /v1/rerank /v2/rerank /rerank "
+        "/reranking /v1/score /score /classify /pooling /v1/classify /v1/moderations": "models here generate text: "
+        "start a server with a model of that kind beside this one",
+        "/v1/audio/transcriptions /v1/audio/translations /v1/audio/speech /v1/images/generations /v1/images/edits "
+        "/v1/realtime": "models here read and write text only",
+        "/api/pull /api/push /api/create /api/delete /api/copy /v1/load_lora_adapter /v1/unload_lora_adapter "
+        "/models/load /models/unload": "the server has the model that it was started with, and no other",
+        "/v1/files /v1/batches /v1/assistants /v1/threads /v1/vector_stores /v1/conversations "
+        "/v1/fine_tuning/jobs": "the server keeps nothing between requests",
+        "/lora-adapters": "merge the adapter into the weights",
     }
 )
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
@@ -17,42 +16,25 @@ from starlette.requests import ClientDisconnect
 
 import nanoinfer
 from nanoinfer.common.errors import RequestError
-from nanoinfer.common.other_names import PATHS
-from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.serve.answers import Answer, ChatAnswer, CompletionAnswer
+from nanoinfer.common.other_names import NO_PATHS, PATHS
+from nanoinfer.serve.answers import ChatAnswer, CompletionAnswer
 from nanoinfer.serve.async_engine import AsyncEngine
-from nanoinfer.serve.client import (
-    DEFAULT_BODY_SECONDS,
-    EventStream,
-    error_response,
-    read_body,
-    while_client_stays,
-    whole_answer,
-)
+from nanoinfer.serve.client import DEFAULT_BODY_SECONDS, error_response
+from nanoinfer.serve.docs_page import DOCS_HEADERS, docs_page
 from nanoinfer.serve.ended import EndedRequest
 from nanoinfer.serve.errors import ApiError, BadRequestError
+from nanoinfer.serve.fields import Fields
 from nanoinfer.serve.gate import Counting, Gate, WithoutSlash, check_framing, check_origin, check_request
 from nanoinfer.serve.log_lines import log_load
 from nanoinfer.serve.metrics import ServerMetrics
-from nanoinfer.serve.protocol import (
-    Body,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    GenerationRequest,
-    TokenizeRequest,
-    parse,
-)
-from nanoinfer.serve.request_stream import ReaderLeft, RequestStream
+from nanoinfer.serve.protocol import Body, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from nanoinfer.serve.request_stream import ReaderLeft
+from nanoinfer.serve.responder import TOO_LONG, Prepared, Responder
 from nanoinfer.serve.token_answers import MAX_TOKENIZING_BYTES, detokenized, tokenized
-from nanoinfer.serve.tokenizing import Prompt, PromptTokenizer
+from nanoinfer.serve.tokenizing import PromptTokenizer
 
-_LARGE_BODY_BYTES = 65_536  # parsing takes about a millisecond
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as in OpenAI's API
-TOO_LONG = "context_length_exceeded"
 _PROMPT_FIELDS = {"/v1/chat/completions": "messages", "/detokenize": "tokens"}  # elsewhere the prompt is in "prompt"
-B = TypeVar("B", bound=Body)
-ReadBody = Callable[..., Coroutine[Any, Any, bytes]]  # `read_body` with its timeout
 
 
 def create_app(
@@ -62,6 +44,7 @@ def create_app(
     api_key: str | None = None,
     allowed_origins: Sequence[str] = (),
     body_timeout: float = DEFAULT_BODY_SECONDS,
+    strict: bool = False,
 ) -> FastAPI:
     """Make the application for an engine that was started, and that the caller closes.
 
@@ -70,6 +53,7 @@ def create_app(
         api_key: bearer token that clients must send for the `GUARDED` paths; None: no token is needed.
         allowed_origins: origins of web pages that may use the server, in the form that browsers send; "*": all.
         body_timeout: seconds in which a request's body must arrive.
+        strict: refuse fields with names that no API has, instead of ignoring them with a line in the log.
     """
     metrics = ServerMetrics(engine)
 
@@ -101,10 +85,10 @@ def create_app(
     app.add_exception_handler(ReaderLeft, _client_left)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _unexpected_error)
-    names, read = list(served_model_names), partial(read_body, timeout=body_timeout)
-    _add_generation(app, engine, names, read)
-    _add_tokenizing(app, engine, names, read)
-    _add_models(app, engine, names)
+    responder = Responder(engine, served_model_names, Fields(refuses_unknown=strict), body_timeout)
+    _add_generation(app, responder)
+    _add_tokenizing(app, responder)
+    _add_models(app, responder)
 
     @app.get("/health")
     @app.get("/ping")
@@ -112,6 +96,10 @@ def create_app(
     async def health() -> Response:
         engine.check_health()
         return Response()
+
+    @app.get("/docs")
+    async def docs() -> Response:
+        return Response(docs_page(), headers=DOCS_HEADERS, media_type="text/html")
 
     @app.get("/version")
     async def version() -> dict[str, str]:
@@ -124,79 +112,49 @@ def create_app(
     return app
 
 
-async def _parsed(engine: AsyncEngine, kind: type[B], body: bytes) -> B:
-    """Like `parse`, but large bodies are parsed on a thread, so that the event loop is not blocked."""
-    if len(body) <= _LARGE_BODY_BYTES:
-        return parse(kind, body)
-    return await engine.prompts.read(len(body), lambda is_wanted: parse(kind, body, is_wanted))
+def _add_generation(app: FastAPI, responder: Responder) -> None:
+    engine = responder.engine
 
-
-def _add_generation(app: FastAPI, engine: AsyncEngine, names: list[str], read: ReadBody) -> None:
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await respond(request, completion_answer)
+        return await responder.generate(request, completion_answer)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await respond(request, chat_answer)
+        return await responder.generate(request, chat_answer)
 
-    async def completion_answer(body: bytes) -> tuple[Answer, SamplingParams]:
-        asked = await _parsed(engine, CompletionRequest, body)
-        model = _model_name(asked.model, names)
+    async def completion_answer(body: bytes) -> Prepared:
+        asked = await responder.parsed(CompletionRequest, body)
+        model = responder.model_name(asked.model)
         params = asked.sampling_params(engine.sampling_defaults | {"max_tokens": DEFAULT_MAX_TOKENS})
         prompts = [await engine.prompts.tokenize(prompt) for prompt in asked.prompts]
         echoed = [await engine.prompts.text_of(prompt) for prompt in prompts] if asked.echo else None
         return CompletionAnswer(asked, model, prompts, engine.prompts.has_text, echoed), params
 
-    async def chat_answer(body: bytes) -> tuple[Answer, SamplingParams]:
-        asked = await _parsed(engine, ChatRequest, body)
-        model = _model_name(asked.model, names)
-        params = asked.sampling_params({"max_tokens": None} | engine.sampling_defaults)  # None: what the prompt leaves
-        prompt = await engine.prompts.tokenize_chat(asked.conversation, asked.template_arguments, len(body))
-        return ChatAnswer(asked, model, [prompt], engine.prompts.has_text), params
-
-    async def respond(
-        request: Request, prepare: Callable[[bytes], Coroutine[Any, Any, tuple[Answer, SamplingParams]]]
-    ) -> Response:
-        arrival = time.perf_counter()
-        with ExitStack() as charge:
-            body = await read(request, engine.waiting, charge)
-            answer, params = await while_client_stays(request.receive, prepare(body))
-            del body  # the answer may take long
-            asked = answer.request
-            _check_length(asked, answer.prompts, engine.plan.max_model_len)
-            limits, wants_deltas = await engine.prompts.limits(params), bool(asked.stream)
-            how = dict(name=answer.name, wants_deltas=wants_deltas, arrival=arrival, charge=charge)
-            stream = RequestStream(answer.prompts, params, limits, **how)
-            await engine.submit(stream)
-            if wants_deltas:
-                return EventStream(stream, answer)
-            return await whole_answer(stream, answer, request.receive)
+    async def chat_answer(body: bytes) -> Prepared:
+        return await responder.chat(await responder.parsed(ChatRequest, body), len(body), ChatAnswer)
 
 
-def _add_tokenizing(app: FastAPI, engine: AsyncEngine, names: list[str], read: ReadBody) -> None:
+def _add_tokenizing(app: FastAPI, responder: Responder) -> None:
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        return await respond(request, TokenizeRequest, tokenized)
+        return await reply(request, TokenizeRequest, tokenized)
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        return await respond(request, DetokenizeRequest, detokenized)
+        return await reply(request, DetokenizeRequest, detokenized)
 
-    async def respond(request: Request, kind: type[Body], work: Callable[[Any, PromptTokenizer], bytes]) -> Response:
+    async def reply(request: Request, kind: type[Body], work: Callable[[Any, PromptTokenizer], bytes]) -> Response:
         async def answer(body: bytes) -> bytes:
-            asked = await _parsed(engine, kind, body)
-            _model_name(asked.model, names)
-            return await engine.prompts.aside(lambda: work(asked, engine.prompts))
+            asked, prompts = await responder.parsed(kind, body), responder.engine.prompts
+            responder.model_name(asked.model)
+            return await prompts.aside(lambda: work(asked, prompts))
 
-        with ExitStack() as charge:
-            body = await read(request, engine.waiting, charge, max_bytes=MAX_TOKENIZING_BYTES)
-            content = await while_client_stays(request.receive, answer(body))
-        return Response(content, media_type="application/json")
+        return await responder.reply(request, answer, MAX_TOKENIZING_BYTES)
 
 
-def _add_models(app: FastAPI, engine: AsyncEngine, names: list[str]) -> None:
-    created = int(time.time())
+def _add_models(app: FastAPI, responder: Responder) -> None:
+    created, engine = int(time.time()), responder.engine
 
     def card(name: str) -> dict[str, Any]:
         return {
@@ -210,37 +168,11 @@ def _add_models(app: FastAPI, engine: AsyncEngine, names: list[str]) -> None:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [card(name) for name in names]}
+        return {"object": "list", "data": [card(name) for name in responder.names]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        return card(_model_name(name, names))
-
-
-def _model_name(asked: str | None, names: list[str]) -> str:
-    """Return the name that an answer shows; the first one if a request names no model."""
-    if asked is None:
-        return names[0]
-    if asked not in names:
-        raise BadRequestError(
-            f"the model {asked[:200]!r} is not served here: use {' or '.join(map(repr, names))}",
-            status=404,
-            param="model",
-            code="model_not_found",
-        )
-    return asked
-
-
-def _check_length(asked: GenerationRequest, prompts: list[Prompt], limit: int) -> None:
-    """Refuse an explicit number of tokens beyond max_model_len, as vLLM does; the engine would just cut the output."""
-    longest = max(len(token_ids) for _, token_ids in prompts)
-    if asked.token_limit is not None and longest + asked.token_limit > limit:
-        raise BadRequestError(
-            f"the prompt has {longest} tokens and max_tokens is {asked.token_limit}, together they may be "
-            f"max_model_len = {limit}: lower max_tokens or shorten the prompt",
-            param="max_tokens",
-            code=TOO_LONG,
-        )
+        return card(responder.model_name(name))
 
 
 # Errors
@@ -264,9 +196,11 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
     path, paths = request.url.path[:200], _paths(request.app)
     message = f"{request.method} {path}: {error.detail}"
     if error.status_code == 404:
-        meant = PATHS.get(path.removeprefix("/v1/v1").removesuffix("/") or "/")
-        nearest = meant or next(iter(get_close_matches(path, paths, n=1, cutoff=0.7)), None)
+        named = path.removeprefix("/v1/v1").removesuffix("/") or "/"
+        nearest = PATHS.get(named) or next(iter(get_close_matches(path, paths, n=1, cutoff=0.7)), None)
         hint = f" (did you mean {nearest}?)" if nearest else ""
+        if named in NO_PATHS:
+            hint = f", as {NO_PATHS[named]}"
         message = f"there is no path {path}{hint}: there are {', '.join(paths)}"
     elif error.status_code == 405:
         message += f": use {(error.headers or {}).get('Allow', 'another method')}"

@@ -116,7 +116,10 @@ def check_origin(scope: Scope, *, allowed: Collection[str]) -> ApiError | None:
 
 
 def check_request(scope: Scope, *, api_key: str | None) -> ApiError | None:
-    """Refuse a request to a guarded path without the API key, or with a body that is not JSON."""
+    """Refuse a request to a guarded path without the API key, or with a body that is not JSON.
+
+    No content type at all is taken from what is no browser.
+    """
     if not scope["path"].startswith(GUARDED):
         return None
     headers = Headers(scope=scope)
@@ -128,8 +131,11 @@ def check_request(scope: Scope, *, api_key: str | None) -> ApiError | None:
                 status=401,
                 code="invalid_api_key",
             )
-    # A web page may post other content types, or none, to any server without a preflight request.
+    # A web page may post other content types, or none, to any server without a preflight request. Its browser says
+    # where it is from, or how it fetches: old ones the one, new ones the other, too.
     given = headers.getlist("content-type")
+    if not given and not any(name == "origin" or name.startswith("sec-fetch-") for name in headers):
+        return None
     is_json = len(given) == 1 and given[0].split(";", 1)[0].strip().lower() == "application/json"
     if scope["method"] != "POST" or is_json:
         return None

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from nanoinfer.common.errors import SHOWN_CHARS, shown, unknown
-from nanoinfer.common.unsupported import FIRST_COME, LEAVE_OUT, SAMPLING, by_advice, refusal
+from nanoinfer.common.errors import shown
 from nanoinfer.requests.prompts import conversation
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.serve import json_body
 from nanoinfer.serve.errors import BadRequestError
 
 MAX_COMPLETIONS = 128  # prompts times n of one HTTP request
@@ -27,30 +23,10 @@ MAX_REQUEST_ID_CHARS = 256  # every event of a stream repeats the id
 # Far larger numbers do not fit into the device's 64-bit tables, and nobody needs them.
 _INT32_MAX = 2**31 - 1
 
-# Fields that common clients send and that do not influence the answer.
-IGNORED = frozenset(
-    (
-        "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention parallel_tool_calls"
-    ).split()
-)
-# Fields of the API that are not supported: the values that mean the same as leaving the field out, and what to do.
-UNSUPPORTED = SAMPLING | by_advice({
-    "only text is generated": dict(response_format=({"type": "text"},), modalities=(["text"],), audio=()),
-    "use chat_template_kwargs if the model's chat template has a switch": dict(reasoning_effort=()),
-    FIRST_COME: dict(priority=(0,)),
-    "the prefix cache is one for all requests": dict(cache_salt=()),
-    "use /v1/completions with a finished prompt": dict(continue_final_message=(False,)),
-    LEAVE_OUT: dict(
-        suffix=("",), tools=([],), tool_choice=("none", "auto"), functions=([],), function_call=("none",),
-        prediction=(), verbosity=(), web_search_options=(), guided_json=(), guided_regex=(), guided_choice=(),
-        guided_grammar=(),
-    ),
-})  # fmt: skip
-
 Count = Annotated[int, Field(ge=0, le=_INT32_MAX)]
 
 
-# Strict: "5" is not a number and true is not 1. Unknown names were refused before, with the nearest known name.
+# Strict: "5" is not a number and true is not 1. Unknown names were looked at before (`fields.py`).
 _STRICT = ConfigDict(strict=True, extra="ignore")
 
 
@@ -285,51 +261,3 @@ class TokenizeRequest(_Conversation):
 
 class DetokenizeRequest(Body):
     tokens: list[int]
-
-
-B = TypeVar("B", bound=Body)
-
-
-def parse(kind: type[B], body: bytes, is_wanted: Callable[[], bool] = lambda: True) -> B:
-    """Return a checked request from the body of an HTTP request.
-
-    Args:
-        is_wanted: as for `json_body.load`.
-
-    Raises:
-        BadRequestError: the body is not a JSON object, or a field is unknown, not supported or has a wrong value.
-    """
-    try:
-        given = json_body.load(body, is_wanted)
-    except (ValueError, RecursionError) as error:
-        raise BadRequestError(f"the body is no valid JSON: {shown(str(error))}", code="invalid_json") from error
-    if not isinstance(given, dict):
-        raise BadRequestError("the body is no JSON object: send {...}", code="invalid_json")
-    for name, value in given.items():
-        if name in kind.model_fields or name in IGNORED:
-            continue
-        if name not in UNSUPPORTED:
-            _refuse_unknown(name, kind, "the request")
-        if message := refusal(name, value, UNSUPPORTED, shown, json.dumps):
-            raise BadRequestError(message, param=name, code="unsupported_parameter")
-    options = given.get("stream_options")
-    for name in options if isinstance(options, dict) else ():
-        if name not in StreamOptions.model_fields:
-            _refuse_unknown(name, StreamOptions, "stream_options")
-    try:
-        request = kind.model_validate(given)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        name, path = str(first["loc"][0]), ".".join(map(str, first["loc"]))
-        message = f"{path} is {shown(first['input'])}: {first['msg']}"
-        if first["type"] == "missing":
-            message = f"{name} is missing: it is required"
-        raise BadRequestError(message, param=name) from error
-    request.check()
-    return request
-
-
-def _refuse_unknown(name: str, kind: type[BaseModel], where: str) -> None:
-    name = name[:SHOWN_CHARS]
-    message = unknown(f"{where} has an unknown field", name, sorted(kind.model_fields))
-    raise BadRequestError(message, param=name, code="unknown_parameter")

@@ -11,7 +11,7 @@ import pytest
 import nanoinfer
 from nanoinfer.commands.main import main, make_parser
 from nanoinfer.common import other_names
-from nanoinfer.common.other_names import COMMANDS, INSTEAD, MEANT, PATHS, VALUES_MEANT, takes_also
+from nanoinfer.common.other_names import COMMANDS, INSTEAD, MEANT, NO_PATHS, PATHS, VALUES_MEANT, takes_also
 from nanoinfer.common.unsupported import ENGINE
 from nanoinfer.options import engine
 from nanoinfer.options.engine import option_names
@@ -165,7 +165,9 @@ def test_a_name_means_one_thing():
     tree = ast.parse(Path(other_names.__file__).read_text())
     keys = [key.value for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys]
     names = [name for key in keys for name in key.split()]
-    assert sorted(names) == sorted(name for table in (MEANT, INSTEAD, VALUES_MEANT, COMMANDS, PATHS) for name in table)
+    tables = (MEANT, INSTEAD, VALUES_MEANT, COMMANDS, PATHS, NO_PATHS)
+    assert sorted(names) == sorted(name for table in tables for name in table)
+    assert not PATHS.keys() & NO_PATHS.keys()
     assert not INSTEAD.keys() & ENGINE.keys()
     known = {name for parser in PARSERS.values() for name in parser.known}
     taken = {f"--{name.replace('_', '-')}" for name in INSTEAD}

@@ -12,7 +12,7 @@ from trained_tokenizers import make_tokenizer
 
 from nanoinfer.common.errors import RequestError
 from nanoinfer.requests.prompts import encode_chat
-from nanoinfer.serve import app, waiting_bytes
+from nanoinfer.serve import responder, waiting_bytes
 from nanoinfer.serve.client import while_client_stays
 from nanoinfer.serve.request_stream import ReaderLeft
 from nanoinfer.serve.tokenizing import PromptTokenizer
@@ -191,13 +191,13 @@ def test_a_huge_text_without_a_cut_is_waited_for_by_nobody_else(what):
 
 def test_large_bodies_are_read_beside_the_loop(path, monkeypatch):
     threads = []
-    parse = app.parse
+    parse = responder.parse
 
     def recorded(kind, body, *arguments):
         threads.append((len(body) > 65_536, threading.current_thread() is threading.main_thread()))
         return parse(kind, body, *arguments)
 
-    monkeypatch.setattr(app, "parse", recorded)
+    monkeypatch.setattr(responder, "parse", recorded)
 
     async def ask():
         async with serving(path) as served:
@@ -217,13 +217,13 @@ def test_large_bodies_are_read_beside_the_loop(path, monkeypatch):
 
 
 def test_a_large_body_does_not_wait_for_a_huge_one(path, monkeypatch):
-    may_go_on, parse = threading.Event(), app.parse
+    may_go_on, parse = threading.Event(), responder.parse
 
     def slow(kind, body, *arguments):
         assert len(body) < 2**20 or may_go_on.wait(30)
         return parse(kind, body, *arguments)
 
-    monkeypatch.setattr(app, "parse", slow)
+    monkeypatch.setattr(responder, "parse", slow)
 
     async def ask():
         async with serving(path) as served:
@@ -275,18 +275,18 @@ def test_a_client_that_leaves_while_its_text_is_tokenised_ends_the_work(path, ur
 
 
 def test_a_client_that_leaves_while_its_body_is_read_ends_the_work(path, monkeypatch):
-    seen, parse = [], app.parse
+    seen, parse = [], responder.parse
 
-    def until_unwanted(kind, body, *arguments):
-        if not arguments:
-            return parse(kind, body)
-        while arguments[0]():
+    def until_unwanted(kind, body, fields, is_wanted=None):
+        if is_wanted is None:
+            return parse(kind, body, fields)
+        while is_wanted():
             seen.append(1)
             threading.Event().wait(0.002)
         seen.append("given up")
         raise ValueError
 
-    monkeypatch.setattr(app, "parse", until_unwanted)
+    monkeypatch.setattr(responder, "parse", until_unwanted)
 
     async def ask():
         async with serving(path) as served:

@@ -231,7 +231,7 @@ BODIES = {
 
 def test_nonsense_is_refused_by_name_and_harms_nobody(path):
     async def ask():
-        async with serving(path) as served:
+        async with serving(path, app_options=dict(strict=True)) as served:
             wanted = await served.complete([40, 41], **LONG)
             staying = asyncio.create_task(served.complete([40, 41], **LONG))
             cases = [("/v1/completions", *case) for case in REFUSED.items()]
@@ -302,13 +302,18 @@ def test_unknown_models_and_paths_are_not_found(path):
                 ("/v1/chat/completion", "/v1/chat/completions"),
             ):
                 said = error_of(await served.client.post(url))
-                assert said.startswith(
-                    f"there is no path {url} (did you mean {near}?): there are /detokenize, /health, "
-                )
+                assert said.startswith(f"there is no path {url} (did you mean {near}?): there are /detokenize, /docs, ")
             assert set(PATHS.values()) <= set(said.partition("there are ")[2].split(", "))
+            for url, why in (
+                ("/v1/embeddings", "models here generate text: start a server with a model of that kind"),
+                ("/api/pull/", "the server has the model that it was started with"),
+            ):
+                assert error_of(await served.client.post(url)).startswith(
+                    f"there is no path {url.rstrip('/')}, as {why}"
+                )
             assert "zzz: there are /detok" in error_of(await served.client.get("/zzz"))
             samples = await metrics_of(served)
-            assert samples["nanoinfer:http_responses_total other 404"] == 6
+            assert samples["nanoinfer:http_responses_total other 404"] == 8
             assert samples["nanoinfer:http_responses_total /v1/completions 404"] == 1
 
     asyncio.run(ask())

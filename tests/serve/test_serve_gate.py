@@ -21,11 +21,12 @@ def test_a_body_must_be_called_json(path):
     types = ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "text/json", ""]
 
     async def ask():
-        async with serving(path) as served:
+        async with serving(path, app_options=dict(allowed_origins=[PAGE])) as served:
             del served.client.headers["content-type"]
             for url in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
-                for given in [None, *types]:
-                    headers = {} if given is None else {"Content-Type": given}
+                pages = [{"Origin": PAGE}, {"Sec-Fetch-Mode": "no-cors"}, {"sec-fetch-site": "cross-site"}]
+                for given, headers in [*((None, page) for page in pages), *((one, {}) for one in types)]:
+                    headers = headers if given is None else {"Content-Type": given}
                     response = await served.client.post(url, content=b'{"prompt": "w5"}', headers=headers)
                     assert response.status_code == 415, (url, given, response.text)
                     error = response.json()["error"]
@@ -34,13 +35,14 @@ def test_a_body_must_be_called_json(path):
                     assert ("is missing" if given is None else repr(given)) in error["message"]
                 double = [("Content-Type", "text/plain"), ("Content-Type", "application/json")]
                 assert (await served.client.post(url, content=b"{}", headers=double)).status_code == 415
-            for given in ("application/json", "application/json; charset=utf-8", "Application/JSON ;x=y"):
-                response = await served.client.post("/v1/completions", json=BODY, headers={"Content-Type": given})
+            for given in ("application/json", "application/json; charset=utf-8", "Application/JSON ;x=y", None):
+                headers = {} if given is None else {"Content-Type": given}
+                response = await served.client.post("/v1/completions", content=json.dumps(BODY), headers=headers)
                 assert response.status_code == 200, response.text
             assert (await served.client.post("/ping")).status_code == 200, "it has no body"
             assert (await served.client.get("/v1/models")).status_code == 200
             stats = await served.wait_until_idle()
-            assert stats["num_prefill_tokens"] == 3, "nothing that was refused has run"
+            assert stats["num_prefill_tokens"] == 4, "nothing that was refused has run"
 
     asyncio.run(ask())
 

@@ -1,0 +1,137 @@
+"""From the body of an HTTP request to a checked one: which names of fields are known, and what becomes of others."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from nanoinfer.common.errors import SHOWN_CHARS, did_you_mean, shown, unknown
+from nanoinfer.common.other_names import MEANT
+from nanoinfer.common.unsupported import FIRST_COME, LEAVE_OUT, SAMPLING, by_advice, refusal
+from nanoinfer.serve import json_body
+from nanoinfer.serve.errors import BadRequestError
+from nanoinfer.serve.protocol import Body, StreamOptions
+
+logger = logging.getLogger("nanoinfer.serve")
+B = TypeVar("B", bound=Body)
+_MAX_LOGGED = 200  # names; clients can make up any number
+
+# Fields that common clients send and that do not influence the answer.
+IGNORED = frozenset(
+    (
+        "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "
+        "parallel_tool_calls "
+        # What only says how something is done that is off, or that is done here anyway.
+        "cache_prompt keep_alive dry_allowed_length dry_base dry_penalty_last_n dry_range dry_sequence_breakers "
+        "dynatemp_exponent mirostat_eta mirostat_tau repeat_last_n repetition_penalty_range smoothing_curve "
+        "xtc_threshold"
+    ).split()
+)
+_SAMPLERS = "there are temperature, top_k, top_p, min_p and the penalties"
+# Fields of OpenAI's, vLLM's and other servers' APIs that would change the answer and are not supported: the values that
+# mean the same as leaving the field out, and what to do.
+UNSUPPORTED = SAMPLING | by_advice({
+    "only text is generated": dict(response_format=({"type": "text"},), modalities=(["text"],), audio=()),
+    "use chat_template_kwargs if the model's chat template has a switch": dict(
+        reasoning_effort=(), think=(), enable_thinking=(), thinking=(), reasoning=(), reasoning_budget=(-1,),
+    ),
+    "give the server --chat-template FILE": dict(chat_template=()),
+    FIRST_COME: dict(priority=(0,)),
+    "the prefix cache is one for all requests": dict(cache_salt=()),
+    "use /v1/completions with a finished prompt": dict(continue_final_message=(False,), raw=(False,), template=("",)),
+    "give sampling fields beside the messages": dict(options=({},)),
+    "check the text, and ask again where it does not fit": dict(
+        format=("",), grammar=("",), json_schema=(), regex=("",), ebnf=("",),
+    ),
+    _SAMPLERS: dict(
+        typical_p=(1,), typical=(1,), tfs=(1,), tfs_z=(1,), top_a=(0,), top_n_sigma=(-1, 0), nsigma=(0,),
+        mirostat=(0,), mirostat_mode=(0,), dynatemp_range=(0,), dynamic_temperature=(False,), smoothing_factor=(0,),
+        xtc_probability=(0,), dry_multiplier=(0,), epsilon_cutoff=(0,), eta_cutoff=(0,), penalty_alpha=(0,),
+        no_repeat_ngram_size=(0,), encoder_repetition_penalty=(1,), guidance_scale=(1,), negative_prompt=("",),
+        num_beams=(1,), adaptive_target=(-1,),
+    ),
+    "merge the adapter into the weights": dict(lora=([],), lora_path=(), lora_request=()),
+    LEAVE_OUT: dict(
+        suffix=("",), tools=([],), tool_choice=("none", "auto"), functions=([],), function_call=("none",),
+        prediction=(), verbosity=(), web_search_options=(), guided_json=(), guided_regex=(), guided_choice=(),
+        guided_grammar=(), documents=([],), images=([],), prompt_embeds=(), input_prefix=("",), input_suffix=("",),
+        n_keep=(0,),
+    ),
+})  # fmt: skip
+
+
+class Fields:
+    """Which names a server's requests may have. May be used on any thread.
+
+    A name that no API has changes no answer: it is ignored, and the log says so once.
+
+    Args:
+        refuses_unknown: refuse such names with the nearest known one.
+    """
+
+    def __init__(self, *, refuses_unknown: bool = False) -> None:
+        self._refuses_unknown = refuses_unknown
+        self._logged: set[str] = set()
+
+    def check(self, name: str, given: Mapping[str, Any], known: Collection[str], where: str) -> None:
+        """Take a name that is given and not among the known ones. Raises BadRequestError."""
+        value, name = given[name], name[:SHOWN_CHARS]
+        ours = next((meant for meant in MEANT.get(name, ()) if meant in known), None)
+        if ours is not None:  # it would change the answer, unless it says the same again
+            if value is not None and given.get(ours) != value:
+                message = f"{where} has the field {name!r}, which is {ours!r} here: give that"
+                raise BadRequestError(message, param=name, code="unsupported_parameter")
+        elif self._refuses_unknown:
+            message = unknown(f"{where} has an unknown field", name, sorted(known))
+            raise BadRequestError(message, param=name, code="unknown_parameter")
+        elif name not in self._logged and len(self._logged) < _MAX_LOGGED:
+            self._logged.add(name)
+            logger.warning(
+                "%s has a field %r that is not known%s: it is ignored, here and later; --strict refuses such fields",
+                where,
+                name,
+                did_you_mean(name, known),
+            )
+
+
+def parse(kind: type[B], body: bytes, fields: Fields, is_wanted: Callable[[], bool] = lambda: True) -> B:
+    """Return a checked request from the body of an HTTP request.
+
+    Args:
+        is_wanted: as for `json_body.load`.
+
+    Raises:
+        BadRequestError: the body is not a JSON object, or a field is not supported or has a wrong value.
+    """
+    try:
+        given = json_body.load(body, is_wanted)
+    except (ValueError, RecursionError) as error:
+        raise BadRequestError(f"the body is no valid JSON: {shown(str(error))}", code="invalid_json") from error
+    if not isinstance(given, dict):
+        raise BadRequestError("the body is no JSON object: send {...}", code="invalid_json")
+    for name, value in given.items():
+        if name in kind.model_fields or name in IGNORED:
+            continue
+        if name not in UNSUPPORTED:
+            fields.check(name, given, kind.model_fields, "the request")
+        elif message := refusal(name, value, UNSUPPORTED, shown, json.dumps):
+            raise BadRequestError(message, param=name, code="unsupported_parameter")
+    options = given.get("stream_options")
+    for name in options if isinstance(options, dict) else ():
+        if name not in StreamOptions.model_fields:
+            fields.check(name, options, StreamOptions.model_fields, "stream_options")
+    try:
+        request = kind.model_validate(given)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        name, path = str(first["loc"][0]), ".".join(map(str, first["loc"]))
+        message = f"{path} is {shown(first['input'])}: {first['msg']}"
+        if first["type"] == "missing":
+            message = f"{name} is missing: it is required"
+        raise BadRequestError(message, param=name) from error
+    request.check()
+    return request

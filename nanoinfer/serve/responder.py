@@ -1,0 +1,116 @@
+"""What all endpoints do with a request: read it, check it, give it to the engine, and answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.serve.answers import Answer
+from nanoinfer.serve.async_engine import AsyncEngine
+from nanoinfer.serve.client import EventStream, read_body, while_client_stays, whole_answer
+from nanoinfer.serve.errors import BadRequestError
+from nanoinfer.serve.fields import Fields, parse
+from nanoinfer.serve.protocol import Body, ChatRequest, GenerationRequest
+from nanoinfer.serve.request_stream import RequestStream
+from nanoinfer.serve.tokenizing import Prompt
+from nanoinfer.serve.waiting_bytes import MAX_BODY_BYTES
+
+_LARGE_BODY_BYTES = 65_536  # parsing takes about a millisecond
+TOO_LONG = "context_length_exceeded"
+B = TypeVar("B", bound=Body)
+Prepared = tuple[Answer, SamplingParams]
+
+
+class Responder:
+    """Answers requests on one engine.
+
+    Args:
+        names: that clients may use for the model; an answer has the name that its request used.
+        fields: which names of fields requests may have.
+        body_timeout: seconds in which a request's body must arrive.
+    """
+
+    def __init__(self, engine: AsyncEngine, names: Sequence[str], fields: Fields, body_timeout: float) -> None:
+        self.engine, self.names = engine, list(names)
+        self._fields, self._body_timeout = fields, body_timeout
+
+    def model_name(self, asked: str | None) -> str:
+        """Return the name that an answer shows; the first one if a request names no model."""
+        if asked is None:
+            return self.names[0]
+        if asked not in self.names:
+            raise BadRequestError(
+                f"the model {asked[:200]!r} is not served here: use {' or '.join(map(repr, self.names))}",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+        return asked
+
+    async def parsed(self, kind: type[B], body: bytes) -> B:
+        """Like `parse`, but large bodies are parsed on a thread, so that the event loop is not blocked."""
+        if len(body) <= _LARGE_BODY_BYTES:
+            return parse(kind, body, self._fields)
+        return await self.engine.prompts.read(
+            len(body), lambda is_wanted: parse(kind, body, self._fields, is_wanted)
+        )  # fmt: skip
+
+    async def chat(self, asked: ChatRequest, num_bytes: int, answer: type[Answer]) -> Prepared:
+        """Return the answer to a conversation, still without tokens, and its parameters.
+
+        Args:
+            num_bytes: size of the conversation as it was received.
+        """
+        model = self.model_name(asked.model)
+        # None: what the prompt leaves.
+        params = asked.sampling_params({"max_tokens": None} | self.engine.sampling_defaults)
+        prompts = self.engine.prompts
+        prompt = await prompts.tokenize_chat(asked.conversation, asked.template_arguments, num_bytes)
+        return answer(asked, model, [prompt], prompts.has_text), params
+
+    async def generate(self, request: Request, prepare: Callable[[bytes], Coroutine[Any, Any, Prepared]]) -> Response:
+        """Answer a request with what the engine generates. `prepare` is called with the request's body."""
+        arrival, engine = time.perf_counter(), self.engine
+        with ExitStack() as charge:
+            body = await self._read(request, charge, MAX_BODY_BYTES)
+            answer, params = await while_client_stays(request.receive, prepare(body))
+            del body  # the answer may take long
+            asked = answer.request
+            _check_length(asked, answer.prompts, engine.plan.max_model_len)
+            limits, wants_deltas = await engine.prompts.limits(params), bool(asked.stream)
+            how = dict(name=answer.name, wants_deltas=wants_deltas, arrival=arrival, charge=charge)
+            stream = RequestStream(answer.prompts, params, limits, **how)
+            await engine.submit(stream)
+            if wants_deltas:
+                return EventStream(stream, answer)
+            return await whole_answer(stream, answer, request.receive)
+
+    async def reply(
+        self, request: Request, prepare: Callable[[bytes], Coroutine[Any, Any, bytes]], max_bytes: int
+    ) -> Response:
+        """Answer a request with JSON that needs no engine. `prepare` is called with a body of at most `max_bytes`."""
+        with ExitStack() as charge:
+            body = await self._read(request, charge, max_bytes)
+            content = await while_client_stays(request.receive, prepare(body))
+        return Response(content, media_type="application/json")
+
+    async def _read(self, request: Request, charge: ExitStack, max_bytes: int) -> bytes:
+        return await read_body(request, self.engine.waiting, charge, timeout=self._body_timeout, max_bytes=max_bytes)
+
+
+def _check_length(asked: GenerationRequest, prompts: list[Prompt], limit: int) -> None:
+    """Refuse an explicit number of tokens beyond max_model_len, as vLLM does; the engine would just cut the output."""
+    longest = max(len(token_ids) for _, token_ids in prompts)
+    if asked.token_limit is not None and longest + asked.token_limit > limit:
+        raise BadRequestError(
+            f"the prompt has {longest} tokens and max_tokens is {asked.token_limit}, together they may be "
+            f"max_model_len = {limit}: lower max_tokens or shorten the prompt",
+            param="max_tokens",
+            code=TOO_LONG,
+        )
