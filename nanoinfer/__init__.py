@@ -20,12 +20,13 @@ if TYPE_CHECKING:  # what type checkers and editors see of the names below
     from nanoinfer.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamOutput
     from nanoinfer.sampling_params import SamplingParams
     from nanoinfer.serve.async_llm import AsyncLLM
+    from nanoinfer.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LLM", "AsyncLLM", "CompletionOutput", "EngineConfig", "Forecast", "LLMEngine", "Logprob", "RequestMetrics",
-    "RequestOutput", "SamplingParams", "StreamOutput", "plan",
+    "RequestOutput", "SamplingParams", "StreamOutput", "StructuredOutputsParams", "plan",
 ]  # fmt: skip
 
 # OpenMP reads it when torch is imported. Threads that wait sleep then. By default they spin for 3 ms, and on a busy
@@ -45,5 +46,6 @@ __getattr__, __dir__ = lazy_names(
         "outputs": ["CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput", "StreamOutput"],
         "sampling_params": ["SamplingParams"],
         "serve.async_llm": ["AsyncLLM"],
+        "structured_outputs": ["StructuredOutputsParams"],
     },
 )

@@ -6,9 +6,11 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from typing import Any
 
 from nanoinfer.common.errors import UnknownNameError, shown, unknown
 from nanoinfer.common.unsupported import SAMPLING, check_keywords
+from nanoinfer.structured_outputs import StructuredOutputsParams, checked
 
 # vLLM's threshold: dividing by a smaller value would only blur the logits' differences, so such rows take the argmax.
 GREEDY_TEMPERATURE = 1e-5
@@ -91,6 +93,9 @@ class SamplingParams:
     engine draws a seed."""
     logprobs: int | None = None
     """Return log-probabilities of the sampled token and of this many most likely tokens; None: no log-probabilities."""
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
+    """What the text must look like, such as `StructuredOutputsParams(json=schema)`, or a dict of its fields; None:
+    anything."""
 
     def __post_init__(self):
         if self.seed == -1:
@@ -114,6 +119,7 @@ class SamplingParams:
                     "for all"
                 )
         self._set("bad_words", _bad_words(self.bad_words))
+        self._set("structured_outputs", checked(self.structured_outputs))
         if self.stop and self.detokenize is False:
             raise ValueError(
                 f"stop is {list(self.stop)} and detokenize is False: stop strings are found in the text, so leave "

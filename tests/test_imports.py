@@ -11,6 +11,7 @@ LAYERS = (
     "offload offload.blocks offload.engine offload.layout offload.lifetimes offload.memory offload.plan offload.ring "
     "offload.runtime",
     "nanoinfer.common",
+    "nanoinfer.structured_outputs",
     "nanoinfer.outputs nanoinfer.sampling_params nanoinfer.config",
     "nanoinfer.sampling nanoinfer.gguf",
     "nanoinfer.requests",
@@ -155,5 +156,5 @@ def test_tests_mirror_the_folders():
 
 def test_the_root_is_what_users_import():
     assert {path.stem for path in (ROOT / "nanoinfer").glob("*.py")} == {
-        "__init__", "__main__", "config", "llm", "outputs", "sampling_params"
+        "__init__", "__main__", "config", "llm", "outputs", "sampling_params", "structured_outputs"
     }  # fmt: skip

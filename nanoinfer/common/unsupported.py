@@ -17,8 +17,9 @@ Table = Mapping[str, tuple[tuple, str]]
 LEAVE_OUT = "leave it out"
 _TEXT_ONLY = "models take text only"
 FIRST_COME = "requests are taken first come, first served"
+_ONE_BACKEND = "llguidance makes the masks, and there is no other"
 _NO_LORA = "merge the adapter into the weights"
-_NO_STRUCTURE = "check the text, and ask again where it does not fit"
+_STRUCTURED = "give structured_outputs, with one of json, regex, choice, grammar, json_object, structural_tag"
 
 
 def by_advice(advised: Mapping[str, Mapping[str, tuple]]) -> dict[str, tuple[tuple, str]]:
@@ -59,7 +60,7 @@ ENGINE: Table = by_advice({
         fully_sharded_loras=(False,),
     ),
     "there is no speculative decoding": dict(speculative_model=(), speculative_config=(), num_speculative_tokens=(0,)),
-    _NO_STRUCTURE: dict(guided_decoding_backend=("auto",), structured_outputs_config=({},)),
+    _ONE_BACKEND: dict(guided_decoding_backend=("auto", "guidance"), structured_outputs_config=({},)),
     "the text is returned as it is generated": dict(reasoning_parser=("",)),
     _TEXT_ONLY: dict(limit_mm_per_prompt=({},), mm_processor_kwargs=({},), allowed_local_media_path=("",)),
     LEAVE_OUT: dict(
@@ -71,7 +72,10 @@ SAMPLING: Table = by_advice({
     "all n completions are returned": dict(best_of=(1,)),
     "use n and sampling": dict(use_beam_search=(False,)),
     "logprobs are those of generated tokens": dict(prompt_logprobs=()),
-    _NO_STRUCTURE: dict(guided_decoding=(), structured_outputs=()),
+    _STRUCTURED: dict(
+        guided_decoding=(), guided_json=(), guided_regex=(), guided_choice=(), guided_grammar=(),
+        guided_decoding_backend=("auto", "guidance"), guided_whitespace_pattern=(),
+    ),
     "shorten the prompt": dict(truncate_prompt_tokens=()),
     "generate() gives whole completions, generate_stream() what they gained": dict(output_kind=()),
     LEAVE_OUT: dict(
@@ -80,12 +84,16 @@ SAMPLING: Table = by_advice({
     ),
 })  # fmt: skip
 
+STRUCTURED: Table = by_advice({
+    _ONE_BACKEND: dict(backend=("auto", "guidance"), disable_fallback=(True, False)),
+})  # fmt: skip
+
 GENERATE: Table = by_advice({
     _NO_LORA: dict(lora_request=()),
     LEAVE_OUT: dict(prompt_adapter_request=()),
     FIRST_COME: dict(priority=(0,)),
     'give {"prompt_token_ids": ids} or the ids themselves as prompts': dict(prompt_token_ids=()),
-    _NO_STRUCTURE: dict(guided_options_request=()),
+    _STRUCTURED: dict(guided_options_request=()),
     "give token ids, from get_tokenizer()": dict(tokenization_kwargs=({},)),
 })  # fmt: skip
 

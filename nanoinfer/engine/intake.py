@@ -82,6 +82,8 @@ class Intake:
         """Make a request with all its sequences; see `LLMEngine.add_request`."""
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params is a {type(params).__name__}: give SamplingParams(...)")
+        if params.structured_outputs is not None:
+            raise RequestError("structured_outputs is not supported yet: leave it out", field="structured_outputs")
         if params.stop and self._tokenizer is None:
             message = f"stop={list(params.stop)} is text, but there is no tokenizer: give stop_token_ids"
             raise RequestError(message, field="stop")

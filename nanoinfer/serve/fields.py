@@ -57,9 +57,8 @@ UNSUPPORTED = SAMPLING | by_advice({
     "merge the adapter into the weights": dict(lora=([],), lora_path=(), lora_request=()),
     LEAVE_OUT: dict(
         suffix=("",), tools=([],), tool_choice=("none", "auto"), functions=([],), function_call=("none",),
-        prediction=(), verbosity=(), web_search_options=(), guided_json=(), guided_regex=(), guided_choice=(),
-        guided_grammar=(), documents=([],), images=([],), prompt_embeds=(), input_prefix=("",), input_suffix=("",),
-        n_keep=(0,),
+        prediction=(), verbosity=(), web_search_options=(), documents=([],), images=([],), prompt_embeds=(),
+        input_prefix=("",), input_suffix=("",), n_keep=(0,),
     ),
 })  # fmt: skip
 

@@ -68,6 +68,7 @@ class GenerationRequest(Body):
     stop_token_ids: Annotated[list[Count], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: Annotated[list[Count], Field(max_length=MAX_ALLOWED_TOKEN_IDS)] | None = None
+    structured_outputs: dict[str, Any] | None = None
     bad_words: Annotated[list[str], Field(max_length=MAX_BAD_WORDS)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None

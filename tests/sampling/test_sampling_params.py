@@ -36,6 +36,7 @@ def test_defaults_are_those_of_vllm():
         "skip_special_tokens": True,
         "seed": None,
         "logprobs": None,
+        "structured_outputs": None,
     }
 
 
@@ -230,7 +231,7 @@ def test_an_unknown_argument_is_refused_with_the_nearest_name(kind):
     with pytest.raises(
         kind,
         match="SamplingParams got an unknown argument 'temprature': did you mean 'temperature'\\? "
-        "Allowed: n, temperature, .*logprobs\\.",
+        "Allowed: n, temperature, .*logprobs, structured_outputs\\.",
     ):
         SamplingParams(temprature=0.5)
 
@@ -242,7 +243,7 @@ def test_an_unknown_argument_is_refused_with_the_nearest_name(kind):
         (dict(prompt_logprobs=0), "prompt_logprobs=0 is not supported: logprobs are those of generated tokens"),
         (dict(logits_processors=[len]), r"logits_processors=.* is not supported, but for \[\]: leave it out"),
         (dict(use_beam_search=True), "use_beam_search=True is not supported, but for False: use n and sampling"),
-        (dict(structured_outputs=[1]), r"structured_outputs=\[1\] is not supported"),
+        (dict(guided_json={}), r"guided_json={} is not supported: give structured_outputs, with one"),
     ],
 )
 def test_what_vllm_has_and_this_engine_does_not_is_refused_by_name(arguments, message):
