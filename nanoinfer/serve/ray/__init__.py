@@ -1,0 +1,1 @@
+"""Replicas of the server behind one address, on Ray Serve."""
