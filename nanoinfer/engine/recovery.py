@@ -47,19 +47,23 @@ class Work:
     def sequences(self) -> list[Sequence]:
         return [sequence for request in self.requests.values() for sequence in request.sequences]
 
-    def prompt_tokens(self) -> tuple[int, int]:
-        """Return how many tokens of the requests' prompts are read, and of how many. Any thread may call this, at any
+    def prompt_tokens(self, asked: Iterable[Request] | None = None) -> tuple[int, int]:
+        """Return how many tokens of requests' prompts are read, and of how many. Any thread may call this, at any
         moment: the figures are as old as the last step.
+
+        Args:
+            asked: None: all requests.
         """
         done, total = 0, 0
-        for request in list(self.requests.values()):
+        requests = list(self.requests.values() if asked is None else asked)
+        for request in requests:
             length = len(request.prompt_token_ids)
             total += length
             done += min(length, max(sequence.num_computed for sequence in request.sequences))
-        if (
-            self.in_flight is not None and self._built.runner.runtime.device.type != "cpu"
-        ):  # launched, and not computed yet
-            done -= sum(chunk.end - chunk.begin for chunk in self.in_flight.batch.chunks)
+        step = self.in_flight
+        if step is not None and self._built.runner.runtime.device.type != "cpu":  # launched, and not computed yet
+            names = {request.request_id for request in requests}
+            done -= sum(one.end - one.begin for one in step.batch.chunks if one.sequence.request_id in names)
         return done, total
 
     @torch.inference_mode()

@@ -73,6 +73,14 @@ class Answer:
         """Return one event for each output that is not empty."""
         return b"".join(map(self._event, self._choices(outputs, is_whole=False)))
 
+    def ping(self, done: int, total: int) -> bytes:
+        """Return what is sent while there is nothing to send, so that nobody takes the server for dead: a comment.
+
+        Args:
+            done, total: how many tokens of the prompts are read, and of how many.
+        """
+        return b": %d of %d prompt tokens read\n\n" % (done, total)
+
     def last_events(self) -> bytes:
         options = self.request.stream_options
         if options is None or not options.include_usage:

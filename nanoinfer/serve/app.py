@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from difflib import get_close_matches
 from functools import partial
 from typing import Any
@@ -45,6 +46,7 @@ def create_app(
     allowed_origins: Sequence[str] = (),
     body_timeout: float = DEFAULT_BODY_SECONDS,
     strict: bool = False,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> FastAPI:
     """Make the application for an engine that was started, and that the caller closes.
 
@@ -54,6 +56,7 @@ def create_app(
         allowed_origins: origins of web pages that may use the server, in the form that browsers send; "*": all.
         body_timeout: seconds in which a request's body must arrive.
         strict: refuse fields with names that no API has, instead of ignoring them with a line in the log.
+        sleep: waits for so many seconds between two looks at whether a stream is silent.
     """
     metrics = ServerMetrics(engine)
 
@@ -85,7 +88,7 @@ def create_app(
     app.add_exception_handler(ReaderLeft, _client_left)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _unexpected_error)
-    responder = Responder(engine, served_model_names, Fields(refuses_unknown=strict), body_timeout)
+    responder = Responder(engine, served_model_names, Fields(refuses_unknown=strict), body_timeout, sleep)
     _add_generation(app, responder)
     _add_tokenizing(app, responder)
     _add_models(app, responder)

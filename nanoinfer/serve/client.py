@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from nanoinfer.serve.waiting_bytes import MAX_BODY_BYTES, WaitingBytes
 
 T = TypeVar("T")
 DEFAULT_BODY_SECONDS = 60.0
+PING_SECONDS = 15.0  # clients, and proxies before the server, give up what is silent for minutes
 
 
 def error_response(error: ApiError) -> Response:
@@ -104,28 +105,51 @@ async def whole_answer(stream: RequestStream, answer: Answer, receive: Receive) 
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events: each output is sent as soon as it is known. Outputs that came together share one write."""
+    """Server-sent events: each output is sent as soon as it is known. Outputs that came together share one write.
 
-    def __init__(self, stream: RequestStream, answer: Answer) -> None:
-        super().__init__(_events(stream, answer), headers={"Cache-Control": "no-cache"}, media_type="text/event-stream")
-        self._stream = stream
+    Where nothing is sent for `PING_SECONDS` to twice as long, as while a long prompt is read, a ping is.
+
+    Args:
+        prompt_tokens: returns how many tokens of the prompts are read, and of how many.
+        sleep: waits for so many seconds.
+    """
+
+    def __init__(
+        self,
+        stream: RequestStream,
+        answer: Answer,
+        prompt_tokens: Callable[[], tuple[int, int]],
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        events = _events(stream, answer, prompt_tokens)
+        super().__init__(events, headers={"Cache-Control": "no-cache"}, media_type="text/event-stream")
+        self._stream, self._pause = stream, sleep
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         mark_event_stream(scope)
+        nudging = asyncio.create_task(self._nudge())
         try:
             await while_client_stays(receive, self.stream_response(send))
         except ReaderLeft:
             pass  # nobody reads any more
         finally:
+            nudging.cancel()
             self._stream.close()
 
+    async def _nudge(self) -> None:
+        while True:
+            self._stream.nudge()
+            await self._pause(PING_SECONDS)
 
-async def _events(stream: RequestStream, answer: Answer) -> AsyncIterator[bytes]:
+
+async def _events(
+    stream: RequestStream, answer: Answer, prompt_tokens: Callable[[], tuple[int, int]]
+) -> AsyncIterator[bytes]:
     try:
         if first := answer.first_events():
             yield first
-        while outputs := await stream.next():
-            if events := answer.events(outputs):
+        while (outputs := await stream.next()) or not stream.has_ended:
+            if events := answer.events(outputs) if outputs else answer.ping(*prompt_tokens()):
                 yield events
         yield answer.last_events()
     except ApiError as error:

@@ -55,6 +55,7 @@ class RequestStream:
         self._outputs: list[Output] = []
         self._error: Exception | None = None
         self._has_news = asyncio.Event()
+        self._is_silent = self._is_nudged = False
 
     @property
     def num_sequences(self) -> int:
@@ -65,23 +66,32 @@ class RequestStream:
         return self._num_running == 0 or self._error is not None
 
     async def next(self) -> list[Output]:
-        """Return all outputs since the last call, and wait if there are none; [] when all prompts have ended.
+        """Return all outputs since the last call, and wait if there are none; [] when all prompts have ended, or when
+        `nudge` has found nothing new.
 
         Raises:
             ApiError: the engine failed, or the server shut down before the end.
             ReaderLeft: `close` was called.
         """
-        while not self._outputs and not self.has_ended:
+        while not self._outputs and not self.has_ended and not self._is_nudged:
             self._has_news.clear()
             await self._has_news.wait()
-        outputs, self._outputs = self._outputs, []
+        outputs, self._outputs, self._is_nudged = self._outputs, [], False
         if not outputs and self._error is not None:
             raise self._error
         return outputs
 
     def put(self, place: int, output: StreamOutput) -> None:
         self._outputs.append((place, output))
+        self._is_silent = False
         self._has_news.set()
+
+    def nudge(self) -> None:
+        """Have `next` return, if there was no output since the last call of this."""
+        if self._is_silent and not self.has_ended:
+            self._is_nudged = True
+            self._has_news.set()
+        self._is_silent = True
 
     def end_one(self) -> None:
         """Note that one of the prompts has ended."""

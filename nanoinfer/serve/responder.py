@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -34,11 +35,19 @@ class Responder:
         names: that clients may use for the model; an answer has the name that its request used.
         fields: which names of fields requests may have.
         body_timeout: seconds in which a request's body must arrive.
+        sleep: as for `EventStream`.
     """
 
-    def __init__(self, engine: AsyncEngine, names: Sequence[str], fields: Fields, body_timeout: float) -> None:
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        names: Sequence[str],
+        fields: Fields,
+        body_timeout: float,
+        sleep: Callable[[float], Awaitable[None]],
+    ) -> None:
         self.engine, self.names = engine, list(names)
-        self._fields, self._body_timeout = fields, body_timeout
+        self._fields, self._body_timeout, self._pause = fields, body_timeout, sleep
 
     def model_name(self, asked: str | None) -> str:
         """Return the name that an answer shows; the first one if a request names no model."""
@@ -88,7 +97,7 @@ class Responder:
             stream = RequestStream(answer.prompts, params, limits, **how)
             await engine.submit(stream)
             if wants_deltas:
-                return EventStream(stream, answer)
+                return EventStream(stream, answer, partial(engine.requests.prompt_tokens, stream), self._pause)
             return await whole_answer(stream, answer, request.receive)
 
     async def reply(

@@ -108,6 +108,11 @@ class ServedRequests:
             f"{self._max_queue}: try again later"
         )
 
+    def prompt_tokens(self, stream: RequestStream) -> tuple[int, int]:
+        """Return how many tokens of a stream's prompts are read, and of how many. May be called on any thread."""
+        mine = [tracked.request for tracked in list(self.tracked.values()) if tracked.stream is stream]
+        return self._engine.work.prompt_tokens(mine)
+
     def abort(self, stream: RequestStream) -> None:
         """End those requests of a stream that still run."""
         for request_id in [name for name, tracked in self.tracked.items() if tracked.stream is stream]:
