@@ -13,7 +13,7 @@ LAYERS = (
     "nanoinfer.common",
     "nanoinfer.structured_outputs",
     "nanoinfer.outputs nanoinfer.sampling_params nanoinfer.config",
-    "nanoinfer.sampling nanoinfer.gguf",
+    "nanoinfer.sampling nanoinfer.gguf nanoinfer.parsers",
     "nanoinfer.requests",
     "nanoinfer.kernels",
     "nanoinfer.attention nanoinfer.layers",

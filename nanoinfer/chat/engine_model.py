@@ -9,12 +9,12 @@ from typing import Any
 
 from nanoinfer.chat.session import Report
 from nanoinfer.chat.settings import Settings
-from nanoinfer.chat.thinking import Thinking
 from nanoinfer.common.units import GIB, counted, format_size
 from nanoinfer.engine.meter import DecodeTimes
 from nanoinfer.llm import LLM
 from nanoinfer.memory.machine import advice_when_full
 from nanoinfer.outputs import StreamOutput
+from nanoinfer.parsers.answer_format import AnswerFormat
 from nanoinfer.requests.prompts import conversation, encode, encode_chat
 from nanoinfer.requests.request import Request
 
@@ -29,15 +29,12 @@ class EngineModel:
     def __init__(self, llm: LLM, name: str) -> None:
         self.name, self._llm, self._ids = name, llm, map("chat-{}".format, itertools.count())
         tokenizer = llm.get_tokenizer()
-        template = getattr(tokenizer, "chat_template", None)
-        if not template:
+        if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
                 f"{name} has no chat template: give one with --chat-template FILE, or complete a finished prompt "
                 "instead (nanoinfer generate)"
             )
-        if isinstance(template, dict):  # several, by name
-            template = "\n".join(template.values())
-        self.thinking = Thinking.of(template, tokenizer.all_special_tokens, tokenizer.get_added_vocab())
+        self.format = AnswerFormat.of_tokenizer(tokenizer)
 
     def run(self, messages: list[dict[str, Any]], settings: Settings) -> EngineRun:
         """Begin an answer.
@@ -48,7 +45,7 @@ class EngineModel:
         tokenizer = self._llm.get_tokenizer()
         prompt = encode_chat(tokenizer, conversation(messages), settings.variables, tokenize=False)
         token_ids = encode(tokenizer, prompt, add_special_tokens=False)
-        params = replace(settings.params, skip_special_tokens=not self.thinking.special)
+        params = replace(settings.params, skip_special_tokens=not self.format.sees_special(with_tools=False))
         for left in list(self._llm.engine.work.requests):  # of an answer that an interrupt ended before it began
             self._llm.engine.abort(left)
         before = self._llm.engine.meter.snapshot()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Protocol, TextIO
 
-from nanoinfer.chat.thinking import Kind
+from nanoinfer.chat.session import Kind
 from nanoinfer.common.progress import PromptProgress, Share, on_terminal
 
 QUOTES = '"""'
@@ -83,7 +83,7 @@ class PlainScreen:
                 progress.end()
             if is_thinking != (kind == "thinking"):
                 is_thinking, was_thinking = not is_thinking, is_thinking
-                self._answers.write("<think>" if is_thinking else "</think>\n\n")
+                self._answers.write("<think>\n" if is_thinking else "\n</think>\n\n")
             if was_thinking:  # models put empty lines there, or none
                 text = text.lstrip("\n")
                 was_thinking = not text
@@ -96,5 +96,5 @@ class PlainScreen:
             with waiting as progress:
                 yield show
         finally:
-            self._answers.write("</think>\n" if is_thinking else "\n")
+            self._answers.write("\n</think>\n" if is_thinking else "\n")
             self._answers.flush()

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from nanoinfer.chat.conversation import Conversation
 from nanoinfer.chat.settings import Settings
-from nanoinfer.chat.thinking import Piece, Thinking, prompt_messages
 from nanoinfer.common.units import counted
+from nanoinfer.parsers.answer_format import AnswerFormat
+from nanoinfer.parsers.events import Event, Reasoning
+from nanoinfer.parsers.thinking import prompt_messages
+
+Kind = Literal["thinking", "answer"]
+Piece = tuple[Kind, str]
+"""A part of an answer and what it is."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,7 @@ class Model(Protocol):
     """What a session needs of a model."""
 
     name: str
-    thinking: Thinking
+    format: AnswerFormat
 
     def run(self, messages: list[dict[str, Any]], settings: Settings) -> Run:
         """Begin an answer; ValueError if the template or the engine refuses the messages."""
@@ -83,11 +89,11 @@ class Answer:
         text, thought: what has come so far.
     """
 
-    def __init__(self, run: Run, thinking: Thinking) -> None:
+    def __init__(self, run: Run, form: AnswerFormat) -> None:
         self.text = self.thought = ""
         self.has_ended = False
         self.stop, self.prompt_tokens = run.stop, run.prompt_tokens
-        self._run, self._splitter = run, thinking.splitter(run.prompt)
+        self._run, self._parser = run, form.parser(run.prompt)
 
     @property
     def report(self) -> Report | None:
@@ -95,19 +101,18 @@ class Answer:
 
     def __iter__(self) -> Iterator[Piece]:
         for delta in self._run:
-            for piece in self._splitter.feed(delta):
-                yield self._taken(piece)
-        for piece in self._splitter.flush():
-            yield self._taken(piece)
+            yield from self._taken(self._parser.push(delta))
+        yield from self._taken(self._parser.finish())
         self.has_ended = True
 
-    def _taken(self, piece: Piece) -> Piece:
-        kind, text = piece
-        if kind == "answer":
-            self.text += text
-        else:
-            self.thought += text
-        return piece
+    def _taken(self, events: Iterable[Event]) -> Iterator[Piece]:
+        for event in events:  # without tools there are no calls
+            if isinstance(event, Reasoning):
+                self.thought += event.text
+                yield "thinking", event.text
+            else:
+                self.text += event.text
+                yield "answer", event.text
 
 
 class Session:
@@ -130,8 +135,8 @@ class Session:
             ValueError: the template or the engine refuses the messages.
         """
         said = [*self.conversation.messages, {"role": "user", "content": question}]
-        messages = prompt_messages(self.conversation.system, said, self.model.thinking)
-        return Answer(self.model.run(messages, self.settings), self.model.thinking)
+        messages = prompt_messages(self.conversation.system, said, self.model.format.thinking)
+        return Answer(self.model.run(messages, self.settings), self.model.format)
 
     def keep(self, question: str, answer: Answer) -> bool:
         """Add what was answered to the conversation, also where it was ended early; False if there is no answer."""

@@ -20,7 +20,7 @@ from rich.text import Text
 from nanoinfer.chat.commands import COMMANDS
 from nanoinfer.chat.markdown import MarkdownStream
 from nanoinfer.chat.screens import is_open, unquoted
-from nanoinfer.chat.thinking import Kind
+from nanoinfer.chat.session import Kind
 from nanoinfer.common.progress import PromptProgress, Share
 from nanoinfer.common.terminal import without_orders
 

@@ -17,6 +17,7 @@ from nanoinfer.chat.engine_model import EngineModel
 from nanoinfer.chat.session import Session
 from nanoinfer.chat.settings import Settings
 from nanoinfer.commands import main as cli
+from nanoinfer.parsers.events import Reasoning, Text
 
 OPTIONS = [
     "--device",
@@ -104,15 +105,13 @@ def test_what_the_engine_or_the_template_refuses_is_no_part_of_the_conversation(
 def test_markers_that_are_special_tokens_are_seen(llm):
     tokenizer = llm.get_tokenizer()
     tokenizer.chat_template = "{{ messages[0].content }}{# [THINK] #}"
-    assert EngineModel(llm, "tiny").thinking.special == ()
+    assert not EngineModel(llm, "tiny").format.sees_special(with_tools=False)
     tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]", "w11"]})
     model = EngineModel(llm, "tiny")
-    assert "[THINK]" in model.thinking.special and "w11" in model.thinking.special
+    assert model.format.sees_special(with_tools=False)
     run = model.run([{"role": "user", "content": "w1"}], Settings(GREEDY))
     assert not llm.engine.work.requests["chat-0"].params.skip_special_tokens
-    assert list(model.thinking.splitter(run.prompt).feed("[THINK]x w11[/THINK]y")) == [
-        ("thinking", "x "), ("answer", "y")
-    ]  # fmt: skip
+    assert model.format.parser(run.prompt).push("[THINK]x w11[/THINK]y") == [Reasoning("x "), Text("y")]
     llm.engine.abort("chat-0")
 
 

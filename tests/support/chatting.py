@@ -20,7 +20,7 @@ from nanoinfer.chat.conversation import state_directory
 from nanoinfer.chat.loop import converse
 from nanoinfer.chat.session import Report, Session
 from nanoinfer.chat.settings import Settings
-from nanoinfer.chat.thinking import Thinking
+from nanoinfer.parsers.answer_format import AnswerFormat
 
 ROOT = Path(__file__).resolve().parents[2]
 # As Qwen3's: what was thought is read in a field, and left out before the newest question.
@@ -78,7 +78,7 @@ class ScriptedRun:
 
 
 class ScriptedModel:
-    name, thinking = "scripted", Thinking.of(TEMPLATE)
+    name, format = "scripted", AnswerFormat.of(TEMPLATE)
 
     def __init__(self) -> None:
         self.asked: list[list[dict]] = []

@@ -4,7 +4,9 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from nanoinfer.chat.thinking import Markers, Splitter, Thinking, prompt_messages
+from nanoinfer.parsers.answer_format import AnswerFormat
+from nanoinfer.parsers.events import Reasoning, Text
+from nanoinfer.parsers.thinking import Thinking, prompt_messages
 from nanoinfer.requests.prompts import encode_chat
 
 QWEN3 = (  # as in Qwen3: what was thought before the newest question is left out
@@ -52,44 +54,49 @@ def test_a_template_that_knows_no_thinking_gets_none():
     assert rendered(KEEPS_ALL) == "[system] S [user] Q1 [assistant] A1 [user] Q2 [assistant]"
 
 
-def split(thinking, text, prompt="[assistant]", size=1):
+def split(form, text, prompt="[assistant]", size=1):
     """The text of each part, in their order."""
-    splitter, found = thinking.splitter(prompt), []
-    pieces = [piece for i in range(0, len(text), size) for piece in splitter.feed(text[i : i + size])]
-    for kind, part in [*pieces, *splitter.flush()]:
-        if not found or found[-1][0] != kind:
-            found.append([kind, ""])
-        found[-1][1] += part
-    return [tuple(part) for part in found]
+    parser, found = form.parser(prompt), []
+    events = [event for i in range(0, len(text), size) for event in parser.push(text[i : i + size])]
+    for event in [*events, *parser.finish()]:
+        if not found or type(found[-1]) is not type(event):
+            found.append(type(event)(""))
+        found[-1] = type(event)(found[-1].text + event.text)
+    return found
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 99])
 def test_parts_are_split_whatever_pieces_they_come_in(size):
-    qwen, oss = Thinking.of(QWEN3), Thinking.of(GPT_OSS, ("<|channel|>", "<|message|>", "<|end|>", "<|pad|>"))
+    special = dict.fromkeys(("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|pad|>"), 0)
+    qwen, oss = AnswerFormat.of(QWEN3), AnswerFormat.of(GPT_OSS, special)
     cases = [
-        (qwen, "<think>\nhm\n</think>\n\nyes", "[assistant]", [("thinking", "\nhm\n"), ("answer", "\n\nyes")]),
-        (qwen, "hm</think>yes", "[assistant]<think>\n", [("thinking", "hm"), ("answer", "yes")]),
-        (qwen, "a < b <thin", "[assistant]", [("answer", "a < b <thin")]),
-        (qwen, "The tag <think> opens.", "[assistant]", [("answer", "The tag <think> opens.")]),
-        (qwen, "\n<think>x", "[assistant]", [("answer", "\n"), ("thinking", "x")]),
+        (qwen, "<think>\nhm\n</think>\n\nyes", "[assistant]", [Reasoning("hm"), Text("yes")]),
+        (qwen, "hm</think>yes", "[assistant]<think>\n", [Reasoning("hm"), Text("yes")]),
+        (qwen, "<think>a\n\nb</think> c\n\nd\n", "[assistant]", [Reasoning("a\n\nb"), Text(" c\n\nd\n")]),
+        (qwen, "a < b <thin", "[assistant]", [Text("a < b <thin")]),
+        (qwen, "The tag <think> opens.", "[assistant]", [Text("The tag <think> opens.")]),
+        (qwen, "\n<think>x", "[assistant]", [Reasoning("x")]),
+        (qwen, "\n\nx", "[assistant]", [Text("\n\nx")]),
+        (qwen, "\n\n", "[assistant]", [Text("\n\n")]),
         (
             oss,
             "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>yes<|pad|>!",
             "<|start|>assistant",
-            [("thinking", "hm"), ("answer", "yes!")],
+            [Reasoning("hm"), Text("yes!")],
         ),
     ]
-    for thinking, text, prompt, wanted in cases:
-        assert split(thinking, text, prompt, size) == wanted
+    for form, text, prompt, wanted in cases:
+        assert split(form, text, prompt, size) == wanted
 
 
 def test_what_cannot_become_a_marker_is_shown_at_once():
-    splitter = Splitter(Markers("<think>", ("</think>",)))
-    assert list(splitter.feed("yes")) == [("answer", "yes")]
-    assert list(splitter.feed(" <th")) == [("answer", " <th")]  # thinking only begins where an answer does
-    thinking = Splitter(Markers("<think>", ("</think>",)), is_thinking=True)
-    assert list(thinking.feed("so </th")) == [("thinking", "so ")]
-    assert list(thinking.feed("is")) == [("thinking", "</this")]
+    form = AnswerFormat.of(QWEN3)
+    answer = form.parser("[assistant]")
+    assert answer.push("yes") == [Text("yes")]
+    assert answer.push(" <th") == [Text(" <th")]  # thinking only begins where an answer does
+    thinking = form.parser("[assistant]<think>")
+    assert thinking.push("so </th") == [Reasoning("so ")]
+    assert thinking.push("is") == [Reasoning("</this")]
 
 
 @pytest.mark.parametrize(
@@ -107,5 +114,29 @@ def test_what_cannot_become_a_marker_is_shown_at_once():
 def test_markers_and_field_follow_from_template_and_tokenizer(
     template, special, vocabulary, begin, sees_special, field
 ):
-    found = Thinking.of(template, special, vocabulary)
-    assert (found.markers.begin, found.special, found.field) == (begin, special if sees_special else (), field)
+    form = AnswerFormat.of(template, dict.fromkeys(special, 0), vocabulary)
+    assert (form.thinking.markers.begin, form.thinking.field) == (begin, field)
+    assert form.sees_special(with_tools=False) == sees_special
+
+
+def test_special_tokens_without_a_meaning_are_left_out_and_texts_that_look_like_one_stay():
+    form = AnswerFormat.of(QWEN3, {"<think>": 1, "</think>": 2, "<pad>": 3})
+    text, ids = "<think>a<pad>b</think>c<pad></think><pad>", [1, 9, 3, 9, 2, 9, 3, 2]
+    parser = form.parser("")
+    assert parser.push(text, ids) + parser.finish() == [Reasoning("ab"), Text("c</think><pad>")]
+    literal = form.parser("")
+    assert literal.push("<think>a</think><pad>", [9, 9]) + literal.finish() == [Text("<think>a</think><pad>")]
+    shown = form.parser("", drops_special=False)
+    assert shown.push(text, ids) + shown.finish() == [Reasoning("a<pad>b"), Text("c<pad></think><pad>")]
+    late = form.parser("")  # the text of a token may come behind it, in pieces
+    assert late.push("", [1, 3]) + late.push("<thi") + late.push("nk><p") + late.push("ad>x") == [Reasoning("x")]
+
+
+def test_a_parser_is_named_or_refused_with_the_nearest_name():
+    assert AnswerFormat.of(QWEN3, reasoning_parser="none").parser("").push("<think>x") == [Text("<think>x")]
+    named = AnswerFormat.of("plain", reasoning_parser="mistral").parser("")
+    assert named.push("[THINK]x[/THINK]y") == [Reasoning("x"), Text("y")]
+    with pytest.raises(ValueError, match=r"reasoning_parser='qwen' is not known \(did you mean 'qwen3'\?\): choose"):
+        AnswerFormat.of(QWEN3, reasoning_parser="qwen")
+    with pytest.raises(ValueError, match=r"tool_call_parser='hermess' .*'hermes'"):
+        AnswerFormat.of(QWEN3, tool_parser="hermess")

@@ -1,0 +1,196 @@
+"""How a model writes its answers: found out once from its chat template and vocabulary, or named by the user."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from nanoinfer.common.errors import nearest
+from nanoinfer.parsers.base import Reader, ToolReader, new_id
+from nanoinfer.parsers.events import CallArguments, CallBegun, CallEnded, Event, Reasoning, Text
+from nanoinfer.parsers.harmony import HarmonyReader
+from nanoinfer.parsers.hermes import HermesReader
+from nanoinfer.parsers.specials import SpecialFilter, Specials, unguarded
+from nanoinfer.parsers.thinking import HARMONY, MARKERS, Thinking
+from nanoinfer.parsers.tools import Tool
+
+# By vLLM's names.
+TOOL_READERS: dict[str, type[ToolReader]] = {
+    "hermes": HermesReader,
+    "openai": HarmonyReader,
+}
+AUTO, NONE = "auto", "none"
+
+
+def tool_parser_of(template: str) -> str | None:
+    """Return the name of the parser for calls as a template writes them; None: none is known."""
+    if HARMONY in template:
+        return "openai"
+    if "<tool_call>" in template and "arguments" in template:
+        return "hermes"
+    return None
+
+
+@dataclass(frozen=True)
+class AnswerFormat:
+    """How a model writes.
+
+    Attributes:
+        tool_parser: the name of how it calls tools; None: no parser for that is known.
+        thinking: None: what is thought is a part of the answer.
+        special_ids: all special tokens of the vocabulary.
+    """
+
+    tool_parser: str | None = None
+    thinking: Thinking | None = None
+    special_ids: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        template: str,
+        special_ids: Mapping[str, int] | None = None,
+        vocabulary: Collection[str] = (),
+        *,
+        tool_parser: str = AUTO,
+        reasoning_parser: str = AUTO,
+    ) -> AnswerFormat:
+        """Find out from the text of a chat template.
+
+        Args:
+            special_ids: special tokens of the vocabulary.
+            vocabulary: all tokens that were added to it.
+            tool_parser, reasoning_parser: vLLM's name of a parser; "auto": by the template; "none": no parser.
+
+        Raises:
+            ValueError: there is no such parser.
+        """
+        for name, given, known in (
+            ("tool_call_parser", tool_parser, TOOL_READERS),
+            ("reasoning_parser", reasoning_parser, MARKERS),
+        ):
+            if given not in (AUTO, NONE, *known):
+                meant = nearest(given, known)
+                hint = f" (did you mean {meant!r}?)" if meant else ""
+                raise ValueError(f"{name}={given!r} is not known{hint}: choose from {', '.join((AUTO, NONE, *known))}")
+        found = tool_parser_of(template) if tool_parser == AUTO else None if tool_parser == NONE else tool_parser
+        if reasoning_parser == NONE:
+            thinking = None
+        else:
+            thinking = Thinking.of(template, vocabulary, MARKERS.get(reasoning_parser))
+        return cls(found, thinking, dict(special_ids or {}))
+
+    @classmethod
+    def of_tokenizer(cls, tokenizer: Any, **parsers: str) -> AnswerFormat:
+        """Find out from a tokenizer of transformers; `parsers` as of `of`."""
+        template = getattr(tokenizer, "chat_template", None) or ""
+        if isinstance(template, dict):  # several, by name
+            template = "\n".join(template.values())
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        special = {token.content: token_id for token_id, token in added.items() if token.special}
+        for text in tokenizer.all_special_tokens:
+            special.setdefault(text, tokenizer.convert_tokens_to_ids(text))
+        return cls.of(template, special, tokenizer.get_added_vocab(), **parsers)
+
+    @property
+    def is_harmony(self) -> bool:
+        """Whether all of an answer is written as messages in channels."""
+        return self.tool_parser == "openai" or self.thinking is not None and self.thinking.markers.begin == HARMONY
+
+    def sees_special(self, with_tools: bool) -> bool:
+        """Whether the text of an answer must have its special tokens, as some of them mean something."""
+        return bool(self._specials(with_tools).kept)
+
+    def parser(
+        self,
+        prompt: str,
+        tools: Sequence[Tool] = (),
+        *,
+        new_id: Callable[[], str] = new_id,
+        drops_special: bool = True,
+        max_calls: int | None = None,
+    ) -> OutputParser:
+        """Return what reads one answer.
+
+        Args:
+            prompt: the end of the prompt as text, special tokens included, in which thinking may have begun.
+            tools: that may be called; without them no calls are looked for.
+            new_id: makes the id of a call.
+            drops_special: leave special tokens without a meaning out of the text, if `sees_special` has them there.
+            max_calls: further calls are left out; None: none is.
+        """
+        specials = self._specials(bool(tools))
+        reader: Reader
+        if self.is_harmony:
+            reader = HarmonyReader(tools, new_id, prompt=prompt)
+        else:
+            reader = TOOL_READERS[self.tool_parser](tools, new_id) if tools and self.tool_parser else PlainReader()
+            reader = self.thinking.reader(prompt, reader) if self.thinking is not None else reader
+        if not specials.kept:
+            specials = Specials()
+        return OutputParser(reader, SpecialFilter(specials, drops=drops_special), max_calls)
+
+    def _specials(self, with_tools: bool) -> Specials:
+        meant: tuple[str, ...] = ()
+        if self.is_harmony:
+            meant = HarmonyReader.meant
+        else:
+            if self.thinking is not None:
+                meant += self.thinking.meant
+            if with_tools and self.tool_parser:
+                meant += TOOL_READERS[self.tool_parser].meant
+        return Specials(self.special_ids, meant)
+
+
+class PlainReader(Reader):
+    """All is the answer."""
+
+    def feed(self, text: str) -> Iterator[Event]:
+        if text:
+            yield Text(text)
+
+    def flush(self) -> Iterator[Event]:
+        return iter(())
+
+
+class OutputParser:
+    """Reads one answer as it is generated: what was thought, what is answered, which tools are called.
+
+    The events joined, whatever the pieces in which the text comes, are those of the whole text. Nothing that a model
+    writes raises.
+    """
+
+    def __init__(self, reader: Reader, specials: SpecialFilter, max_calls: int | None = None) -> None:
+        self._reader, self._specials = reader, specials
+        self._max_calls = max_calls
+
+    def push(self, text: str, token_ids: Sequence[int] = ()) -> list[Event]:
+        """Take more text, and the tokens that were generated meanwhile; their text may still be to come."""
+        return self._seen(self._reader.feed(self._specials.feed(text, token_ids)))
+
+    def finish(self) -> list[Event]:
+        """Return what is left, at the end of the answer."""
+        return self._seen(self._reader.feed(self._specials.flush())) + self._seen(self._reader.flush())
+
+    def _seen(self, events: Iterator[Event]) -> list[Event]:
+        found: list[Event] = []
+        for event in events:
+            if isinstance(event, CallBegun | CallArguments | CallEnded):
+                if self._max_calls is not None and event.index >= self._max_calls:
+                    continue
+                if isinstance(event, CallBegun):
+                    event = replace(event, name=unguarded(event.name))
+                elif isinstance(event, CallArguments):
+                    event = replace(event, text=unguarded(event.text))
+            else:
+                event = type(event)(unguarded(event.text))
+            # Pieces of one kind are joined.
+            last = found[-1] if found else None
+            if isinstance(event, Text | Reasoning) and type(last) is type(event):
+                found[-1] = type(event)(last.text + event.text)
+            elif isinstance(event, CallArguments) and isinstance(last, CallArguments) and last.index == event.index:
+                found[-1] = CallArguments(event.index, last.text + event.text)
+            else:
+                found.append(event)
+        return found

@@ -1,0 +1,36 @@
+"""Calls as Hermes, Qwen 2.5 and Qwen 3 write them: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+
+from __future__ import annotations
+
+from nanoinfer.parsers.base import first, num_held
+from nanoinfer.parsers.json_calls import JsonCallReader
+
+BEGIN, END = "<tool_call>", "</tool_call>"
+
+
+class HermesReader(JsonCallReader):
+    """Each call stands between tags; the models' templates show the tools so."""
+
+    meant = (BEGIN, END)
+    ends = (END,)
+
+    def _outside(self) -> bool:
+        found = first(self._held, (BEGIN,))
+        self._say(self._cut(len(self._held) - num_held(self._held, (BEGIN,)) if found is None else found[0]))
+        if found is not None:
+            self._open(self._cut(len(BEGIN)))
+        return found is not None
+
+    def _behind(self) -> bool:
+        """The end tag, or whatever comes where it is missing."""
+        rest = self._held.lstrip()
+        if END.startswith(rest) and rest != END:
+            return False
+        self._held = rest.removeprefix(END)
+        self._step = self._outside
+        return True
+
+    def _finish(self) -> None:
+        if self._step == self._behind and END.startswith(rest := self._held.lstrip()) and rest:
+            self._held = ""  # a part of the end tag
+        super()._finish()

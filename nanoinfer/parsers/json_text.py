@@ -1,0 +1,243 @@
+"""JSON as it comes: where a value ends, and the call of a tool that is written as an object."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+_BLANK = re.compile(r"[ \t\n\r]*")
+_RUN = re.compile(r'[^"\\\x00-\x1f]*')  # of a string
+_ATOM_CHARS = re.compile(r"[-+.0-9A-Za-z]*")
+_ATOM = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null")
+_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
+_ESCAPE_BEGUN = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
+_MAX_ATOM = 400  # characters of a number
+MAX_DEPTH = 500  # of what is given on; clients read it with parsers that recurse
+
+
+class JsonValue:
+    """One JSON value, read from the beginning to where it ends.
+
+    A line end or another control character in a string, which models write and JSON has not, is given on as its escape.
+
+    Attributes:
+        is_whole: it has ended. A number at the top has only where something else follows.
+        is_wrong: it is no JSON; what makes it wrong is not taken.
+    """
+
+    def __init__(self) -> None:
+        self.is_whole = self.is_wrong = False
+        self._closers: list[str] = []
+        self._wants = "value"
+        self._in_string = False
+        self._part = ""  # of an escape or an atom
+        self._given: list[str] = []
+
+    def take(self, text: str, at: int) -> int:
+        """Read from a place in a text; return the place behind what belongs to the value."""
+        while at < len(text) and not (self.is_whole or self.is_wrong):
+            at = self._string(text, at) if self._in_string else self._other(text, at)
+        return at
+
+    def given(self) -> str:
+        """Return what was read since the last call."""
+        text, self._given = "".join(self._given), []
+        return text
+
+    def end(self) -> None:
+        """Nothing follows: a number at the top ends."""
+        if self._part and not self._in_string and not self._closers:
+            self._end_atom()
+
+    def _string(self, text: str, at: int) -> int:
+        if self._part:
+            self._part += text[at]
+            if _ESCAPE.fullmatch(self._part):
+                self._given.append(self._part)
+                self._part = ""
+            elif not _ESCAPE_BEGUN.fullmatch(self._part):
+                self.is_wrong = True
+                self._given.append(self._part[:-1])
+                return at
+            return at + 1
+        end = _RUN.match(text, at).end()
+        self._given.append(text[at:end])
+        if end == len(text):
+            return end
+        if text[end] == "\\":
+            self._part = "\\"
+        elif text[end] == '"':
+            self._given.append('"')
+            self._in_string = False
+            self._ended()
+        else:
+            self._given.append(json.dumps(text[end])[1:-1])
+        return end + 1
+
+    def _other(self, text: str, at: int) -> int:
+        if self._part:
+            end = _ATOM_CHARS.match(text, at).end()
+            self._part += text[at:end]
+            if end < len(text) or len(self._part) > _MAX_ATOM:
+                self._end_atom()
+            return end
+        end = _BLANK.match(text, at).end()
+        self._given.append(text[at:end])
+        if end == len(text):
+            return end
+        char = text[end]
+        if self._wants.startswith("value") and _ATOM_CHARS.match(char).end():
+            self._part = char
+            return end + 1
+        self._sign(char)
+        if self.is_wrong:
+            return end
+        self._given.append(char)
+        return end + 1
+
+    def _sign(self, char: str) -> None:
+        wants = self._wants
+        if char == '"' and (wants.startswith("value") or wants.startswith("key")):
+            self._in_string = True
+        elif char in "{[" and wants.startswith("value") and len(self._closers) < MAX_DEPTH:
+            self._closers.append("}" if char == "{" else "]")
+            self._wants = "key or end" if char == "{" else "value or end"
+        elif self._closers and char == self._closers[-1] and wants.endswith("end"):
+            self._closers.pop()
+            self._wants = "value"
+            self._ended()
+        elif char == "," and wants == "comma or end":
+            self._wants = "key" if self._closers[-1] == "}" else "value"
+        elif char == ":" and wants == "colon":
+            self._wants = "value"
+        else:
+            self.is_wrong = True
+
+    def _end_atom(self) -> None:
+        self._given.append(self._part)
+        self.is_wrong = not _ATOM.fullmatch(self._part)
+        self._part = ""
+        if not self.is_wrong:
+            self._ended()
+
+    def _ended(self) -> None:
+        """A key or a value has ended."""
+        if self._wants.startswith("key"):
+            self._wants = "colon"
+        elif self._closers:
+            self._wants = "comma or end"
+        else:
+            self.is_whole = True
+
+
+class JsonCall:
+    """A call that is written as an object: its name is in "name", its arguments are in "arguments" or "parameters".
+
+    Attributes:
+        name: None: it has not come yet.
+        is_whole: the object has ended. What models forget, the last brace, the reader of the call forgives.
+        is_wrong: it is no JSON, or no call.
+    """
+
+    _ARGUMENTS = ("arguments", "parameters")
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self.is_whole = self.is_wrong = self.has_arguments = False
+        self._wants = "{"
+        self._key: str | None = None
+        self._value: JsonValue | None = None
+        self._parts: list[str] = []  # of a value that is not given on as it comes
+        self._is_passed = False
+        self._ready: list[str] = []  # arguments that were not given on yet
+
+    def take(self, text: str, at: int) -> int:
+        """Read from a place in a text; return the place behind what belongs to the object."""
+        while at < len(text) and not (self.is_whole or self.is_wrong):
+            at = self._sign(text, at) if self._value is None else self._part(text, at)
+        return at
+
+    def arguments(self) -> str:
+        """Return the arguments that came since the last call; "" until the name is known."""
+        if self.name is None:
+            return ""
+        text, self._ready = "".join(self._ready), []
+        return text
+
+    @property
+    def is_between(self) -> bool:
+        """Whether nothing but the end of the object is missing."""
+        return self._value is None and self._wants in (", or }", '" or }')
+
+    def end(self) -> None:
+        """The object ends here, whole or not; without arguments it has none."""
+        if self.name is None or not (self.is_whole or self.is_between):
+            self.is_wrong = True
+        elif not self.has_arguments:
+            self.has_arguments = True
+            self._ready.append("{}")
+
+    def _sign(self, text: str, at: int) -> int:
+        at = _BLANK.match(text, at).end()
+        if at == len(text):
+            return at
+        char, wants = text[at], self._wants
+        if char == "{" and wants == "{":
+            self._wants = '" or }'
+        elif char == '"' and wants.startswith('"') or wants == "value":
+            self._value, self._parts = JsonValue(), []
+            self._is_passed = wants == "value" and self._key in self._ARGUMENTS and char == "{"
+            self.is_wrong = self._is_passed and self.has_arguments  # a second time
+            self.has_arguments |= self._is_passed
+            return at
+        elif char == ":" and wants == ":":
+            self._wants = "value"
+        elif char == "," and wants == ", or }":
+            self._wants = '"'
+        elif char == "}" and wants.endswith("}"):
+            self.is_whole = True
+            self.end()
+        else:
+            self.is_wrong = True
+            return at
+        return at + 1
+
+    def _part(self, text: str, at: int) -> int:
+        value = self._value
+        end = value.take(text, at)
+        given = value.given()
+        if self._is_passed:
+            self._ready.append(given)
+        else:
+            self._parts.append(given)
+        if value.is_wrong:
+            self.is_wrong = True
+        elif value.is_whole:
+            if not self._is_passed:
+                self._take_value(json.loads("".join(self._parts)))
+            self._value = None
+            self._wants = ":" if self._wants.startswith('"') else ", or }"
+        return end
+
+    def _take_value(self, value: Any) -> None:
+        if self._wants.startswith('"'):
+            self._key = value
+        elif self._key == "name":
+            self.is_wrong = not isinstance(value, str) or not value or self.name is not None
+            self.name = self.name if self.is_wrong else value
+        elif self._key in self._ARGUMENTS and value is not None:
+            text = object_text(value) if isinstance(value, str) else None
+            self.is_wrong = text is None or self.has_arguments
+            if not self.is_wrong:
+                self.has_arguments = True
+                self._ready.append(text)
+
+
+def object_text(text: str) -> str | None:
+    """Return the text if it is the JSON of an object, "{}" for blanks; None: it is something else."""
+    if not text.strip():
+        return "{}"
+    value = JsonValue()
+    end = value.take(text, 0)
+    return value.given().strip() if value.is_whole and text.lstrip()[0] == "{" and not text[end:].strip() else None

@@ -1,0 +1,183 @@
+"""Where a model thinks: how that part of an answer is found, and how it comes back to the chat template."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nanoinfer.parsers.base import Reader, first, num_held
+from nanoinfer.parsers.events import Event, Reasoning
+
+
+@dataclass(frozen=True)
+class Markers:
+    """The texts between which a model thinks.
+
+    Attributes:
+        dropped: texts that belong to the form and to neither part.
+
+    Thinking only begins where an answer does: further on somebody may write about a tag.
+    """
+
+    begin: str
+    end: tuple[str, ...]
+    dropped: tuple[str, ...] = ()
+
+
+HARMONY = "<|channel|>analysis<|message|>"  # gpt-oss; `harmony.py` reads its answers
+# The first of which a template or a vocabulary has the begin is taken.
+_KNOWN = (
+    Markers(HARMONY, ("<|channel|>final<|message|>",)),
+    Markers("<|channel>thought\n", ("<channel|>",)),
+    Markers("<seed:think>", ("</seed:think>",)),
+    Markers("<mm:think>", ("</mm:think>",)),
+    Markers("<|START_THINKING|>", ("<|END_THINKING|>",), ("<|START_RESPONSE|>", "<|END_RESPONSE|>")),
+    Markers("[THINK]", ("[/THINK]",)),
+    Markers("<thinking>", ("</thinking>",)),
+)
+USUAL = Markers("<think>", ("</think>",))
+_BY_BEGIN = {markers.begin: markers for markers in _KNOWN}
+# By the names of vLLM's reasoning parsers.
+MARKERS = {
+    **dict.fromkeys(
+        "deepseek_r1 deepseek_v3 qwen3 glm45 ernie45 granite hunyuan_a13b step3 olmo3 minimax_m2 nemotron_v3".split(),
+        USUAL,
+    ),
+    "openai_gptoss": _BY_BEGIN[HARMONY],
+    "gemma4": _BY_BEGIN["<|channel>thought\n"],
+    "seed_oss": _BY_BEGIN["<seed:think>"],
+    "minimax_m3": _BY_BEGIN["<mm:think>"],
+    "cohere_command3": _BY_BEGIN["<|START_THINKING|>"],
+    "mistral": _BY_BEGIN["[THINK]"],
+}
+# Where templates look for the thinking of a message that is over; the names in their order of preference.
+_FIELDS = ("reasoning_content", "reasoning", "thinking", "thought")
+
+
+@dataclass(frozen=True)
+class Thinking:
+    """How a model's template and tokenizer treat thinking.
+
+    Attributes:
+        field: of a message, where the template reads what was thought; None: it reads none.
+        is_read_in_content: without such a field, the template looks for the end of thinking in the content itself.
+    """
+
+    markers: Markers = USUAL
+    field: str | None = None
+    is_read_in_content: bool = False
+
+    @classmethod
+    def of(cls, template: str, vocabulary: Collection[str] = (), markers: Markers | None = None) -> Thinking:
+        """Find out from the text of a chat template and all tokens that were added to the vocabulary.
+
+        markers: those that the user names; None: the template says.
+        """
+        written = template.replace("\\n", "\n")  # as a string in Jinja has it
+        known = (m for m in _KNOWN if m.begin in written or m.begin in vocabulary and m.end[0] in vocabulary)
+        markers = markers or next(known, USUAL)
+        return cls(
+            markers,
+            next((name for name in _FIELDS if _reads(template, name)), None),
+            any(end in template for end in markers.end) and "split(" in template,
+        )
+
+    @property
+    def meant(self) -> tuple[str, ...]:
+        """The texts that mean something; special tokens that are part of one must be in the text."""
+        return (self.markers.begin, *self.markers.end, *self.markers.dropped)
+
+    def message(self, content: str, thought: str | None) -> dict[str, str]:
+        """Return an answer as the template wants it: it decides itself whether what was thought is in the prompt."""
+        found = {"role": "assistant", "content": content}
+        if thought is not None and self.field is not None:
+            found[self.field] = thought
+        elif thought is not None and self.is_read_in_content:
+            found["content"] = f"{self.markers.begin}\n{thought}\n{self.markers.end[0]}\n\n{content}"
+        return found
+
+    def reader(self, prompt: str, behind: Reader) -> ThinkingReader:
+        """Return what reads the answer to a prompt, which may end with the begin of thinking."""
+        begin = self.markers.begin.rstrip()
+        return ThinkingReader(self.markers, behind, is_thinking=prompt.rstrip().endswith(begin))
+
+
+def _reads(template: str, name: str) -> bool:
+    """Whether the template asks a message for this field."""
+    message = r"(?:message|msg|m|loop_message)"
+    ways = (
+        rf"\b{message}\.{name}\b",
+        rf"\b{message}(?:\[|\.get\()\s*['\"]{name}['\"]",
+        rf"['\"]{name}['\"] in {message}\b",
+    )
+    return any(re.search(way, template) for way in ways)
+
+
+class ThinkingReader(Reader):
+    """Takes what is thought off an answer; the rest goes to the reader behind it.
+
+    Line ends around what is thought belong to the form and are left out.
+    """
+
+    def __init__(self, markers: Markers, behind: Reader, *, is_thinking: bool = False) -> None:
+        self._markers, self._behind = markers, behind
+        self._is_thinking = is_thinking
+        self._has_thought = is_thinking  # the line ends that come are those behind a marker
+        self._has_text = False  # of the current part
+        self._held = self._lines = ""
+
+    def feed(self, text: str) -> Iterator[Event]:
+        self._held += text
+        while (found := self._first()) is not None:
+            place, marker = found
+            yield from self._give(place)
+            self._held = self._held[len(marker) :]
+            if marker not in self._markers.dropped:
+                self._is_thinking = marker == self._markers.begin
+                self._has_thought, self._has_text, self._lines = True, False, ""
+        yield from self._give(len(self._held) - num_held(self._held, self._wanted()))
+
+    def flush(self) -> Iterator[Event]:
+        yield from self._give(len(self._held))
+        if not self._is_thinking and self._lines:
+            yield from self._behind.feed(self._lines)
+        yield from self._behind.flush()
+
+    def _give(self, length: int) -> Iterator[Event]:
+        whole, self._held = self._lines + self._held[:length], self._held[length:]
+        if not self._has_text and self._has_thought:
+            whole = whole.lstrip("\n")
+        text = whole.rstrip("\n") if self._is_thinking else whole
+        if not self._has_text and not whole.strip():
+            text = ""
+        self._lines = whole[len(text) :]
+        if text:
+            self._has_text |= not text.isspace()
+            yield from [Reasoning(text)] if self._is_thinking else self._behind.feed(text)
+
+    def _wanted(self) -> tuple[str, ...]:
+        """The markers that mean something now."""
+        if self._is_thinking:
+            return (*self._markers.end, *self._markers.dropped)
+        return (*(() if self._has_text else (self._markers.begin,)), *self._markers.dropped)
+
+    def _first(self) -> tuple[int, str] | None:
+        found = first(self._held, self._wanted())
+        if found is None or found[1] != self._markers.begin or not self._held[: found[0]].strip():
+            return found
+        return first(self._held, self._markers.dropped)
+
+
+def prompt_messages(
+    system: str | None, messages: Collection[Mapping[str, str]], thinking: Thinking
+) -> list[dict[str, Any]]:
+    """Return a conversation as a model's template wants it."""
+    found = [] if system is None else [{"role": "system", "content": system}]
+    for message in messages:
+        if message["role"] == "assistant":
+            found.append(thinking.message(message["content"], message.get("reasoning_content")))
+        else:
+            found.append({"role": message["role"], "content": message["content"]})
+    return found
