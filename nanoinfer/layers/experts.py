@@ -252,7 +252,7 @@ class Experts(nn.Module):
             if isinstance(view, Tensor):
                 found |= {number + ending: one for number, one in zip(numbers, view.unbind(0), strict=True)}
                 continue
-            stacked = replace(view, stack=Stack(partial(self._stacked_view, ending)))
+            stacked = replace(view, stack=Stack(partial(self._stacked_view, ending), self))
             found |= dict.fromkeys([number + ending for number in numbers], stacked)
         return found
 

@@ -42,6 +42,10 @@ class TensorEntry:
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def end(self) -> int:
+        return self.offset + self.num_bytes
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CheckpointInfo:

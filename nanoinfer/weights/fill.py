@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,7 +21,7 @@ from nanoinfer.layers.linear import Linear
 from nanoinfer.models.checkpoint_info import TensorEntry
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.weights.gguf import as_filled
-from nanoinfer.weights.read import PIECE_BYTES, drop_page_cache, host_buffers, read_tensors
+from nanoinfer.weights.read import PIECE_BYTES, drop_page_cache, host_buffers, in_file_order, read_tensors
 from offload.memory.host_memory import memory_available_bytes
 
 # A progress bar that is shown for less than this would only flicker.
@@ -49,11 +50,11 @@ def fill_from_files(
         ValueError: a file cannot be read to its end, or a tensor's values are not possible. The message names it.
     """
     read = [entries[name] for name in model.checkpoint_views() if name in entries]
-    largest = max(entry.num_bytes for entry in read)
+    total = sum(entry.num_bytes for entry in read)
     with (
-        host_buffers(torch.device(device), num_bytes=max(1, min(PIECE_BYTES, largest))) as buffers,
+        host_buffers(torch.device(device), num_bytes=max(1, min(PIECE_BYTES, total))) as buffers,
         tqdm(
-            total=sum(entry.num_bytes for entry in read),
+            total=total,
             desc="loading weights",
             unit="B",
             unit_scale=True,
@@ -62,7 +63,7 @@ def fill_from_files(
         ) as bar,
     ):
         # Beside weights that stay in host memory, files in the page cache would be the same bytes again.
-        drops = model.streamed.runs and sum(entry.num_bytes for entry in read) > memory_available_bytes() // 2
+        drops = model.streamed.runs and total > memory_available_bytes() // 2
         paths = {entry.path for entry in read}
         for is_wanted in model.streamed.groups(require_pin):
             _fill(model.checkpoint_views(is_wanted), entries, device, dict(report=bar.update, buffers=buffers))
@@ -79,6 +80,7 @@ def _fill(
     """Fill these views, by the names of their tensors. options: of `read_tensors`."""
     direct: list[tuple[TensorEntry, Tensor]] = []
     alone: list[_Group] = []
+    checked: list[_Group] = []
     stacks: dict[Stack, list[TensorEntry | None]] = {}
     for name, view in views.items():
         view = as_filled(view, entries[name]) if name in entries else view
@@ -88,30 +90,31 @@ def _fill(
             stacks.setdefault(view.stack, []).append(entries.get(name))
         elif view.fill is not None and name in entries:
             alone.append(_Group([entries[name]], view))
-    stacked = [group for stack, members in stacks.items() for group in _groups(stack, members)]
     read_tensors(direct, **options)
     _check_finite(direct)
-    groups = [*alone, *stacked]
-    whole = [group for group in groups if not group.filling.by_rows]
+    by_rows = [group for group in alone if group.filling.by_rows]
+    whole = [group for group in alone if not group.filling.by_rows]
     limit = max([_BATCH_BYTES, *(group.num_bytes for group in whole)])
-    for batch in in_batches(whole, limit, lambda group: group.num_bytes):
-        staged = [group.stage(device) for group in batch]
-        read_tensors([pair for group, values in zip(batch, staged) for pair in group.pairs(values)], **options)
+    parts = itertools.chain(([group] for group in whole), _neighbours(stacks))
+    for joined in in_batches(parts, limit, lambda part: sum(group.num_bytes for group in part)):
+        batch = list(itertools.chain.from_iterable(joined))
+        by_rows += [group for group in batch if group.filling.by_rows and len(group.entries) == 1]
+        batch = [group for group in batch if group not in by_rows]
+        targets = in_file_order((entry for group in batch for entry in group.entries), device)
+        read_tensors(targets, **options)
+        staged = {entry.name: target for entry, target in targets}
+        del targets
         for group in batch:
-            group.fill([staged.pop(0)])
-    for group in groups:
-        if group.filling.by_rows and len(group.entries) == 1:
-            rows = read_rows(group.entries[0], device, **options)
-            group.fill(rows if group.stack is None else (one.unsqueeze(0) for one in rows))
-        elif group.filling.by_rows:
-            staged = [group.stage(device)]
-            read_tensors(group.pairs(staged[0]), **options)
-            group.fill(staged)
-    for group in groups:
+            group.fill([group.taken_from(staged)])
+        checked += batch
+    for group in by_rows:
+        rows = read_rows(group.entries[0], device, **options)
+        group.fill(rows if group.stack is None else (one.unsqueeze(0) for one in rows))
+    for group in checked + by_rows:
         group.check()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Group:
     """Equal tensors of the files that are filled together: one, or those of modules of a stack from `begin` on."""
 
@@ -124,15 +127,10 @@ class _Group:
     def num_bytes(self) -> int:
         return len(self.entries) * self.entries[0].num_bytes
 
-    def stage(self, device: torch.device | str) -> Tensor:
-        """Return memory for the tensors, as `fill` takes them."""
-        first = self.entries[0]
-        shape = first.shape if self.stack is None else (len(self.entries), *first.shape)
-        return torch.empty(shape, dtype=first.dtype, device=device)
-
-    def pairs(self, values: Tensor) -> list[tuple[TensorEntry, Tensor]]:
-        """Return where each tensor is read to."""
-        return list(zip(self.entries, [values] if self.stack is None else values, strict=True))
+    def taken_from(self, staged: dict[str, Tensor]) -> Tensor:
+        """Return the tensors as `fill` takes them, of those that were read, which are dropped."""
+        values = [staged.pop(entry.name) for entry in self.entries]
+        return values[0] if self.stack is None else torch.stack(values)
 
     def fill(self, pieces: Iterable[Tensor]) -> None:
         """Write the weight, as `Filling.take`; ValueError if the values are not possible, which names the tensor."""
@@ -163,19 +161,29 @@ class _Group:
             yield _Group([entry], self.stack.part(number, number + 1), self.stack, number)
 
 
-def _groups(stack: Stack, members: Iterable[TensorEntry | None]) -> Iterator[_Group]:
-    """Yield tensors of a stack in groups: neighbours of one dtype, of 64 MiB at most, or one. None: it is not there."""
-    group: list[TensorEntry] = []
-    begin = 0
-    for number, entry in enumerate([*members, None]):
-        first = group[0] if group else None
-        is_like = first is not None and entry is not None and (entry.shape, entry.dtype) == (first.shape, first.dtype)
-        if group and (not is_like or (len(group) + 1) * first.num_bytes > _BATCH_BYTES):
-            yield _Group(group, stack.part(begin, number), stack, begin)
-            group = []
-        if entry is not None:
-            begin = begin if group else number
-            group.append(entry)
+def _neighbours(stacks: Mapping[Stack, list[TensorEntry | None]]) -> Iterator[list[_Group]]:
+    """Yield tensors that are read together: all of some modules, for a module's are neighbours in the files.
+
+    They have 64 MiB at most, or are one module's. None: a tensor is not there.
+    """
+    for _, bundle in itertools.groupby(stacks.items(), key=lambda item: id(item[0].modules)):
+        bundle = list(bundle)
+        numbers = range(max(len(members) for _, members in bundle))
+        sizes = [sum(m[number].num_bytes for _, m in bundle if len(m) > number and m[number]) for number in numbers]
+        for batch in in_batches(numbers, _BATCH_BYTES, lambda number: sizes[number]):
+            begin, end = batch[0], batch[-1] + 1
+            yield [group for stack, members in bundle for group in _groups(stack, members[begin:end], begin)]
+
+
+def _groups(stack: Stack, members: Iterable[TensorEntry | None], begin: int) -> Iterator[_Group]:
+    """Yield tensors of a stack from module `begin` on, in groups: neighbours of one dtype and shape."""
+    for like, numbered in itertools.groupby(
+        enumerate(members, begin), key=lambda item: item[1] and (item[1].shape, item[1].dtype)
+    ):
+        if like is not None:
+            first, *rest = numbered
+            entries = [first[1], *(entry for _, entry in rest)]
+            yield _Group(entries, stack.part(first[0], first[0] + len(entries)), stack, first[0])
 
 
 def _check_finite(filled: list[tuple[TensorEntry, Tensor]]) -> None:

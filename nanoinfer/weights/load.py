@@ -163,10 +163,11 @@ def check_safetensors(model_dir: str | Path) -> dict[str, TensorEntry]:
             "(save_pretrained of transformers writes it)"
         )
     shard_of = _read_index(index)
-    missing = sorted({shard for shard in shard_of.values() if not (model_dir / shard).is_file()})
+    shards = sorted(set(shard_of.values()))
+    missing = [shard for shard in shards if not (model_dir / shard).is_file()]
     if missing:
         raise ValueError(f"{index} names files that are not there: {_listed(missing)}. Download them again")
-    found = {shard: _read_header(model_dir / shard) for shard in sorted(set(shard_of.values()))}
+    found = {shard: _read_header(model_dir / shard) for shard in shards}
     absent = [f"{name} in {shard}" for name, shard in shard_of.items() if name not in found[shard]]
     if absent:
         raise ValueError(f"{index} names tensors that are not there: {_listed(absent)}. Download the files again")
@@ -177,7 +178,9 @@ def _read_index(path: Path) -> dict[str, str]:
     """Return a dict from tensor name to file name."""
     try:
         shard_of = read_json_object(path)["weight_map"]
-        invalid = [shard for shard in shard_of.values() if not _is_file_name(shard)]
+        shards = shard_of.values()
+        invalid = [shard for shard in shards if not isinstance(shard, str)]
+        invalid = invalid or [shard for shard in dict.fromkeys(shards) if not _is_file_name(shard)]
     except (ValueError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is no safetensors index ({error!r}): download it again") from error
     if invalid:
@@ -188,9 +191,9 @@ def _read_index(path: Path) -> dict[str, str]:
     return shard_of
 
 
-def _is_file_name(shard: Any) -> bool:
+def _is_file_name(shard: str) -> bool:
     """Whether `shard` is a plain file name: an index must not lead out of its directory."""
-    if not isinstance(shard, str) or shard in ("", "..") or Path(shard).name != shard or "\0" in shard:
+    if shard in ("", "..") or Path(shard).name != shard or "\0" in shard:
         return False
     return len(shard.encode(errors="surrogatepass")) <= _MAX_NAME_BYTES
 

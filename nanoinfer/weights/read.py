@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,6 +28,8 @@ PIECE_BYTES = 4 * 2**20
 MAX_THREADS = 8
 # A thread fills one buffer while the other is copied.
 _BUFFERS_PER_THREAD = 2
+# What is read though nobody wants it, between neighbours: the shapes of packed weights take 16 bytes.
+_MAX_GAP_BYTES = 64
 # How often the calling thread wakes up to report what was read.
 _REPORT_S = 0.1
 
@@ -79,7 +81,7 @@ def read_tensors(
         contiguous.append((entry, target))
     # Read in file order: this is faster for disks and for the system's read-ahead.
     contiguous.sort(key=lambda pair: (pair[0].path, pair[0].offset))
-    pieces = [piece for entry, target in contiguous for piece in _cut(entry, target, piece_bytes)]
+    pieces = [piece for entry, target in _joined(contiguous) for piece in _cut(entry, target, piece_bytes)]
     if pieces:
         with ExitStack() as stack:
             paths = dict.fromkeys(piece.entry.path for piece in pieces)
@@ -94,6 +96,57 @@ def read_tensors(
             readers.run(buffers, report or (lambda num_bytes: None))
     for target, values in strided:
         target.copy_(values)
+
+
+def in_file_order(entries: Iterable[TensorEntry], device: torch.device | str) -> list[tuple[TensorEntry, Tensor]]:
+    """Return targets for tensors, in which `read_tensors` reads neighbours of a file as one, and what lies in between.
+
+    A checkpoint may hold tens of thousands of small tensors, and each that is read by itself costs as much as 500 KB.
+    What lies in between is a few bytes that nobody asked for, such as the shapes of packed weights: it has no name.
+    """
+    places: list[tuple[TensorEntry, int]] = []
+    size, end, path = 0, 0, None
+    for entry in sorted(entries, key=lambda entry: (entry.path, entry.offset)):
+        gap = entry.offset - end if entry.path == path else -1
+        if 0 <= gap <= _MAX_GAP_BYTES and not (size + gap) % entry.dtype.itemsize:
+            places.append((replace(entry, name="", shape=(gap,), dtype=torch.uint8, offset=end), size))
+            size += gap
+        else:
+            size += -size % 16
+        places.append((entry, size))
+        size, end, path = size + entry.num_bytes, entry.end, entry.path
+    memory = torch.empty(size, dtype=torch.uint8, device=device)
+    parts = [(entry, memory[begin : begin + entry.num_bytes]) for entry, begin in places]
+    return [(entry, part.view(entry.dtype).view(entry.shape)) for entry, part in parts if entry.name or entry.num_bytes]
+
+
+def _joined(targets: Iterable[tuple[TensorEntry, Tensor]]) -> Iterator[tuple[TensorEntry, Tensor]]:
+    """Yield targets in their order, neighbours in a file that are neighbours in memory, too, as one tensor of bytes."""
+    first, size = None, 0
+    for entry, target in [*targets, (None, None)]:
+        if first is not None:
+            start = first[0]
+            if entry is not None and _lie_alike(first, (entry, target), size):
+                size = entry.end - start.offset
+                continue
+            if size == start.num_bytes:
+                yield first
+            else:
+                as_bytes = first[1].view(-1).view(torch.uint8)
+                storage, begin = as_bytes.untyped_storage(), as_bytes.storage_offset()
+                whole = torch.empty(0, dtype=torch.uint8, device=as_bytes.device).set_(storage, begin, (size,))
+                yield replace(start, shape=(size,), dtype=torch.uint8), whole
+        first, size = (entry, target), 0 if entry is None else entry.num_bytes
+
+
+def _lie_alike(first: tuple[TensorEntry, Tensor], then: tuple[TensorEntry, Tensor], size: int) -> bool:
+    """Whether `then` follows `size` bytes from `first` on in the file and in memory, and nothing is cast."""
+    (entry, target), (other, its_target) = first, then
+    is_cast = entry.dtype != target.dtype or other.dtype != its_target.dtype
+    if is_cast or entry.path != other.path or other.offset - entry.offset != size:
+        return False
+    is_one = target.untyped_storage().data_ptr() == its_target.untyped_storage().data_ptr()
+    return is_one and its_target.data_ptr() - target.data_ptr() == size
 
 
 def _cut(entry: TensorEntry, target: Tensor, piece_bytes: int) -> Iterator[_Piece]:

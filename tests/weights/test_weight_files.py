@@ -3,6 +3,7 @@
 import errno
 import itertools
 import os
+import random
 import signal
 import threading
 import time
@@ -15,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from nanoinfer.models.checkpoint_info import TensorEntry
 from nanoinfer.weights import read as weight_files
 from nanoinfer.weights.load import check_safetensors
-from nanoinfer.weights.read import read_tensors
+from nanoinfer.weights.read import _cut as cut
+from nanoinfer.weights.read import in_file_order, read_tensors
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
@@ -333,3 +335,53 @@ def test_files_are_closed_after_success_and_after_an_error(several):
     with pytest.raises(ValueError, match="cut short"):
         read(several)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+# Neighbours
+
+
+def test_neighbours_in_the_file_and_in_memory_are_read_as_one(tmp_path, monkeypatch):
+    shapes = {"a": (40,), "b": (3,), "c": (2, 5), "d": (300,), "e": (7,)}
+    saved = {name: torch.randint(-9, 9, shape, dtype=torch.int32) for name, shape in shapes.items()}
+    saved |= {"f": torch.randint(-9, 9, (8,), dtype=torch.int8), "g": torch.randint(-9, 9, (5,), dtype=torch.int8)}
+    entries = save(tmp_path, saved)
+    names = ["a", "c", "e", "g", "f"]  # b lies between a and c, d is too large to come along
+    targets = in_file_order([entries[name] for name in names], "cpu")
+    sizes = []
+    monkeypatch.setattr(weight_files, "_cut", lambda entry, *rest: sizes.append(entry.num_bytes) or cut(entry, *rest))
+    read_tensors(targets, piece_bytes=64)
+    assert sizes == [4 * (40 + 3 + 10), 4 * 7 + 8 + 5]
+    found = {entry.name: target for entry, target in targets}
+    assert all(torch.equal(found[name], saved[name]) for name in names)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_any_tensors_in_the_order_of_the_files_come_out_as_saved(seed, tmp_path):
+    draw, several_dtypes = random.Random(seed), [torch.int8, torch.float16, torch.int32, torch.float64]
+    saved = [
+        {
+            f"{file}.{number}": torch.randint(-9, 9, (draw.randrange(20), draw.randrange(1, 9))).to(
+                draw.choice(several_dtypes)
+            )
+            for number in range(30)
+        }
+        for file in "xy"
+    ]
+    entries = {}
+    for file, tensors in zip("xy", saved, strict=True):
+        (tmp_path / file).mkdir()
+        entries |= save(tmp_path / file, tensors)
+    wanted = draw.sample(sorted(entries), 45)
+    targets = in_file_order([entries[name] for name in wanted], "cpu")
+    read_tensors(targets, piece_bytes=draw.choice([8, 100, 2**20]))
+    found = {entry.name: target for entry, target in targets}
+    assert all(torch.equal(found[name], (saved[0] | saved[1])[name]) for name in wanted)
+
+
+def test_a_neighbour_that_is_cast_is_read_by_itself(tmp_path):
+    saved = {"a": torch.randn(8).half(), "b": torch.randn(8).half(), "c": torch.randn(8).half()}
+    entries, memory = save(tmp_path, saved), torch.zeros(24, dtype=torch.float16)
+    targets = [memory[:8], memory[8:16].view(torch.bfloat16), memory[16:]]
+    read_tensors([(entries[name], target) for name, target in zip("abc", targets, strict=True)])
+    assert torch.equal(targets[0], saved["a"]) and torch.equal(targets[2], saved["c"])
+    assert torch.equal(targets[1], saved["b"].bfloat16())

@@ -83,9 +83,11 @@ class Stack:
         part: takes numbers begin and end, and returns what the tensors of the modules [begin, end) fill: together,
             stacked along a dimension before their own. Its `shapes` are those of one tensor. Of a filling `by_rows`
             the pieces are stacked rows.
+        modules: whose tensors these are. Stacks of the same modules are filled together.
     """
 
     part: Callable[[int, int], Filling]
+    modules: object
 
 
 MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,7 +51,10 @@ class CompressedTensors(Quantization):
             if not isinstance(group, dict):
                 raise ValueError(f"config_groups has {shown(group)} in the quantization_config, not settings")
             self._groups |= dict.fromkeys(self.names("targets", group), group)
+        # Names hold before regular expressions, and these before classes.
+        self._targets = sorted(self._groups, key=lambda target: ("re:" in target, target))
         self._ignored = self.names("ignore")
+        self._made: dict[tuple[int, torch.dtype | None], PackedScaled] = {}
         if any(group.get("input_activations") for group in self._groups.values()):
             self.notice = ACTIVATIONS
 
@@ -80,15 +84,19 @@ class CompressedTensors(Quantization):
         """Return the format of a module of these classes."""
         if any(_matches(pattern, name) or pattern in classes for pattern in self._ignored):
             return DENSE
-        # Names hold before regular expressions, and these before classes.
-        targets = sorted(self._groups, key=lambda target: ("re:" in target, target))
-        found = [target for target in targets if _matches(target, name)]
-        found += [target for target in targets if target in classes]
+        found = [target for target in self._targets if _matches(target, name)]
+        found += [target for target in self._targets if target in classes]
         group = self._groups[found[0]] if found else {}
         weights = self.setting("weights", dict, None, group)
-        return DENSE if weights is None else self._format_of(name, group, weights)
+        if weights is None:
+            return DENSE
+        # Of thousands of experts in one group only names differ.
+        kind = id(group), (self.tensors.dtypes or {}).get(f"{name}.weight_scale")
+        if kind not in self._made:
+            self._made[kind] = self._format_of(name, group, weights)
+        return replace(self._made[kind], where=name)
 
-    def _format_of(self, name: str, group: dict[str, Any], weights: dict[str, Any]) -> WeightFormat:
+    def _format_of(self, name: str, group: dict[str, Any], weights: dict[str, Any]) -> PackedScaled:
         kind = self.setting("type", ("int", "float"), "int", weights)
         bits = self.setting("num_bits", (4, 8), 8, weights)
         is_symmetric = self.setting("symmetric", bool, True, weights)
