@@ -68,9 +68,12 @@ class Bench:
         """Host memory for that many tokens, some blocks more included."""
         return int(1.02 * num_tokens * token_bytes(shape)) + 2**29
 
-    def measure(self, llm: LLM, lengths: list[int], output_len: int) -> None:
-        """One case, whose figures `release` gives: floors are measured while there is no engine."""
-        self.add(measure(llm, lengths, output_len))
+    def measure(self, llm: LLM, lengths: list[int], output_len: int, **options) -> None:
+        """One case, whose figures `release` gives: floors are measured while there is no engine.
+
+        options: of `measure`.
+        """
+        self.add(measure(llm, lengths, output_len, **options))
 
     @property
     def link(self) -> float:

@@ -1,23 +1,28 @@
 """Cases of `make gpu-bench` with experts in host memory, that come one by one, beside the floors of the same run.
 
-The floor of a step is what it brings over the link, and behind that the step with all in slots.
+The floor of a step is what it brings at the rate of the kernels that bring it, measured in the same run, and behind
+that the step with all in slots.
 """
 
 from __future__ import annotations
+
+import statistics
+import time
 
 import torch
 from gpu_common import Bench, peak, reset_peak
 from gpu_sparse import INT4, engine, prefill
 
 from nanoinfer import LLM
+from nanoinfer.measure.locality import PUBLISHED, sampling_of
 from nanoinfer.measure.report import table
 from nanoinfer.measure.run import measure, release
 from nanoinfer.memory.floors import measure_floors
 
 CONTEXT = 1024
 BATCHES = (1, 2, 4, 16)
-TOKENS = (2, 4, 8, 16)
-"""Tokens that may be drawn: the fewer, the more often a step finds its experts in slots."""
+LOCALITIES = {"uniform": 0.0, "as published": PUBLISHED}
+"""How often drawn tokens, and so chosen experts, are of a working set; see `nanoinfer.measure.locality`."""
 COLUMNS = {
     "case": "{case}",
     "us a layer": "{microseconds_per_layer:,.1f}",
@@ -25,6 +30,7 @@ COLUMNS = {
     "hits": "{hit_rate:.0%}",
     "MiB a step": "{fetched_mib:,.1f}",
     "ms a step": "{seconds_per_token!m:,.3f}",
+    "mean": "{mean_seconds!m:,.3f}",
     "x floor": "{ratio_to_floor:,.3f}",
     "prefill, tok/s": "{prefill_tokens_per_second:,.0f}",
     "plan / peak": "{planned_to_peak:,.4f}",
@@ -42,8 +48,10 @@ def slots_steps(bench: Bench) -> dict:
     llm = _engine(bench, expert_slots=experts)
     _bring_all(llm)
     full = {batch: _step(bench, llm, batch) for batch in BATCHES}
+    gather = _gather_rate(llm)
     release(llm)
     result, link = {}, measure_floors(bench.device).link
+    result["rates"] = {"gather_gbps": gather / 1e9, "link_gbps": link / 1e9}
     for batch in BATCHES:
         seconds = full[batch]["seconds_per_token"]
         more = (seconds - resident[batch]["seconds_per_token"]) * 1e6 / layers
@@ -52,11 +60,10 @@ def slots_steps(bench: Bench) -> dict:
     some = max(least, experts // 5)
     for count in sorted({least, some, max(least, 2 * experts // 5)}):
         llm = _engine(bench, expert_slots=count)
-        for batch in BATCHES if count == some else (1,):
-            result[f"{count} slots, {batch} x 1k"] = _beside(_step(bench, llm, batch), full[batch], link)
-        for tokens in TOKENS if count > least or count == some else ():
-            found = _step(bench, llm, 1, tokens)
-            result[f"{count} slots, 1 x 1k, {tokens} tokens"] = _beside(found, full[1], link)
+        for name, locality in LOCALITIES.items() if count > least or count == some else [("uniform", 0.0)]:
+            for batch in BATCHES if count == some and not locality else (1,):
+                found = _step(bench, llm, batch, locality)
+                result[f"{count} slots, {batch} x 1k, {name}"] = _beside(found, full[batch], gather)
         if count == least:
             found, plan = prefill(bench, llm), llm.engine.plan
             stream = plan.expert_bytes / link
@@ -108,37 +115,54 @@ def _bring_all(llm: LLM) -> None:
         runner.runtime.synchronize()
 
 
-def _step(bench: Bench, llm: LLM, batch: int, num_allowed: int | None = None, length: int | None = None) -> dict:
-    """Return the figures of steps at the end of a run; with `num_allowed` tokens are drawn from so many."""
+def _gather_rate(llm: LLM) -> float:
+    """Return bytes per second of the kernels that bring experts: of each layer as a token takes, all missing."""
+    runner, seconds = llm.engine.runner, []
+    owners = [layer.mlp.experts for layer in runner.model.layers]
+    ids = torch.arange(runner.spec.sparse.num_chosen, dtype=torch.int32, device=runner.runtime.device).view(1, -1)
+    with torch.inference_mode(), runner.compute.current():
+        for _ in range(5):
+            runner.model.streamed.forget_slots()
+            runner.runtime.synchronize()
+            begin = time.perf_counter()
+            for experts in owners:
+                experts.operations.place_experts(ids, experts.slots)
+            runner.runtime.synchronize()
+            seconds.append(time.perf_counter() - begin)
+        runner.model.streamed.forget_slots()
+    return ids.numel() * sum(experts.stride for experts in owners) / min(seconds)
+
+
+def _step(bench: Bench, llm: LLM, batch: int, locality: float = 0.0, length: int | None = None) -> dict:
+    """Return the figures of steps at the end of a run, whose tokens are drawn with a locality."""
     batch, length = max(1, batch // bench.scale), length or bench.tokens(CONTEXT)
-    sampling = dict(temperature=1.0, seed=0)  # greedy tokens would soon be the same again and again
-    if num_allowed is not None:
-        sampling["allowed_token_ids"] = [*range(100, 100 + num_allowed)]
-    measure(llm, [length] * batch, 24, sampling=sampling)  # the slots hold what such tokens take
-    before = llm.stats()
-    row = measure(llm, [length] * batch, 64, seed=1, sampling=sampling)
-    after = llm.stats()
-    gained = {name: after[name] - before[name] for name in ("expert_hits", "expert_fetches", "expert_fetched_bytes")}
-    steps = after["num_decode_steps"] - before["num_decode_steps"]
-    chosen = gained["expert_hits"] + gained["expert_fetches"]
+    warm_up, steps = (24, 200) if bench.scale == 1 else (4, 12)
+    # The slots hold what such tokens take when the second run begins.
+    measure(llm, [length] * batch, warm_up, sampling=sampling_of(llm, locality, 0))
+    row = measure(llm, [length] * batch, steps, seed=1, sampling=sampling_of(llm, locality, 1))
+    fetched = row.expert_fetched_bytes_per_step or 0.0
     return {
         "seconds_per_token": row.seconds_per_token,
+        # A step brings nothing or much, so what is beside the bytes of all steps is the mean of all steps.
+        "mean_seconds": statistics.fmean(row.steps),
         "prefill_tokens_per_second": row.figures().get("prefill_tokens_per_second"),
         "microseconds_per_layer": row.seconds_per_token * 1e6 / len(llm.engine.runner.spec.layers),
-        "hit_rate": gained["expert_hits"] / chosen if chosen else None,
-        "fetched_bytes": gained["expert_fetched_bytes"] / steps,
-        "fetched_mib": gained["expert_fetched_bytes"] / steps / 2**20,
+        "hit_rate": row.expert_hit_rate,
+        "fetched_bytes": fetched,
+        "fetched_mib": fetched / 2**20,
     }
 
 
-def _beside(found: dict, full: dict, link: float) -> dict:
-    floor = found["fetched_bytes"] / link + full["seconds_per_token"]
-    return found | {"floor_seconds": floor, "ratio_to_floor": found["seconds_per_token"] / floor}
+def _beside(found: dict, full: dict, rate: float) -> dict:
+    floor = found["fetched_bytes"] / rate + full["seconds_per_token"]
+    return found | {"floor_seconds": floor, "ratio_to_floor": found["mean_seconds"] / floor}
 
 
 def report(cases: dict) -> str:
     """Return the rows of one or more cases as a table."""
-    names = "microseconds_per_layer more_than_resident hit_rate fetched_mib seconds_per_token ratio_to_floor"
+    names = (
+        "microseconds_per_layer more_than_resident hit_rate fetched_mib seconds_per_token mean_seconds ratio_to_floor"
+    )
     empty = dict.fromkeys((*names.split(), "prefill_tokens_per_second", "planned_to_peak"))
     rows = [empty | {"case": name} | case for name, case in cases.items() if isinstance(case, dict)]
     return table(rows, COLUMNS.items())

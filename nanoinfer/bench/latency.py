@@ -12,6 +12,7 @@ from tqdm import tqdm
 from nanoinfer.common.errors import choose
 from nanoinfer.common.units import counted
 from nanoinfer.llm import LLM
+from nanoinfer.measure.locality import sampling_of
 from nanoinfer.measure.report import explain, paragraph, write_figures
 from nanoinfer.measure.run import Row, free_memory, measure
 from nanoinfer.memory.floors import Floors, measure_floors
@@ -20,6 +21,7 @@ from nanoinfer.options.measuring import (
     ENGINE_MODES,
     check_at_least,
     check_can_write,
+    check_locality,
     open_model,
     shared_engine_arguments,
 )
@@ -33,12 +35,17 @@ LINES = {
     "GB streamed): {ratio_to_floor:.2f} times the floor",
     "total latency": "{avg_latency:.4f} s average; {of_percentiles}",
 }
+EXPERTS = {
+    "experts": "{expert_hit_rate:.0%} of the chosen ones were in slots, {expert_fetched_bytes_per_step!G:.3f} GB "
+    "brought in a step on average",
+}
 
 
 def run(options: argparse.Namespace) -> dict:
     """Run the iterations, print the report and return its figures (see `summary`)."""
     device = resolve_device(options.device)
     # The first token of a prompt comes from its prefill, so a single token has no decode step.
+    check_locality(options)
     check_at_least(options, input_len=1, output_len=2, batch_size=1, num_iters=1, num_iters_warmup=0)
     choose("--mode", options.mode, ENGINE_MODES)
     check_can_write(options.output_json)
@@ -59,7 +66,8 @@ def run(options: argparse.Namespace) -> dict:
     )
     first = figures["times_to_first_token"]
     percentiles = ", ".join(f"p{p} {seconds:.4f}" for p, seconds in figures["percentiles"].items())
-    print(paragraph(title, LINES, figures | dict(least=min(first), most=max(first), of_percentiles=percentiles)))
+    lines = LINES if figures["expert_hit_rate"] is None else LINES | EXPERTS
+    print(paragraph(title, lines, figures | dict(least=min(first), most=max(first), of_percentiles=percentiles)))
     print(explain(before, device))
     write_figures(options.output_json, figures, options.command_line, device, before)
     return figures
@@ -72,7 +80,9 @@ def _iterations(llm: LLM, options: argparse.Namespace) -> list[Row]:
     for number in tqdm(
         range(-options.num_iters_warmup, options.num_iters), desc="iterations", disable=options.no_progress
     ):
-        row = measure(llm, lengths, options.output_len, seed=options.seed + options.num_iters_warmup + number)
+        seed = options.seed + options.num_iters_warmup + number
+        sampling = sampling_of(llm, options.router_locality, seed)
+        row = measure(llm, lengths, options.output_len, seed=seed, sampling=sampling)
         if row.problem:
             raise ValueError(row.problem)
         if number >= 0:
@@ -90,6 +100,10 @@ def summary(rows: list[Row], output_len: int, before: Floors, after: Floors) -> 
     whole = replace(rows[-1])
     whole.seconds_per_token = statistics.median(steps)
     whole.streamed_bytes_per_step = statistics.median(row.streamed_bytes_per_step for row in rows)
+    if whole.expert_hit_rate is not None:
+        whole.expert_hit_rate = statistics.fmean(row.expert_hit_rate for row in rows)
+        fetched = [row.expert_fetched_bytes_per_step for row in rows]
+        whole.expert_fetched_bytes_per_step = statistics.fmean(fetched)
     whole.least_bytes = whole.streamed_bytes_per_step, rows[-1].least_bytes[1]
     whole.add_floor(before, after)
     return {
@@ -108,6 +122,8 @@ def summary(rows: list[Row], output_len: int, before: Floors, after: Floors) -> 
         "percentiles": {str(p): float(np.percentile(totals, p)) for p in PERCENTILES},
         "read_bytes_per_step": whole.least_bytes[1],
         "streamed_bytes_per_step": whole.streamed_bytes_per_step,
+        "expert_hit_rate": whole.expert_hit_rate,
+        "expert_fetched_bytes_per_step": whole.expert_fetched_bytes_per_step,
         "floor_seconds": whole.floor_seconds,
         "ratio_to_floor": whole.ratio_to_floor,
         "bound": whole.bound,

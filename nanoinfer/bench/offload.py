@@ -18,6 +18,7 @@ from nanoinfer.config import QUANTISED, EngineConfig
 from nanoinfer.engine.engine import LLMEngine
 from nanoinfer.engine.trace import write_trace
 from nanoinfer.llm import LLM
+from nanoinfer.measure.locality import sampling_of
 from nanoinfer.measure.report import explain, write_figures
 from nanoinfer.measure.run import TRACED_OUTPUT_LEN, Row, free_memory, measure, release
 from nanoinfer.memory.floors import Floors, measure_floors
@@ -28,6 +29,7 @@ from nanoinfer.options.measuring import (
     check_at_least,
     check_can_plot,
     check_can_write,
+    check_locality,
     counts,
     mode_names,
     open_model,
@@ -73,6 +75,7 @@ class _Run:
                     f"{references[0]} out"
                 )
         self.link = None if options.link_gbps is None else options.link_gbps * 1e9
+        check_locality(options)
         check_at_least(options, output_len=1)
         check_can_write(options.json, options.plot, options.profile)
         check_can_plot(options.plot)
@@ -143,13 +146,14 @@ class _Run:
         def case(lengths: list[int]) -> Row:
             if lengths[0] in refused:
                 raise ValueError(refused[lengths[0]])
-            row = measure(llm, lengths, output_len, **self._arguments)
+            own = self._arguments | dict(sampling=sampling_of(llm, self.options.router_locality, self.options.seed))
+            row = measure(llm, lengths, output_len, **own)
             row.mode, row.emulated_link_gbps = mode, self.options.link_gbps
             if self.checks:
                 num_checked = min(output_len, CHECKED_TOKENS)
-                row.outputs = measure(llm, lengths, num_checked, with_logprobs=True, **self._arguments).outputs
+                row.outputs = measure(llm, lengths, num_checked, with_logprobs=True, **own).outputs
             if self.options.profile and lengths == last:
-                measure(llm, lengths, max(output_len, TRACED_OUTPUT_LEN), trace=add_trace, **self._arguments)
+                measure(llm, lengths, max(output_len, TRACED_OUTPUT_LEN), trace=add_trace, **own)
             return row
 
         try:

@@ -6,7 +6,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -52,6 +52,8 @@ class Row:
     link_moved: float | None = None  # relative change of the link's bandwidth during the case
     peak_gpu_bytes: int | None = None
     host_bytes: int | None = None
+    expert_hit_rate: float | None = None  # share of the chosen experts that were in slots
+    expert_fetched_bytes_per_step: float | None = None  # of experts that were not
     kv_resident_share: float | None = None  # share of full KV blocks, in the last step
     bound: str | None = None  # what the steps were bound by
     num_steps: int = 0
@@ -74,6 +76,14 @@ class Row:
         if self.steps:
             self.seconds_per_token = statistics.median(self.steps)
             self.tokens_per_second = self.batch / self.seconds_per_token
+
+    def take_experts(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+        """Fill in what steps found in slots; nothing if there are none. before, after: stats around the steps."""
+        names = ("expert_hits", "expert_fetches", "expert_fetched_bytes", "num_decode_steps")
+        hits, fetches, num_bytes, num_steps = (after[name] - before[name] for name in names)
+        if hits + fetches and num_steps:
+            self.expert_hit_rate = hits / (hits + fetches)
+            self.expert_fetched_bytes_per_step = num_bytes / num_steps
 
     def take_bytes(self, engine: LLMEngine, streamed: list[int], lengths: list[int]) -> None:
         """Fill in the bytes of the steps that were taken.
@@ -168,7 +178,8 @@ def measure(
 
     Args:
         with_logprobs: to compare them. The times then include what they cost.
-        sampling: fields of the requests' SamplingParams beside these, whose cost is wanted.
+        sampling: fields of the requests' SamplingParams beside these, whose cost is wanted. A seed is that of the first
+            request, and the others' follow it.
         trace: called to stop a trace of the last prefill chunks and first decode steps; tracing slows these steps down.
 
     Raises:
@@ -179,14 +190,15 @@ def measure(
     if is_cuda:
         torch.cuda.reset_peak_memory_stats(device)
     fields = dict(temperature=0, max_tokens=output_len, ignore_eos=True, logprobs=0 if with_logprobs else None)
-    params = SamplingParams(**fields | dict(sampling or {}))
+    first = SamplingParams(**fields | dict(sampling or {}))
+    params = [first if first.seed is None else replace(first, seed=first.seed + i) for i in range(len(lengths))]
     prompts = random_prompts(engine.vocab_size, lengths, seed)
     names = [f"bench-{i}" for i in range(len(prompts))]
     row = Row(mode=llm.mode, batch=len(lengths), context=max(lengths))
-    before = engine.meter.snapshot()
+    before, stats = engine.meter.snapshot(), llm.stats()
     begin = time.perf_counter()
     try:
-        requests = [engine.add_request(name, prompt, params) for name, prompt in zip(names, prompts, strict=True)]
+        requests = [engine.add_request(*one) for one in zip(names, prompts, params, strict=True)]
         steps, streamed = _run(llm, requests, sum(lengths) + output_len, progress, trace)
         row.total_seconds = time.perf_counter() - begin
     finally:
@@ -199,6 +211,7 @@ def measure(
         row.take_bytes(engine, streamed, [length + output_len // 2 for length in lengths])
     else:
         row.problem = _why_no_step(llm, lengths, output_len)
+    row.take_experts(stats, llm.stats())
     row.bound = engine.meter.times.since(before).bound
     row.kv_resident_share = engine.meter.resident_share
     row.peak_gpu_bytes = engine.runner.peak_bytes()

@@ -214,6 +214,11 @@ SHAPES: dict[str, dict] = {
 }
 
 
+def has_experts(name: str | None) -> bool:
+    """Whether a shape is that of a sparse model; of no shape: False."""
+    return any(field.startswith("num_experts_per") for field in SHAPES.get(name, ()))
+
+
 def refuse_shape(model: str) -> None:
     """Raise ValueError if `model` is the name of a shape where a checkpoint is expected."""
     if model in SHAPES and not Path(model).exists():

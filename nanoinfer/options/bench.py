@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nanoinfer.options.measuring import add_engine_arguments, add_model_arguments
+from nanoinfer.options.measuring import add_engine_arguments, add_locality_argument, add_model_arguments
 from nanoinfer.options.parser import Parser, length
 
 
@@ -11,6 +11,7 @@ def add_latency_arguments(parser: Parser) -> None:
     parser.add_argument("--input-len", type=length, default=1024, help="tokens of each prompt (default: %(default)s)")
     parser.add_argument("--output-len", type=length, default=128, help="tokens to generate (default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=1, help="sequences at once (default: %(default)s)")
+    add_locality_argument(parser)
     parser.add_argument("--num-iters", type=int, default=5, help="times that the batch runs (default: %(default)s)")
     parser.add_argument(
         "--num-iters-warmup", type=int, default=1, help="times before, which do not count (default: %(default)s)"

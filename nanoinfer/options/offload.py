@@ -5,13 +5,21 @@ from __future__ import annotations
 import argparse
 
 from nanoinfer.options import recall
-from nanoinfer.options.measuring import add_engine_arguments, add_model_arguments
+from nanoinfer.options.measuring import add_engine_arguments, add_locality_argument, add_model_arguments
 from nanoinfer.options.parser import Parser, length
 
 # Each task's options that have other defaults in the other task, or no meaning there. These defaults are not the
 # parser's, so that it is known which options were given.
 TASKS = {
-    "decode": dict(mode="streamed,resident", batch="1", output_len=28, check=None, profile=None, link_gbps=None),
+    "decode": dict(
+        mode="streamed,resident",
+        batch="1",
+        output_len=28,
+        check=None,
+        profile=None,
+        link_gbps=None,
+        router_locality=None,
+    ),
     "recall": recall.DEFAULTS,
 }
 
@@ -48,6 +56,7 @@ def add_arguments(parser: Parser) -> None:
         help="emulate a slower link, of so many GB/s in each direction: 25 = PCIe 4 x16, 12.5 = PCIe 3 x16 (default: "
         "the machine's own)",
     )
+    add_locality_argument(parser)
     parser.add_argument("--json", metavar="FILE", help="write all figures")
     parser.add_argument(
         "--profile", metavar="FILE", help="write a trace of the last case of each mode, for https://ui.perfetto.dev"

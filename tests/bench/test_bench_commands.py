@@ -65,9 +65,9 @@ def test_latency_pools_the_steps_of_all_iterations():
 def test_warm_up_iterations_do_not_count_and_prompts_differ(monkeypatch, capsys):
     seeds, measure = [], latency.measure
 
-    def noting(llm, lengths, output_len, *, seed):
+    def noting(llm, lengths, output_len, *, seed, **options):
         seeds.append(seed)
-        return measure(llm, lengths, output_len, seed=seed)
+        return measure(llm, lengths, output_len, seed=seed, **options)
 
     monkeypatch.setattr(latency, "measure", noting)
     assert cli.main([*LATENCY, "--num-iters", "2", "--num-iters-warmup", "3", "--seed", "7"]) == 0

@@ -125,13 +125,16 @@ class Packed(ExpandedFormat):
                 packed.put_codes(rows.start, values.view(torch.uint8))
         else:
             packed.codes.random_(-(2**15), 2**15, generator=generator)
+            if packing.kind == "int" and packing.scale_words is None:
+                _balance(packed.codes, packing.bits)
             if packed.high_bits is not None:
                 packed.high_bits.random_(-(2**15), 2**15, generator=generator)
         if packing.scale_words is not None:
             self._fill_with_even_scales(packed)
             return
         # The standard deviation of the codes.
-        deviation = {"fp8": 1.0, "fp4": 2.81, "int": 2**packing.bits / 12**0.5}[packing.kind]
+        half = 2 ** (packing.bits - 1)
+        deviation = {"fp8": 1.0, "fp4": 2.81, "int": ((half - 1) * (2 * half - 1) / 6) ** 0.5}[packing.kind]
         scale = 1.0 if packing.has_global_scale else 0.02 / deviation
         groups = packing.num_groups(in_features)
         if packing.has_exponents:
@@ -250,6 +253,18 @@ class Packed(ExpandedFormat):
             return operation(values.unflatten(1, (groups, columns)), table.unsqueeze(2)).flatten(1)
         spread = table.unsqueeze(2).expand(-1, -1, columns).flatten(1)
         return operation(values, spread[:, : module.in_features])
+
+
+def _balance(codes: Tensor, bits: int) -> None:
+    """Make the least code, of which there is no opposite, the zero: the mean of random codes is 0 then.
+
+    With another mean each product adds its input's sum to all its outputs, which grows from layer to layer until it is
+    most of every row, and routers choose the same for all.
+    """
+    fields = {4: ((0x0F, 0x08), (0xF0, 0x80)), 8: ((0xFF, 0x80),)}[bits]
+    for some in codes.view(torch.uint8):
+        for mask, zero in fields:
+            some |= ((some & mask) == 0).to(torch.uint8) * zero
 
 
 def checked(values: Tensor) -> Tensor:
