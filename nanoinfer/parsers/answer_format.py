@@ -7,29 +7,45 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nanoinfer.common.errors import nearest
-from nanoinfer.parsers.base import Reader, ToolReader, new_id
+from nanoinfer.parsers.base import Reader, ToolReader
 from nanoinfer.parsers.events import CallArguments, CallBegun, CallEnded, Event, Reasoning, Text
 from nanoinfer.parsers.harmony import HarmonyReader
 from nanoinfer.parsers.hermes import HermesReader
+from nanoinfer.parsers.llama3 import Llama3Reader
+from nanoinfer.parsers.mistral import MistralReader
 from nanoinfer.parsers.specials import SpecialFilter, Specials, unguarded
+from nanoinfer.parsers.tagged import Glm4Reader, Qwen3CoderReader, SeedOssReader
 from nanoinfer.parsers.thinking import HARMONY, MARKERS, Thinking
 from nanoinfer.parsers.tools import Tool
 
 # By vLLM's names.
 TOOL_READERS: dict[str, type[ToolReader]] = {
     "hermes": HermesReader,
+    **dict.fromkeys(("qwen3_coder", "qwen3_xml"), Qwen3CoderReader),
+    **dict.fromkeys(("llama3_json", "llama4_json"), Llama3Reader),
+    "mistral": MistralReader,
     "openai": HarmonyReader,
+    **dict.fromkeys(("glm45", "glm47"), Glm4Reader),
+    "seed_oss": SeedOssReader,
 }
 AUTO, NONE = "auto", "none"
+# Texts that stand in the templates of those that write calls so; the first of which all do counts.
+_WRITTEN: dict[str, tuple[str, ...]] = {
+    "openai": (HARMONY,),
+    "seed_oss": ("<seed:tool_call>", "<function=", "<parameter="),
+    "qwen3_coder": ("<tool_call>", "<function=", "<parameter="),
+    "glm45": ("<tool_call>", "<arg_key>", "<arg_value>"),
+    "mistral": ("[TOOL_CALLS]",),
+    "hermes": ("<tool_call>", "arguments"),
+    "llama3_json": ("<|start_header_id|>", '"parameters": '),
+}
 
 
 def tool_parser_of(template: str) -> str | None:
     """Return the name of the parser for calls as a template writes them; None: none is known."""
-    if HARMONY in template:
-        return "openai"
-    if "<tool_call>" in template and "arguments" in template:
-        return "hermes"
-    return None
+    if "tools" not in template:
+        return None
+    return next((name for name, texts in _WRITTEN.items() if all(text in template for text in texts)), None)
 
 
 @dataclass(frozen=True)
@@ -96,7 +112,7 @@ class AnswerFormat:
     @property
     def is_harmony(self) -> bool:
         """Whether all of an answer is written as messages in channels."""
-        return self.tool_parser == "openai" or self.thinking is not None and self.thinking.markers.begin == HARMONY
+        return self.thinking is not None and self.thinking.markers.begin == HARMONY
 
     def sees_special(self, with_tools: bool) -> bool:
         """Whether the text of an answer must have its special tokens, as some of them mean something."""
@@ -107,7 +123,7 @@ class AnswerFormat:
         prompt: str,
         tools: Sequence[Tool] = (),
         *,
-        new_id: Callable[[], str] = new_id,
+        new_id: Callable[[], str] | None = None,
         drops_special: bool = True,
         max_calls: int | None = None,
     ) -> OutputParser:
@@ -116,7 +132,7 @@ class AnswerFormat:
         Args:
             prompt: the end of the prompt as text, special tokens included, in which thinking may have begun.
             tools: that may be called; without them no calls are looked for.
-            new_id: makes the id of a call.
+            new_id: makes the id of a call; None: as the model's template wants them.
             drops_special: leave special tokens without a meaning out of the text, if `sees_special` has them there.
             max_calls: further calls are left out; None: none is.
         """

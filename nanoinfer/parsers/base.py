@@ -48,16 +48,17 @@ class ToolReader(Reader):
 
     Args:
         tools: that may be called.
-        new_id: makes the id of a call.
+        new_id: makes the id of a call; None: as the model's template wants them.
 
     Attributes:
         meant: the texts that mean something; special tokens that are part of one must be in the text.
     """
 
     meant: ClassVar[tuple[str, ...]] = ()
+    make_id: ClassVar[Callable[[], str]] = staticmethod(new_id)
 
-    def __init__(self, tools: Sequence[Tool] = (), new_id: Callable[[], str] = new_id) -> None:
-        self._tools, self._new_id = tools, new_id
+    def __init__(self, tools: Sequence[Tool] = (), new_id: Callable[[], str] | None = None) -> None:
+        self._tools, self._new_id = tools, new_id or self.make_id
         self._held = ""
         self._events: list[Event] = []
         self._blanks = ""  # that are left out if a call follows
@@ -115,9 +116,9 @@ class ToolReader(Reader):
             self._is_behind_call = False
             self._events.append(Text(whole))
 
-    def _begin(self, name: str) -> None:
+    def _begin(self, name: str, call_id: str | None = None) -> None:
         self._blanks = ""
-        self._events.append(CallBegun(self._num_calls, self._new_id(), name))
+        self._events.append(CallBegun(self._num_calls, call_id or self._new_id(), name))
 
     def _argue(self, text: str) -> None:
         if text:

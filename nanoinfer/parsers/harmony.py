@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
-from nanoinfer.parsers.base import ToolReader, first, new_id, num_held
+from nanoinfer.parsers.base import ToolReader, first, num_held
 from nanoinfer.parsers.events import Event, Reasoning, Text
 from nanoinfer.parsers.json_text import JsonValue
 from nanoinfer.parsers.tools import Tool
@@ -38,7 +38,7 @@ class HarmonyReader(ToolReader):
     def __init__(
         self,
         tools: Sequence[Tool] = (),
-        new_id: Callable[[], str] = new_id,
+        new_id: Callable[[], str] | None = None,
         *,
         prompt: str = "",
     ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from nanoinfer.parsers.base import first, num_held
 from nanoinfer.parsers.json_calls import JsonCallReader
+from nanoinfer.parsers.json_text import JsonCall
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 
@@ -18,7 +19,7 @@ class HermesReader(JsonCallReader):
         found = first(self._held, (BEGIN,))
         self._say(self._cut(len(self._held) - num_held(self._held, (BEGIN,)) if found is None else found[0]))
         if found is not None:
-            self._open(self._cut(len(BEGIN)))
+            self._open(self._cut(len(BEGIN)), JsonCall())
         return found is not None
 
     def _behind(self) -> bool:

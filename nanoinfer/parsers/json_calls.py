@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nanoinfer.parsers.base import ToolReader, first, num_held
-from nanoinfer.parsers.json_text import JsonCall
+from nanoinfer.parsers.json_text import JsonCall, NamedArguments
 
 
 class JsonCallReader(ToolReader):
@@ -17,9 +17,9 @@ class JsonCallReader(ToolReader):
     ends: tuple[str, ...] = ()
     """Texts that end a call's arguments that are no JSON."""
 
-    def _open(self, before: str) -> bool:
+    def _open(self, before: str, call: JsonCall | NamedArguments, call_id: str | None = None) -> bool:
         """Begin to read an object; `before` is the text that opened it."""
-        self._raw, self._call, self._has_begun = [before], JsonCall(), False
+        self._raw, self._call, self._has_begun, self._call_id = [before], call, False, call_id
         self._step = self._inside
         return True
 
@@ -32,16 +32,20 @@ class JsonCallReader(ToolReader):
         self._go_on()
         if call.is_wrong:
             return self._go_wrong()
-        if call.is_whole:
+        if call.is_whole and self._has_begun:
             self._end()
             self._step = self._behind
+        elif call.is_whole:
+            self._refuse_call()
         return call.is_whole
 
     def _go_on(self) -> None:
         """Give what is known of the call."""
         call = self._call
-        if not self._has_begun and call.name is not None and call.has_arguments and self._is_call(call.name):
-            self._begin(call.name)
+        if call.name is not None and not self._is_call(call.name):
+            call.is_wrong = True
+        elif not self._has_begun and call.name is not None and call.has_arguments:
+            self._begin(call.name, self._call_id)
             self._has_begun, self._raw = True, []
         if self._has_begun:
             self._argue(call.arguments())
@@ -62,9 +66,17 @@ class JsonCallReader(ToolReader):
         elif self._has_begun:
             self._step = self._astray
         else:
-            self._say_as_it_is("".join(self._raw))
-            self._step = self._outside
+            self._refuse_call()
         return True
+
+    def _refuse_call(self) -> None:
+        """What was read is no call."""
+        self._say_as_it_is("".join(self._raw))
+        self._raw = []
+        self._refused()
+
+    def _refused(self) -> None:
+        self._step = self._outside
 
     def _forgive(self) -> None:
         """Take an object without its last brace for whole."""

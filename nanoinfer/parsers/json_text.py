@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection
 from typing import Any
 
 _BLANK = re.compile(r"[ \t\n\r]*")
@@ -142,7 +143,9 @@ class JsonCall:
 
     _ARGUMENTS = ("arguments", "parameters")
 
-    def __init__(self) -> None:
+    def __init__(self, keys: Collection[str] | None = None) -> None:
+        """keys: an object with others is no call, and "function" may have the name, too; None: any may be there."""
+        self._keys = keys
         self.name: str | None = None
         self.is_whole = self.is_wrong = self.has_arguments = False
         self._wants = "{"
@@ -223,7 +226,8 @@ class JsonCall:
     def _take_value(self, value: Any) -> None:
         if self._wants.startswith('"'):
             self._key = value
-        elif self._key == "name":
+            self.is_wrong = self._keys is not None and value not in self._keys
+        elif self._key == "name" or self._key == "function" and self._keys is not None:
             self.is_wrong = not isinstance(value, str) or not value or self.name is not None
             self.name = self.name if self.is_wrong else value
         elif self._key in self._ARGUMENTS and value is not None:
@@ -232,6 +236,30 @@ class JsonCall:
             if not self.is_wrong:
                 self.has_arguments = True
                 self._ready.append(text)
+
+
+class NamedArguments:
+    """As `JsonCall`, where the name is known and the arguments stand alone."""
+
+    is_between = False
+
+    def __init__(self, name: str) -> None:
+        self.name, self.has_arguments = name, True
+        self._value = JsonValue()
+
+    @property
+    def is_whole(self) -> bool:
+        return self._value.is_whole
+
+    @property
+    def is_wrong(self) -> bool:
+        return self._value.is_wrong
+
+    def take(self, text: str, at: int) -> int:
+        return self._value.take(text, at)
+
+    def arguments(self) -> str:
+        return self._value.given()
 
 
 def object_text(text: str) -> str | None:

@@ -1,0 +1,66 @@
+"""Calls as Llama 3 writes them: the answer is `{"name": ..., "parameters": {...}}`, or several with ";" between."""
+
+from __future__ import annotations
+
+from nanoinfer.parsers.base import first, num_held
+from nanoinfer.parsers.json_calls import JsonCallReader
+from nanoinfer.parsers.json_text import JsonCall
+from nanoinfer.parsers.tools import named
+
+TAG = "<|python_tag|>"
+_KEYS = frozenset(("name", "parameters", "arguments", "type", "function", "id"))
+
+
+class Llama3Reader(JsonCallReader):
+    """An object at the begin of an answer, or behind a tag, is a call if it has the name of a tool. Else it is text."""
+
+    meant = (TAG,)
+
+    def _outside(self) -> bool:
+        """The begin of an answer."""
+        rest = self._held.lstrip()
+        if not rest or TAG.startswith(rest) and rest != TAG:
+            return False
+        if rest[0] == "{":
+            return self._object(self._cut(len(self._held) - len(rest)))
+        self._step = self._text
+        return True
+
+    def _text(self) -> bool:
+        """Text up to a tag."""
+        found = first(self._held, (TAG,))
+        self._say(self._cut(len(self._held) - num_held(self._held, (TAG,)) if found is None else found[0]))
+        if found is not None:
+            self._held = self._held[len(TAG) :]
+            self._step = self._tagged
+        return found is not None
+
+    def _tagged(self) -> bool:
+        rest = self._held.lstrip()
+        if rest and rest[0] == "{":
+            self._held = rest
+            return self._object("")
+        if rest:
+            self._step = self._text
+        return bool(rest)
+
+    def _object(self, before: str) -> bool:
+        return self._open(before, JsonCall(_KEYS))
+
+    def _behind(self) -> bool:
+        rest = self._held.lstrip()
+        after = rest.removeprefix(";").lstrip()
+        if after[:1] == "{":
+            self._held = after
+            return self._object("")
+        if not after or TAG.startswith(rest) and rest != TAG:
+            return False
+        self._held = rest
+        self._step = self._text
+        return True
+
+    def _is_call(self, name: str) -> bool:
+        return named(self._tools, name) is not None
+
+    def _refused(self) -> None:
+        self._step = self._text

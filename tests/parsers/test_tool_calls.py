@@ -1,0 +1,55 @@
+"""Calls as published templates write them are read as they were meant, in whatever pieces they come."""
+
+import copy
+import json
+import random
+
+import pytest
+from trained_tokenizers import make_tokenizer
+from written_calls import STYLES, TOOLS, Writer, message_of, parsed
+
+from nanoinfer.parsers.events import Message
+
+
+@pytest.fixture(scope="module", params=STYLES)
+def writer(request):
+    return Writer(STYLES[request.param])
+
+
+def test_the_template_chooses_the_parser(writer):
+    assert writer.form.tool_parser == writer.style.parser
+
+
+def test_every_prefix_of_an_answer_gives_what_the_whole_gives(writer, fuzz):
+    draw, num_calls = random.Random(7), 0
+    tokenizer = make_tokenizer("qwen")
+    while num_calls < (1000 if fuzz else 3):
+        message = message_of(draw, writer.style)
+        prompt, text = writer.answer(message)
+        whole = parsed(writer.form, prompt, [text])
+        assert whole.content.strip() == message["content"] and not whole.reasoning
+        assert [(call.name, json.loads(call.arguments)) for call in whole.tool_calls] == [
+            (call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]
+        ]
+        assert all(call.is_whole for call in whole.tool_calls)
+        whole = with_own_ids(whole)
+        assert with_own_ids(parsed(writer.form, prompt, list(text))) == whole
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        by_token = [tokenizer.decode(ids[:at]).rstrip("\ufffd") for at in range(len(ids) + 1)]
+        pieces = [after[len(before) :] for before, after in zip(by_token, by_token[1:], strict=False)]
+        if "".join(pieces) == text:
+            assert with_own_ids(parsed(writer.form, prompt, pieces)) == whole
+        # One parser goes on by characters; at each place a copy of it takes the rest at once.
+        parser, seen = writer.form.parser(prompt, TOOLS, new_id=lambda: ""), Message()
+        for at in range(len(text)):
+            rest = copy.deepcopy(parser)
+            found = copy.deepcopy(seen).add(rest.push(text[at:])).add(rest.finish())
+            assert with_own_ids(found) == whole, (text[:at], text[at:])
+            seen.add(parser.push(text[at]))
+        num_calls += len(whole.tool_calls)
+
+
+def with_own_ids(message):
+    for number, call in enumerate(message.tool_calls):
+        call.id = str(number)
+    return message

@@ -1,0 +1,135 @@
+"""Answers that call tools, as the chat templates of published models write them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+from trained_tokenizers import make_tokenizer
+
+from nanoinfer.parsers.answer_format import AnswerFormat
+from nanoinfer.parsers.events import Message
+from nanoinfer.parsers.tools import Tool
+
+TEMPLATES = Path(__file__).resolve().parents[1] / "chat" / "templates"
+# As Llama 3.1's: the call is all of an answer.
+LLAMA3 = (
+    "{% for message in messages %}<|start_header_id|>{{ message.role }}<|end_header_id|>\n\n"
+    "{% if message.tool_calls %}{% set call = message.tool_calls[0].function %}"
+    '{{ \'{"name": "\' + call.name + \'", "parameters": \' }}{{ call.arguments | tojson }}{{ "}" }}'
+    "{% else %}{{ message.content }}{% endif %}<|eot_id|>{% endfor %}{# tools #}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a model writes.
+
+    Attributes:
+        parser: the name of its parser.
+        ends: texts of tokens that end an answer; the engine leaves them out.
+        has_content: whether text may stand before calls.
+    """
+
+    template: str
+    parser: str
+    ends: tuple[str, ...]
+    max_calls: int = 3
+    has_content: bool = True
+
+    def text(self) -> str:
+        return LLAMA3 if self.template == "llama3" else (TEMPLATES / f"{self.template}.jinja").read_text()
+
+
+STYLES = {
+    "Qwen2.5": Style("Qwen-Qwen2.5-7B-Instruct", "hermes", ("<|im_end|>\n",)),
+    "Qwen3": Style("Qwen-Qwen3-0.6B", "hermes", ("<|im_end|>\n",)),
+    "granite-4": Style("ibm-granite-granite-4.0", "hermes", ("<|end_of_text|>\n",)),
+    "Qwen3-Coder": Style("Qwen3-Coder", "qwen3_coder", ("<|im_end|>\n",)),
+    "Seed-OSS": Style("ByteDance-Seed-OSS", "seed_oss", ("<seed:eos>",)),
+    "GLM-4.6": Style("GLM-4.6", "glm45", ()),
+    "Llama-3": Style("llama3", "llama3_json", ("<|eot_id|>",), max_calls=1, has_content=False),
+    "Mistral-Small": Style("Mistral-Small-3.2-24B-Instruct-2506", "mistral", ("</s>",), has_content=False),
+    "Mistral-Nemo": Style("mistralai-Mistral-Nemo-Instruct-2407", "mistral", ("</s>",), has_content=False),
+    "Ministral-3": Style("mistralai-Ministral-3-14B-Reasoning-2512", "mistral", ("</s>",)),
+    "gpt-oss": Style("openai-gpt-oss-120b", "openai", ("<|call|>",), max_calls=1, has_content=False),
+}
+_WORDS = (
+    "the", "a cat", "naïve", "漢字", "🦊", "\n", "\n\n", "  ", '"', "\\", "'", "{", "}", "[1, 2", "\t", "<|x|>",
+    "[TOOL", "null", "5", ";", "€", "\\u00e9", "def f():", "<b>", "<tool_call>", "</tool_call>", "<function", "</parameter> so",
+    "</arg_value> so",
+)  # fmt: skip
+KINDS = {
+    "text": {"type": "string"},
+    "count": {"type": "integer"},
+    "share": {"type": "number"},
+    "is_on": {"type": "boolean"},
+    "places": {"type": "array", "items": {"type": "string"}},
+    "more": {"type": "object"},
+    "maybe": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+}
+TOOLS = [
+    Tool(name, {"type": "object", "properties": KINDS})
+    for name in ("get_weather", "search", "write-file", "a.b", "f")
+]  # fmt: skip
+
+
+def text_of(draw: random.Random) -> str:
+    return "".join(draw.choice(_WORDS) + draw.choice(("", " ")) for _ in range(draw.randrange(6)))
+
+
+def arguments_of(draw: random.Random) -> dict:
+    values = {
+        "text": lambda: text_of(draw),
+        "count": lambda: draw.randrange(-99, 10**9),
+        "share": lambda: draw.choice((0.5, -2.25, 1e-7, 3.0)),
+        "is_on": lambda: draw.random() < 0.5,
+        "places": lambda: [text_of(draw) for _ in range(draw.randrange(3))],
+        "more": lambda: {"a": [{"b": text_of(draw)}, None, True], text_of(draw): {}} if draw.random() < 0.7 else {},
+        "maybe": lambda: draw.choice((None, 7)),
+    }
+    names = draw.sample(sorted(values), draw.randrange(4))
+    return {name: values[name]() for name in names}
+
+
+def message_of(draw: random.Random, style: Style) -> dict:
+    calls = [
+        {
+            "id": f"{draw.randrange(10**9):09}", "type": "function",
+            "function": {"name": draw.choice(TOOLS).name, "arguments": arguments_of(draw)},
+        }
+        for _ in range(draw.randrange(1, style.max_calls + 1))
+    ]  # fmt: skip
+    content = "Let me see: a < b." if style.has_content and draw.random() < 0.5 else ""
+    return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+class Writer:
+    """Writes answers as a template does."""
+
+    def __init__(self, style: Style) -> None:
+        self.style, self.tokenizer = style, make_tokenizer("qwen")
+        self.tokenizer.bos_token, self.tokenizer.eos_token = "<s>", "</s>"
+        self.tokenizer.chat_template = style.text()
+        self.form = AnswerFormat.of_tokenizer(self.tokenizer)
+
+    def answer(self, message: dict) -> tuple[str, str]:
+        """The prompt, and what the model writes behind it to say this message."""
+        said, wanted = [{"role": "user", "content": "Q?"}], dict(tokenize=False, tools=None)
+        prompt = self.tokenizer.apply_chat_template(said, add_generation_prompt=True, **wanted)
+        whole = self.tokenizer.apply_chat_template([*said, message], add_generation_prompt=False, **wanted)
+        shared = next((at for at in range(len(prompt)) if prompt[at] != whole[at : at + 1]), len(prompt))
+        text = whole[shared:]
+        for end in self.style.ends:
+            text = text.removesuffix(end)
+        return prompt[:shared], text
+
+
+def parsed(form: AnswerFormat, prompt: str, pieces: list[str], tools=TOOLS) -> Message:
+    """The message that an answer in such pieces gives; ids are numbers."""
+    parser, found = form.parser(prompt, tools, new_id=lambda: f"id{len(found.tool_calls)}"), Message()
+    for piece in pieces:
+        found.add(parser.push(piece))
+    return found.add(parser.finish())
