@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nanoinfer.common.errors import did_you_mean
 from nanoinfer.common.units import is_share, parse_bytes, parse_memory
 from nanoinfer.common.unsupported import ENGINE, check_keywords
+
+if TYPE_CHECKING:  # it imports torch
+    from nanoinfer.devices.base import Device
 
 QUANTISED = ("int4", "int4-symmetric", "int8", "fp8")
 """What the weights of a wide checkpoint can be quantised to."""
@@ -52,7 +56,8 @@ class EngineConfig:
             its bytes on the link, at 3 bits of mantissa. On CUDA it needs compute capability 8.9.
         generation_config: where the defaults of omitted sampling parameters come from. "auto": the checkpoint's
             generation_config.json; "vllm": SamplingParams.
-        device: "auto" (CUDA if there is one), "cuda", "cuda:1", "cpu".
+        device: "auto" (a GPU, if there is one), "cuda", "cuda:1", "cpu", or the name of a device that another package
+            brings.
         max_model_len: the most tokens of a prompt with its output. None: the model's own limit, cut to what fits into
             memory; -1 is the same, as in vLLM.
         max_num_seqs: the most sequences that run at once. None: 256, or 64 if the budget is below 32 GiB.
@@ -229,25 +234,23 @@ class EngineConfig:
         """Whether the engine may use offload mode at all."""
         return self.enable_cpu_offload in (True, "auto")
 
-    def graph_batch_sizes(self, max_num_seqs: int) -> list[int]:
+    def graph_batch_sizes(self, max_num_seqs: int, device: Device) -> list[int]:
         """Return the padded decode batch sizes, ascending. Only the last may exceed `max_num_seqs`, to cover it."""
         if isinstance(self.cuda_graph_batch_sizes, list):
             return sorted(set(self.cuda_graph_batch_sizes))
-        powers = [2**i for i in range(max_num_seqs.bit_length() + 1)]
-        if self.cuda_graph_batch_sizes == "staged":
-            sizes = [size for size in powers if size < 16]
-            sizes += [*range(16, 257, 16), *range(512, max_num_seqs + 256, 256)]
-        else:  # padding costs most in large batches: head and sampling read every row's logits
-            sizes = [size for size in powers if size < 32] + [32, 48, 64, 96, 128, 160, 192, 224, 256]
+        if self.cuda_graph_batch_sizes is None:
+            return device.graph_batch_sizes(max_num_seqs)
+        sizes = [size for size in (2**i for i in range(max_num_seqs.bit_length() + 1)) if size < 16]
+        sizes += [*range(16, 257, 16), *range(512, max_num_seqs + 256, 256)]
         return [size for i, size in enumerate(sizes) if i == 0 or sizes[i - 1] < max_num_seqs]
 
-    def graph_num_tokens(self, max_num_batched_tokens: int, is_cuda: bool) -> list[int]:
+    def graph_num_tokens(self, max_num_batched_tokens: int, device: Device) -> list[int]:
         """Return the padded token counts of small prefill steps, ascending, at most `max_num_batched_tokens`."""
         if self.capture_num_tokens is not None:
             return sorted(set(self.capture_num_tokens))
         # If the engine itself has cut steps to below 2048 tokens, memory is short: graphs must take little of it.
         limit = max_num_batched_tokens if self.max_num_batched_tokens is not None else max_num_batched_tokens // 4
-        return [count for count in (16, 32, 64, 128, 256, 512) if is_cuda and count <= limit]
+        return device.graph_num_tokens(limit)
 
     def _one_of(self, name: str, allowed: tuple[str, ...]) -> None:
         value = getattr(self, name)

@@ -25,6 +25,7 @@ from offload.memory.host_pool import HostPool
 from offload.plan import Cut, StreamPlan, Transfer, host_runs
 from offload.ring import Await, Compute, Fill, Places, Release, Ring, Use, ring_schedule
 from offload.runtime.base import Event, Runtime, Stream
+from offload.runtime.throttle import throttled
 from offload.runtime.timeline import COMPUTE, COPY, WAIT, WRITE, NoTimeline, Timeline
 
 MAX_UNREAD = 32
@@ -234,12 +235,8 @@ class OffloadEngine:
         self.runtime.synchronize()
         self.copy, self.write = self._streams
         if bytes_per_second is not None:
-            from offload.runtime.throttle import throttled  # imports triton
-
             assert bytes_per_second > 0, f"a link of {bytes_per_second} bytes per second"
-            self.copy, self.write = (
-                throttled(stream, bytes_per_second, self.runtime.device) for stream in self._streams
-            )
+            self.copy, self.write = (throttled(one, bytes_per_second, self.runtime.link()) for one in self._streams)
             self.runtime.synchronize()
 
     def drain(self) -> None:

@@ -11,6 +11,7 @@ LAYERS = (
     "offload offload.blocks offload.engine offload.layout offload.lifetimes offload.memory offload.plan offload.ring "
     "offload.runtime",
     "nanoinfer.common",
+    "nanoinfer.devices",
     "nanoinfer.structured_outputs",
     "nanoinfer.outputs nanoinfer.sampling_params nanoinfer.config",
     "nanoinfer.sampling nanoinfer.gguf nanoinfer.parsers",

@@ -33,9 +33,9 @@ from exactness_workload import Workload, all_answers, make_workload
 from nanoinfer.common.errors import choose
 from nanoinfer.common.units import counted
 from nanoinfer.config import EngineConfig
+from nanoinfer.devices.registry import resolve_device
 from nanoinfer.measure.logits import check_can_keep
 from nanoinfer.measure.report import write_figures
-from nanoinfer.memory.machine import resolve_device
 from nanoinfer.memory.setup import Setup
 from nanoinfer.options.measuring import (
     add_engine_arguments,

@@ -20,6 +20,7 @@ from gpu_sampling import sampling_fields
 
 import nanoinfer
 from nanoinfer import SamplingParams
+from nanoinfer.devices.registry import device_of
 from nanoinfer.measure.run import measure, random_prompts, release
 from offload.memory.pinned import HostArena
 
@@ -30,7 +31,7 @@ def pin_16gib(bench: Bench) -> dict:
     result = {}
     for attempt in ("first", "again"):
         begin = time.perf_counter()
-        arena = HostArena(num_segments, GIB if bench.scale == 1 else 2**20, pin=bench.is_cuda)
+        arena = HostArena(num_segments, GIB if bench.scale == 1 else 2**20, pinner=device_of(bench.device).pinner)
         arena.wait(1)
         usable = time.perf_counter() - begin
         arena.wait()

@@ -24,16 +24,11 @@ from torch import Tensor
 
 from nanoinfer.kernels.attention.spec import AttentionSpec
 
-FP8_CAPABILITY = (8, 9)
 
-
-def check_fp8(capability: tuple[int, int], gpu: str) -> None:
-    """Raise ValueError if our kernels cannot read KV in fp8 on a GPU of this compute capability."""
-    if capability < FP8_CAPABILITY:
-        raise ValueError(
-            f'kv_cache_dtype="fp8" needs compute capability 8.9 (Ada) or above, and {gpu} has '
-            f'{capability[0]}.{capability[1]}: set kv_cache_dtype="auto"'
-        )
+def check_fp8(lacks: str | None) -> None:
+    """Raise ValueError if our kernels cannot read KV in fp8 on a device. lacks: as `Device.lacks_float8` returns."""
+    if lacks is not None:
+        raise ValueError(f'kv_cache_dtype="fp8" needs {lacks}: set kv_cache_dtype="auto"')
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.attention.base import AttentionBackend, AttentionSpec, DecodeWork, KeyRange, Partials, PrefillState
+from nanoinfer.devices.registry import device_of
 from nanoinfer.kernels.attention.merge import merge, store_partials
 
 NEG_INF = float("-inf")
@@ -41,10 +42,10 @@ class FlashAttnBackend(AttentionBackend):
                 "attention backend 'flash_attn' needs the package flash-attn, which is not installed: "
                 "pip install flash-attn --no-build-isolation, or choose attention backend 'triton'"
             )
-        if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+        if (lacks := device_of(device).lacks(cls.name)) is not None:
             raise ValueError(
-                f"attention backend 'flash_attn' needs a CUDA device of compute capability 8.0 or above, and got "
-                f"{str(device)!r}: choose attention backend 'triton' on an older GPU, 'torch' on a CPU"
+                f"attention backend 'flash_attn' needs {lacks}, and got {str(device)!r}: choose attention backend "
+                "'triton' on an older GPU, 'torch' on a CPU"
             )
         cls.check_spec(spec, offload)
 

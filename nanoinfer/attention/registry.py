@@ -8,21 +8,29 @@ import torch
 
 from nanoinfer.attention.base import AttentionBackend, AttentionSpec
 from nanoinfer.common.errors import choose
+from nanoinfer.devices.registry import device_of
 
-_CLASSES = {"triton": "TritonBackend", "torch": "TorchBackend", "flash_attn": "FlashAttnBackend"}
+_CLASSES = {
+    "triton": "nanoinfer.attention.triton_backend:TritonBackend",
+    "torch": "nanoinfer.attention.torch_backend:TorchBackend",
+    "flash_attn": "nanoinfer.attention.flash_attn_backend:FlashAttnBackend",
+}
 
 
 def make_backend(name: str, spec: AttentionSpec, device: torch.device | str, offload: bool) -> AttentionBackend:
-    """Build the named backend. "auto" is triton on a CUDA device and torch elsewhere.
+    """Build the named backend, one of ours or one that the device brings. "auto" is what the device says.
 
     Raises ValueError where the name is unknown, its package is missing, or it cannot run this model in this mode.
     """
     device = torch.device(device)
-    choose("attention backend", name, ("auto", *_CLASSES))
+    described = device_of(device)
+    classes = _CLASSES | described.attention_backends
+    choose("attention backend", name, ("auto", *classes))
     if name == "auto":
-        name = "triton" if device.type == "cuda" else "torch"
+        name = described.attention_backend
+    module, _, class_name = classes[name].partition(":")
     try:
-        backend_class = getattr(importlib.import_module(f"nanoinfer.attention.{name}_backend"), _CLASSES[name])
+        backend_class = getattr(importlib.import_module(module), class_name)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "triton":
             raise

@@ -1,4 +1,4 @@
-"""The default backend on CUDA: our own Triton kernels, exact to the bit wherever KV blocks lie."""
+"""The default backend on GPUs: our own Triton kernels, exact to the bit wherever KV blocks lie."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from nanoinfer.attention.base import (
     PrefillState,
     check_fp8,
 )
+from nanoinfer.devices.registry import device_of, target_of
 from nanoinfer.kernels.attention.decode_partial import decode_partial
 from nanoinfer.kernels.attention.merge import merge
 from nanoinfer.kernels.attention.prefill import prefill
@@ -39,17 +40,15 @@ class TritonBackend(AttentionBackend):
 
     def __init__(self, spec: AttentionSpec, device: torch.device | str) -> None:
         super().__init__(spec, device)
-        is_cuda = self.device.type == "cuda"
+        target = target_of(self.device)
         self.shape = KernelShape(
             **vars(spec),
-            tma=is_cuda and can_use_tma(torch.cuda.get_device_capability(self.device), spec.head_dim, spec.dtype),
-            interpreted=not is_cuda,
+            tma=can_use_tma(target, spec.head_dim, spec.dtype),
+            interpreted=not target.is_compiled,
         )
-        if is_cuda:
-            gpu = torch.cuda.get_device_properties(self.device)
-            cores, memory_per_core = gpu.multi_processor_count, gpu.shared_memory_per_multiprocessor
-            self.num_programs = decode_programs(self.shape, cores, memory_per_core)
-            self.tiles = prefill_tiles(self.shape, gpu.shared_memory_per_block_optin)
+        if target.is_compiled:
+            self.num_programs = decode_programs(self.shape, target.num_cores, target.core_memory)
+            self.tiles = prefill_tiles(self.shape, target.program_memory)
         else:
             self.num_programs = INTERPRETER_PROGRAMS
             self.tiles = prefill_tiles(self.shape, INTERPRETER_SHARED_MEMORY_BYTES)
@@ -63,9 +62,11 @@ class TritonBackend(AttentionBackend):
     @classmethod
     def check(cls, spec: AttentionSpec, device: torch.device | str, offload: bool) -> None:
         device = torch.device(device)
-        if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        described = device_of(device)
+        lacks = described.lacks(cls.name)
+        if lacks is not None and os.environ.get("TRITON_INTERPRET") != "1":
             raise ValueError(
-                f"attention backend 'triton' needs a CUDA device, not {device.type!r}: choose attention backend "
+                f"attention backend 'triton' needs {lacks}, not {device.type!r}: choose attention backend "
                 "'torch', or set TRITON_INTERPRET=1 before the first import to run the kernels in the interpreter"
             )
         if spec.head_dim % 16 or spec.head_dim > MAX_HEAD_DIM:
@@ -73,8 +74,8 @@ class TritonBackend(AttentionBackend):
                 f"head_dim is {spec.head_dim}, and attention backend 'triton' takes multiples of 16 up to "
                 f"{MAX_HEAD_DIM}: choose attention backend 'torch'"
             )
-        if spec.kv_dtype.itemsize == 1 and device.type == "cuda":
-            check_fp8(torch.cuda.get_device_capability(device), str(device))
+        if spec.kv_dtype.itemsize == 1:
+            check_fp8(described.lacks_float8())
         if spec.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(
                 f"attention dtype is {spec.dtype}, and attention backend 'triton' takes float32, bfloat16 or float16: "

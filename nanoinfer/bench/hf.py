@@ -10,6 +10,7 @@ import torch
 from tqdm import tqdm
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
+from nanoinfer.devices.registry import device_of
 from nanoinfer.measure.answers import Answer
 from nanoinfer.measure.reference import load_in_transformers
 from nanoinfer.measure.run import PROGRESS_DELAY_S, Row, random_prompts
@@ -84,10 +85,10 @@ def measure_reference(
     Transformers does not count the bytes that it streams: all KV in each step, which is what the floor counts.
     """
     assert len(set(lengths)) == 1, "transformers would pad prompts of several lengths"
-    device, is_cuda = model.device, model.device.type == "cuda"
+    device = model.device
+    described = device_of(device)
     row = Row(mode=mode, batch=len(lengths), context=lengths[0])
-    if is_cuda:
-        torch.cuda.reset_peak_memory_stats(device)
+    described.forget_peak()
     prompts = torch.tensor(random_prompts(spec.vocab_size, lengths, seed), device=device)
     with tqdm(total=output_len, desc=f"{mode}, {len(lengths)} x {lengths[0]}", unit="step",
               delay=PROGRESS_DELAY_S, disable=not progress) as bar:  # fmt: skip
@@ -99,7 +100,7 @@ def measure_reference(
             max_new_tokens=output_len,
             min_new_tokens=output_len,
             do_sample=False,
-            cache_implementation=cache or CACHES[mode][0 if is_cuda else 1],
+            cache_implementation=cache or CACHES[mode][1 if described.is_host else 0],
             stopping_criteria=StoppingCriteriaList([clock]),
             disable_compile=True,
         )
@@ -108,6 +109,6 @@ def measure_reference(
     row.take_steps([after - before for before, after in itertools.pairwise(clock.moments)])
     middle = [length + output_len // 2 for length in lengths]
     row.least_bytes = kv_bytes(spec, middle), bytes_read_per_step(spec, middle)
-    row.peak_gpu_bytes = torch.cuda.max_memory_reserved(device) if is_cuda else None
+    row.peak_gpu_bytes = described.peak_bytes()
     row.outputs = [Answer(tokens) for tokens in output[:, lengths[0] :].tolist()]
     return row

@@ -11,12 +11,12 @@ from tqdm import tqdm
 
 from nanoinfer.common.errors import choose
 from nanoinfer.common.units import counted
+from nanoinfer.devices.registry import device_of, resolve_device
 from nanoinfer.llm import LLM
 from nanoinfer.measure.locality import sampling_of
 from nanoinfer.measure.report import explain, paragraph, write_figures
 from nanoinfer.measure.run import Row, free_memory, measure
 from nanoinfer.memory.floors import Floors, measure_floors
-from nanoinfer.memory.machine import resolve_device
 from nanoinfer.options.measuring import (
     ENGINE_MODES,
     check_at_least,
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> dict:
     arguments["max_model_len"] = options.input_len + options.output_len
     if options.max_num_seqs is None:
         arguments["max_num_seqs"] = options.batch_size
-    with open_model(options, device.type) as (model, name):
+    with open_model(options, device_of(device).is_host) as (model, name):
         # Measured before the engine exists: the buffers would take memory that it reserves for its activations.
         before = measure_floors(device)
         with LLM(model, **arguments) as llm:

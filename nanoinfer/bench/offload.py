@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from nanoinfer.bench.hf import CACHES, load_reference, measure_reference
 from nanoinfer.bench.rows import compare, plot, report
 from nanoinfer.config import QUANTISED, EngineConfig
+from nanoinfer.devices.registry import device_of, resolve_device
 from nanoinfer.engine.engine import LLMEngine
 from nanoinfer.engine.trace import write_trace
 from nanoinfer.llm import LLM
@@ -22,7 +23,6 @@ from nanoinfer.measure.locality import sampling_of
 from nanoinfer.measure.report import explain, write_figures
 from nanoinfer.measure.run import TRACED_OUTPUT_LEN, Row, free_memory, measure, release
 from nanoinfer.memory.floors import Floors, measure_floors
-from nanoinfer.memory.machine import resolve_device
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.options.measuring import (
     ENGINE_MODES,
@@ -79,7 +79,7 @@ class _Run:
         check_at_least(options, output_len=1)
         check_can_write(options.json, options.plot, options.profile)
         check_can_plot(options.plot)
-        default_contexts = "1k,8k,32k" if self.device.type == "cuda" else "256,1k"
+        default_contexts = "256,1k" if device_of(self.device).is_host else "1k,8k,32k"
         self.contexts = counts(options.context or default_contexts, "--context")
         self.batches = counts(options.batch, "--batch")
         self.traces: list[dict] = []
@@ -208,7 +208,7 @@ def _reason(error: Exception) -> str:
 def run(options: argparse.Namespace) -> list[Row]:
     """Run all cases and print the table."""
     device = resolve_device(options.device)
-    with open_model(options, device.type) as (model, _):
+    with open_model(options, device_of(device).is_host) as (model, _):
         this_run = _Run(options, device, model)
         rows, floors = this_run.measure()
     if this_run.checks:

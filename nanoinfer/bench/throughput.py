@@ -9,11 +9,11 @@ import time
 from nanoinfer.common.errors import choose
 from nanoinfer.common.units import counted
 from nanoinfer.config import EngineConfig
+from nanoinfer.devices.registry import device_of, resolve_device
 from nanoinfer.engine.stats import experts_read
 from nanoinfer.llm import LLM
 from nanoinfer.measure.report import paragraph, write_figures
 from nanoinfer.measure.run import Load, random_prompts
-from nanoinfer.memory.machine import resolve_device
 from nanoinfer.memory.setup import Setup
 from nanoinfer.options.measuring import (
     ENGINE_MODES,
@@ -131,7 +131,7 @@ def run(options: argparse.Namespace) -> dict:
     check_can_write(options.output_json)
     lengths = bounds(options.input_len, "--input-len"), bounds(options.output_len, "--output-len")
     arguments = ENGINE_MODES[options.mode] | shared_engine_arguments(options)
-    with open_model(options, device.type) as (model, name):
+    with open_model(options, device_of(device).is_host) as (model, name):
         spec = Setup(EngineConfig(model=model, **arguments), device).spec
         load = make_load(options.num_prompts, *lengths, options.temperature, options.seed, spec.vocab_size)
         with LLM(model, **arguments | dict(max_model_len=load.max_model_len)) as llm:

@@ -24,8 +24,8 @@ def run(options: argparse.Namespace) -> int:
     Return 0 if all that is there works, as on a machine without a GPU or with a slow one; 1 if something does not.
     """
     try:
+        from nanoinfer.devices.registry import resolve_device
         from nanoinfer.memory.health import examine
-        from nanoinfer.memory.machine import resolve_device
     except ImportError as error:
         raise ValueError(f"nothing runs here, because an import fails: {error}") from error
     problems = broken = 0

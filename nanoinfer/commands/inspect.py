@@ -64,10 +64,10 @@ def _table(file: Any) -> Iterator[tuple[str, Any]]:
 
 def _model(model: str) -> Iterator[tuple[str, Any]]:
     """Yield what the engine makes of the file; ValueError if it is not supported."""
-    import torch
 
     import nanoinfer
     from nanoinfer.common.units import format_size
+    from nanoinfer.devices.registry import accelerator
     from nanoinfer.weights.load import read_checkpoint, read_spec
 
     checkpoint = read_checkpoint(model)
@@ -78,7 +78,7 @@ def _model(model: str) -> Iterator[tuple[str, Any]]:
     yield "model", f"{spec.architecture}: {sizes} ({heads.num_kv_heads} of keys and values){experts}"
     yield "context", f"{spec.max_position:,} tokens"
     yield "on the device", f"{format_size(spec.weight_bytes)} of weights, computed in {str(spec.dtype)[6:]}"
-    if torch.cuda.is_available():
+    if accelerator() is not None:
         yield "plan", ""
         yield from (("", line) for line in nanoinfer.plan(model).report().splitlines())
     else:

@@ -32,7 +32,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write the checkpoint and say where it is. On an error nothing is left there."""
-    from nanoinfer.memory.machine import resolve_device
+    from nanoinfer.devices.registry import resolve_device
     from nanoinfer.weights.write import quantise_checkpoint
 
     with _signals_interrupt():

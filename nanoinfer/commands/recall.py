@@ -14,10 +14,10 @@ import torch
 from transformers import AutoTokenizer
 
 from nanoinfer.config import EngineConfig
+from nanoinfer.devices.registry import device_of, resolve_device
 from nanoinfer.llm import LLM
 from nanoinfer.measure.report import write_figures
 from nanoinfer.measure.run import free_memory
-from nanoinfer.memory.machine import resolve_device
 from nanoinfer.memory.setup import Setup
 from nanoinfer.options.measuring import (
     ENGINE_MODES,
@@ -36,7 +36,7 @@ from nanoinfer.recall.report import figures, plot, report
 from nanoinfer.weights.find import find_model
 from nanoinfer.weights.load import check_safetensors
 
-DEFAULT_LENGTHS = {"cuda": "1k,2k,4k,8k,16k,32k,64k", "cpu": "1k,2k"}
+DEFAULT_LENGTHS, LENGTHS_ON_HOST = "1k,2k,4k,8k,16k,32k,64k", "1k,2k"
 ANSWER_ROOM = 64
 """Tokens beyond a context: with another tokenizer than recall's own some answers are longer than those it is cut
 for."""
@@ -51,7 +51,9 @@ def run(options: argparse.Namespace) -> dict[str, Scores]:
     modes = mode_names(options.mode, MODES)
     check_can_write(options.json, options.plot)
     check_can_plot(options.plot)
-    contexts = DEFAULT_LENGTHS[device.type] if options.context is None else options.context
+    contexts = options.context
+    if contexts is None:
+        contexts = LENGTHS_ON_HOST if device_of(device).is_host else DEFAULT_LENGTHS
     grid = Grid(
         lengths=tuple(counts(contexts, "--context")),
         depths=_depths(options.depths),

@@ -61,7 +61,7 @@ class Work:
             total += length
             done += min(length, max(sequence.num_computed for sequence in request.sequences))
         step = self.in_flight
-        if step is not None and self._built.runner.runtime.device.type != "cpu":  # launched, and not computed yet
+        if step is not None and self._built.runner.device.is_asynchronous:  # launched, and not computed yet
             names = {request.request_id for request in requests}
             done -= sum(one.end - one.begin for one in step.batch.chunks if one.sequence.request_id in names)
         return done, total

@@ -9,14 +9,14 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.execution.memory import MemoryPlan, reserved_bytes
+from nanoinfer.devices.registry import device_of, resolve_device
+from nanoinfer.execution.memory import MemoryPlan
 from nanoinfer.execution.runner import ModelRunner
 from nanoinfer.kv.admission import Admission
 from nanoinfer.kv.cache import KVCache
 from nanoinfer.kv.gpu_copies import GPUCopies
 from nanoinfer.kv.mover import Mover
 from nanoinfer.kv.tables import BlockTables
-from nanoinfer.memory.machine import resolve_device
 from nanoinfer.memory.plan import TooSmall
 from nanoinfer.memory.remedies import with_remedies
 from nanoinfer.memory.setup import Setup
@@ -27,7 +27,7 @@ from nanoinfer.weights.find import find_model
 from nanoinfer.weights.generation_config import end_token_ids, sampling_defaults
 from nanoinfer.weights.load import load_model, tensors_of
 from nanoinfer.weights.tokenizer_files import load_tokenizer
-from offload import BlockLifetimes, BlockPool, CpuRuntime, CudaRuntime, Runtime
+from offload import BlockLifetimes, BlockPool, Runtime
 from offload.memory.pinned import PinError
 
 
@@ -68,9 +68,9 @@ def build(config: EngineConfig, runtime: Runtime | None) -> BuiltEngine:
     end_ids = end_token_ids(model_dir, checkpoint.hf_config)
     advised = (model_dir, checkpoint.gguf, str(config.model))
     defaults = sampling_defaults(*advised) if config.generation_config == "auto" else {}
-    memory_before = reserved_bytes(device)
+    memory_before = device_of(device).held_bytes()
     if runtime is None:
-        runtime = CudaRuntime(device) if device.type == "cuda" else CpuRuntime()
+        runtime = device_of(device).runtime()
     model = None
     try:
         model = _load(config, setup, plan)

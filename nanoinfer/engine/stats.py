@@ -118,7 +118,7 @@ def advice(engine: Engine, times: DecodeTimes) -> str:
             f"steps of {step_ms:.1f} ms are at the GPU's own speed: more sequences at once raise the tokens per second"
         )
     host_ms = times.host_seconds / times.num_steps * 1e3
-    if engine.runner.runtime.device.type != "cuda":
+    if engine.runner.device.is_host:
         return f"steps of {step_ms:.1f} ms are at the CPU's speed: there is no GPU"
     helps = "more sequences at once"
     if engine.config.enforce_eager:

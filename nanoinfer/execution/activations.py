@@ -1,4 +1,4 @@
-"""Memory of the largest prefill step on a CUDA device: measured once, and kept free from then on."""
+"""Memory of the largest prefill step on a GPU: measured once, and kept free from then on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from tqdm import tqdm
 
 from nanoinfer.attention.base import AttentionBackend, KeyRange
 from nanoinfer.common.units import GIB, format_size
-from nanoinfer.execution.memory import MemoryPlan, reserved_bytes
+from nanoinfer.devices.registry import device_of
+from nanoinfer.execution.memory import MemoryPlan
 from nanoinfer.execution.pieces import Around, Pieces
 from nanoinfer.execution.products import check_products, run_ours
 from nanoinfer.execution.recurrent import RecurrentStates
@@ -41,10 +42,9 @@ class Activations:
     memory_before: int
 
     def peak_bytes(self) -> int | None:
-        """Peak bytes of torch's allocator, less what it held before this engine; None on the CPU."""
-        if self.device.type != "cuda":
-            return None
-        return torch.cuda.max_memory_reserved(self.device) - self.memory_before
+        """Peak bytes of torch's allocator, less what it held before this engine; None where it does not count."""
+        peak = device_of(self.device).peak_bytes()
+        return None if peak is None else peak - self.memory_before
 
     def measure(self, progress_bar: bool) -> tuple[int, dict[str, list[int]]]:
         """Run the largest prefill step once and measure its memory.
@@ -54,23 +54,23 @@ class Activations:
         Returns:
             How many GPU blocks to give up because the step took more than was planned, and what `check_products` found.
         """
-        device, plan = self.device, self.plan
+        device, plan, described = self.device, self.plan, device_of(self.device)
         with self.compute.current():
             # Make the matrix library take the stream's workspace now. Later it would take it out of the segment of the
             # activations, which could then never be given back.
             some = torch.ones(16, 16, dtype=self.model.spec.dtype, device=device)
             torch.nn.functional.linear(some, some)
             checks = check_products(self.model, plan.max_num_batched_tokens)
-        held = reserved_bytes(device) - self.memory_before  # weights, ring and workspace
+        held = described.held_bytes() - self.memory_before  # weights, ring and workspace
         self.reserve()
-        torch.cuda.reset_peak_memory_stats(device)
+        described.forget_peak()
         what = "compiling kernels, measuring memory"
         with tqdm(total=1, desc=what, delay=2, disable=not progress_bar) as bar, self.compute.current():
             self._run_prefill(padded_rows(plan.max_num_batched_tokens))
-            torch.cuda.synchronize(device)
+            described.synchronize()
             bar.update()
         peak = self.peak_bytes()
-        reserved_bytes(device)  # gives back the segment, and what came beside it
+        described.held_bytes()  # gives back the segment, and what came beside it
         # Of what is fixed, buffers and graphs come later.
         over = peak - (plan.fixed_bytes - plan.workspace_bytes - plan.graph_bytes)
         blocks = max(0, -(-over // self.layout.block_bytes))

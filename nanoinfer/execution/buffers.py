@@ -28,7 +28,7 @@ def buffer_bytes(
     batch_sizes, token_counts: what is captured, of decode and of small prefill steps.
     """
     runtime = SimpleNamespace(device=torch.device("meta"), staging=lambda count, dtype: None, event=lambda: None)
-    config = SimpleNamespace(graph_batch_sizes=lambda rows: batch_sizes, graph_num_tokens=lambda *most: token_counts)
+    config = SimpleNamespace(graph_batch_sizes=lambda *most: batch_sizes, graph_num_tokens=lambda *most: token_counts)
     resources = Resources(
         config=config,
         plan=sizes,

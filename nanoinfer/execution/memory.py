@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from nanoinfer.common.units import format_gib
 
 
@@ -110,12 +108,3 @@ class MemoryPlan:
             f"{gib(self.activation_bytes)}, buffers and graphs {gib(buffers)}; "
             f"up to {gib(self.host_bytes)} GiB of host memory for KV; {steps} tokens"
         )
-
-
-def reserved_bytes(device: torch.device) -> int:
-    """Give unused caches back; return the bytes that torch's allocator still holds on the device, 0 on the CPU."""
-    if device.type != "cuda":
-        return 0
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_reserved(device)

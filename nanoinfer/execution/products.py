@@ -15,6 +15,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from nanoinfer.devices.registry import device_of
 from nanoinfer.kernels.linear.counts import MAX_ROWS, padded_counts
 from nanoinfer.layers.linear import Head, Linear
 from nanoinfer.models.decoder import Decoder
@@ -56,7 +57,9 @@ def _by_shape(model: Decoder) -> dict[tuple[int, int, bool], list[Linear]]:
     if model.spec.dtype.itemsize != 2:
         return groups
     for module in model.modules():
-        if isinstance(module, Linear) and not isinstance(module, Head) and next(module.parameters()).is_cuda:
+        if not isinstance(module, Linear) or isinstance(module, Head):
+            continue
+        if device_of(next(module.parameters()).device).is_fused:
             groups.setdefault((module.num_rows, module.in_features, module.bias is not None), []).append(module)
     return groups
 

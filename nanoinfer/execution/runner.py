@@ -18,6 +18,7 @@ from nanoinfer.attention.base import AttentionBackend
 from nanoinfer.common.exact import num_threads, threads
 from nanoinfer.common.units import GIB
 from nanoinfer.config import EngineConfig
+from nanoinfer.devices.registry import device_of
 from nanoinfer.execution.activations import Activations
 from nanoinfer.execution.block_copies import BlockCopies
 from nanoinfer.execution.decode import DecodeProgram, DecodeStep
@@ -69,6 +70,7 @@ class ModelRunner:
         memory_before: bytes that the allocator held before this engine allocated any.
 
     Attributes:
+        device: what the runtime's device offers.
         gpu_kv: `[num_layers, num_gpu_blocks, 2, block_size, num_kv_heads, head_dim]`, the GPU pool.
         kept: the KV of sequences that gave way.
         offload: the offload engine. Its host pool has memory once it was needed for the first time.
@@ -96,13 +98,14 @@ class ModelRunner:
         self._activations = Activations(self.compute, model, backend, self.layout, *memory)
         self.product_checks: dict[str, list[int]] = {}  # as `check_products` returns
         self.graphs = Graphs(runtime, self.compute)
-        is_cuda = runtime.device.type == "cuda"
-        self._num_threads = None if is_cuda else _num_threads(model)
-        self._has_graphs = not config.enforce_eager and (not is_cuda or backend.graph_safe)
+        self.device = device = device_of(runtime.device)
+        self._num_threads = _num_threads(model) if device.is_host else None
+        self._has_graphs = not config.enforce_eager and (backend.graph_safe or not device.records_graphs)
         if plan.matrix_bytes:
             keep_matrices(model)
-        if is_cuda:
+        if device.target.is_compiled:
             self.compile_kernels()
+        if device.counts_memory:
             blocks_over_plan, self.product_checks = self._activations.measure(config.progress_bar)
             self.num_gpu_blocks -= blocks_over_plan
         self.gpu_kv = _zeros(self.layout.pool_shape(self.num_gpu_blocks), self.layout.dtype, runtime.device)
@@ -168,7 +171,7 @@ class ModelRunner:
         Raises:
             ValueError: the attention backend cannot run offload mode.
         """
-        host, is_cuda = self.offload.host, self.runtime.device.type == "cuda"
+        host, pinner = self.offload.host, self.device.pinner
         if host.arena is not None:
             return
         type(self.backend).check(self.backend.spec, self.runtime.device, offload=True)
@@ -178,9 +181,9 @@ class ModelRunner:
             num_segments,
             host.blocks_per_segment * self.layout.block_bytes,
             last_segment_bytes=num_last * self.layout.block_bytes,
-            pin=is_cuda,
+            pinner=pinner,
             require_pin=self.config.pin_host_memory == "require",
-            progress=self._pinning_progress(num_segments) if is_cuda else None,
+            progress=self._pinning_progress(num_segments) if pinner is not None else None,
         )
 
     def _pinning_progress(self, num_segments: int) -> Callable[[int, int], None]:
@@ -195,19 +198,18 @@ class ModelRunner:
 
     def capture(self, may_offload: bool) -> None:
         """Capture all graphs that are not captured yet; those of offload mode, too, if `may_offload`."""
-        is_cuda = self.runtime.device.type == "cuda"
         works = [*self.decode_program.works(may_offload), *self.prefill_program.pieces.works()]
         missing = [work for work in works if work.key not in self.graphs]
         if missing and self._has_graphs:
             self._capture(missing)
         self._forget_slots()  # what warm-up runs chose is nobody's choice
-        if is_cuda:
+        if self.device.counts_memory:
             self._activations.reserve()  # a capture gives unused segments back
 
     def _capture(self, works: list[GraphWork]) -> None:
         before = self._memory_in_use()
         bar = tqdm(total=len(works), desc="capturing graphs", disable=not self.config.progress_bar or before == 0)
-        if self.runtime.device.type == "cuda":
+        if self.device.records_graphs:
             # The collector must not free another engine's device memory in the middle of a capture.
             gc.collect()
         was_enabled = gc.isenabled()
@@ -229,10 +231,8 @@ class ModelRunner:
         self.graph_memory = (first, last + taken)
 
     def _memory_in_use(self) -> int:
-        if self.runtime.device.type != "cuda":
-            return 0
-        free, total = torch.cuda.mem_get_info(self.runtime.device)
-        return total - free
+        found = self.device.memory()
+        return 0 if found is None else found[1] - found[0]
 
     # Steps
 
@@ -332,7 +332,7 @@ class ModelRunner:
         streamed.close()
 
     def peak_bytes(self) -> int | None:
-        """Peak bytes of torch's allocator, less what it held before this engine; None on the CPU."""
+        """Peak bytes of torch's allocator, less what it held before this engine; None where it does not count."""
         return self._activations.peak_bytes()
 
 
@@ -365,7 +365,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     On the CPU memory is taken page by page as blocks come into use. torch.zeros would write every zero first, which
     takes seconds for a pool of gigabytes.
     """
-    if device.type != "cpu":
+    if not device_of(device).is_host:
         return torch.zeros(shape, dtype=dtype, device=device)
     pool = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
     assert pool.data_ptr() % 16 == 0, "kernels under the interpreter want aligned tensors"

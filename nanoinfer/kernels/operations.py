@@ -5,13 +5,13 @@ from types import ModuleType
 
 import torch
 
-from nanoinfer.kernels import reference
+from nanoinfer.devices.registry import device_of
 
 
 def operations_of(device: torch.device | str) -> ModuleType:
-    """Return the operations of a device: our kernels on CUDA, plain torch elsewhere.
+    """Return the operations of a device: our kernels, a package's, or plain torch.
 
-    Whoever is built for a device asks once. The kernels are imported here and not at the top, because triton comes with
-    CUDA builds of torch only.
+    Whoever is built for a device asks once. They are imported here and not at the top, because triton comes with some
+    builds of torch only.
     """
-    return import_module("nanoinfer.kernels.fused") if torch.device(device).type == "cuda" else reference
+    return import_module(device_of(torch.device(device)).operations)

@@ -55,6 +55,10 @@ def packed_linear(x, weight, bias=None, *, activation=None, out=None, num_parts=
     """None: the weight must be expanded first."""
 
 
+def expand(weight, out: Tensor, ids: Tensor | None = None) -> None:
+    """None: the format expands rows itself."""
+
+
 def rms_norm(
     x: Tensor,
     weight: Tensor,

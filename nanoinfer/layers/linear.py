@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from nanoinfer.devices.registry import device_of
 from nanoinfer.kernels.linear.counts import num_parts
 from nanoinfer.kernels.operations import operations_of
 from nanoinfer.layers.formats.base import DENSE, ExpandedFormat, Filling, Formats
@@ -146,7 +147,7 @@ def keep_matrices(model: nn.Module) -> None:
 
 def share_scratch(model: nn.Module, *, dtype: torch.dtype, device) -> None:
     """Give all projections that need one the same buffer for a matrix. They must run one after the other."""
-    size = scratch_size(model, torch.device(device).type == "cuda" and dtype.itemsize == 2)
+    size = scratch_size(model, device_of(torch.device(device)).is_fused and dtype.itemsize == 2)
     scratch = torch.empty(size, dtype=dtype, device=device) if size else None
     for module in model.modules():
         if isinstance(module, Linear):

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from nanoinfer.devices.registry import device_of
 from nanoinfer.memory.floors import Floors
 
 UNITS = {"m": 1e3, "M": 1e-6, "G": 1e-9, "g": 2**-30}
@@ -67,7 +68,7 @@ def explain(floors: Floors, device: torch.device) -> str:
     """Say what the floors of this run are."""
     text = (
         "link {link!G:.1f} GB/s (one large pinned copy), device {device!G:.0f} GB/s (one large copy, read + written)"
-        if device.type == "cuda"
+        if not device_of(device).is_host
         else "main memory {link!G:.1f} GB/s (one large copy) stands for the link and {device!G:.1f} GB/s (read + "
         "written) for the device; without a GPU this shows that it runs, not how fast"
     )
@@ -85,8 +86,8 @@ def versions(device: torch.device) -> dict[str, str | None]:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = None
-    is_cuda = device.type == "cuda"
-    found["device"] = torch.cuda.get_device_name(device) if is_cuda else f"CPU, {platform.machine()}"
+    described = device_of(device)
+    found["device"] = f"{described.name}, {platform.machine()}" if described.is_host else described.name
     return found
 
 

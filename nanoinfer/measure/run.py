@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from nanoinfer.devices.registry import accelerator, device_of
 from nanoinfer.engine.engine import LLMEngine
 from nanoinfer.llm import LLM
 from nanoinfer.measure.answers import Answer, answer_of
@@ -186,9 +187,7 @@ def measure(
         ValueError: a prompt cannot be used in this engine. After this and any other error no request is left running.
     """
     engine, device = llm.engine, llm.engine.runner.runtime.device
-    is_cuda = device.type == "cuda"
-    if is_cuda:
-        torch.cuda.reset_peak_memory_stats(device)
+    device_of(device).forget_peak()
     fields = dict(temperature=0, max_tokens=output_len, ignore_eos=True, logprobs=0 if with_logprobs else None)
     first = SamplingParams(**fields | dict(sampling or {}))
     params = [first if first.seed is None else replace(first, seed=first.seed + i) for i in range(len(lengths))]
@@ -279,5 +278,5 @@ def release(llm: LLM) -> None:
 def free_memory() -> None:
     """Free memory that is no longer referenced, before something else takes it."""
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    if (device := accelerator()) is not None:
+        device_of(device).give_back()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from nanoinfer.common.errors import nearest
 from nanoinfer.common.units import GIB
+from nanoinfer.devices.cuda import without_float8
 
 # Of a card that is called so many GB: what is left beside the driver, a CUDA context and a desktop, in GiB.
 LEFT_GIB = {
@@ -42,6 +43,11 @@ class Card:
     def memory(self) -> str:
         """The same as a limit, such as "10.5GiB"."""
         return f"{LEFT_GIB[self.called_gb]:g}GiB"
+
+    @property
+    def lacks_float8(self) -> str | None:
+        """As `Device.lacks_float8`."""
+        return without_float8(self.capability, "the GPU")
 
     @property
     def link_gbps(self) -> float:

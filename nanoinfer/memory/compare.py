@@ -27,7 +27,7 @@ def compare_gpus(
     for card in CARDS:
         rates = dict(link_gbps=card.link_gbps, device_gbps=card.device_gbps)
         asked = replace(any_card.asked, budget_bytes=card.memory_bytes, **rates)
-        one = replace(any_card, asked=asked, capability=card.capability)
+        one = replace(any_card, asked=asked, lacks_float8=card.lacks_float8)
         try:
             found[card.name] = one.step(asked.context, asked.batch)
         except ValueError as error:  # what is asked for is not in this card

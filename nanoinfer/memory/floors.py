@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from nanoinfer.devices.registry import device_of
 from nanoinfer.models.base import ModelSpec
 
 COPY_BYTES = 2**30
@@ -44,14 +45,14 @@ class Floors:
 
 def measure_floors(device: torch.device, repeats: int = 7, most_bytes: int = COPY_BYTES) -> Floors:
     """Return medians over `repeats` copies of `most_bytes` (128 MiB on the CPU; less if the GPU has little left)."""
-    num_bytes = min(most_bytes, copy_bytes(device) if device.type == "cuda" else CPU_COPY_BYTES)
+    num_bytes = min(most_bytes, CPU_COPY_BYTES if device_of(device).is_host else copy_bytes(device))
     floors = _floors(device, num_bytes, repeats)
-    torch.cuda.empty_cache()
+    device_of(device).give_back()
     return floors
 
 
 def _floors(device: torch.device, num_bytes: int, repeats: int) -> Floors:
-    on_host = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    on_host = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=device_of(device).pinner is not None)
     source, target = (torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
     link = _median(lambda: target.copy_(on_host, non_blocking=True), device, repeats)
     copy = _median(lambda: target.copy_(source), device, repeats)
@@ -63,20 +64,21 @@ def copy_bytes(device: torch.device) -> int:
 
     Floors are measured beside an engine that fills its budget.
     """
-    torch.cuda.empty_cache()
-    free_bytes, _ = torch.cuda.mem_get_info(device)
+    described = device_of(device)
+    described.give_back()
+    free_bytes, _ = described.memory()
     return max(MIN_COPY_BYTES, min(COPY_BYTES, free_bytes // 4 // 2**20 * 2**20))
 
 
 def _median(work: Callable[[], object], device: torch.device, repeats: int) -> float:
     """Return the median seconds of one call, its work on the device included."""
     times = []
-    synchronize = torch.get_device_module(device).synchronize
+    synchronize = device_of(device).synchronize
     for _ in range(repeats + 1):  # the first one warms up
-        synchronize(device)
+        synchronize()
         begin = time.perf_counter()
         work()
-        synchronize(device)
+        synchronize()
         times.append(time.perf_counter() - begin)
     return statistics.median(times[1:])
 

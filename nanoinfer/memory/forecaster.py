@@ -10,17 +10,17 @@ from __future__ import annotations
 import tempfile
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from nanoinfer.attention.base import check_fp8
 from nanoinfer.common.other_names import takes_also
 from nanoinfer.common.units import GIB, format_gib, format_size
 from nanoinfer.config import EngineConfig
+from nanoinfer.devices.base import Device
+from nanoinfer.devices.registry import accelerator, device_of, planned_device
 from nanoinfer.memory.budget import gpu_budget
 from nanoinfer.memory.cards import card_named
 from nanoinfer.memory.floors import bytes_read_per_step
@@ -103,9 +103,9 @@ def forecaster(
         path = write_shape(str(model), directory) if model in SHAPES else model
         specs = Specs(read_checkpoint(path, config.hf_overrides, names=SHAPES))
     is_this_machine = card is None and not isinstance(config.gpu_memory_limit, int)
-    capability = torch.cuda.get_device_capability() if is_this_machine and torch.cuda.is_available() else None
-    capability = capability if card is None else card.capability
-    spec = _spec(specs, config, capability)
+    here = accelerator() if is_this_machine else None
+    lacks_float8 = card.lacks_float8 if card is not None else None if here is None else device_of(here).lacks_float8()
+    spec = _spec(specs, config, lacks_float8)
     host_bytes = memory_available_bytes() if host_memory_limit is None else int(config.host_memory_limit)
     asked = Forecast(
         model=str(model),
@@ -116,25 +116,25 @@ def forecaster(
         budget_bytes=_budget(config, host_bytes),
         host_budget_bytes=host_bytes,
     )
-    return Forecaster(specs, config, asked, capability=capability)
+    return Forecaster(specs, config, asked, lacks_float8=lacks_float8)
 
 
-def _spec(specs: Specs, config: EngineConfig, capability: tuple[int, int] | None) -> ModelSpec:
-    """Return the model's numbers; ValueError if these settings do not fit it, or a GPU of this compute capability."""
-    if config.kv_cache_dtype == "fp8" and capability is not None and config.attention_backend in ("auto", "triton"):
-        check_fp8(capability, "the GPU")
+def _spec(specs: Specs, config: EngineConfig, lacks_float8: str | None) -> ModelSpec:
+    """Return the model's numbers; ValueError if these settings do not fit it, or a GPU that lacks this for fp8."""
+    if config.kv_cache_dtype == "fp8" and config.attention_backend in ("auto", "triton"):
+        check_fp8(lacks_float8)
     return specs.of(config)
 
 
 def _budget(config: EngineConfig, host_available: int) -> int:
     if isinstance(config.gpu_memory_limit, int):  # no share
         return int(config.gpu_memory_limit)
-    if not torch.cuda.is_available():
+    device = accelerator()
+    if device is None:
         raise ValueError(
             'this machine has no GPU whose memory could be counted: name the card that it is for, gpu="RTX 4070", or '
             'state gpu_memory_limit="12GiB"'
         )
-    device = torch.device("cuda", torch.cuda.current_device())
     return gpu_budget(config, device_memory(device), host_available)
 
 
@@ -142,18 +142,19 @@ def _budget(config: EngineConfig, host_available: int) -> int:
 class Forecaster:
     """One model on one machine, for any context and batch; `asked` has what is given, and no answers.
 
-    capability: the GPU's, where it is known.
+    device: what the plan is made for.
+    lacks_float8: as `Device.lacks_float8`; None also where nothing is known of the GPU.
     """
 
     specs: Specs
     config: EngineConfig
     asked: Forecast
-    is_cuda: bool = True
-    capability: tuple[int, int] | None = None
+    device: Device = field(default_factory=planned_device)
+    lacks_float8: str | None = None
 
     @cached_property
     def spec(self) -> ModelSpec:
-        return _spec(self.specs, self.config, self.capability)
+        return _spec(self.specs, self.config, self.lacks_float8)
 
     def forecast(self) -> Forecast:
         context, batch = self.asked.context, self.asked.batch
@@ -201,7 +202,7 @@ class Forecaster:
                 self.spec,
                 budget_bytes=asked.budget_bytes,
                 host_available_bytes=asked.host_budget_bytes,
-                is_cuda=self.is_cuda,
+                device=self.device,
             )
         except ValueError as error:
             return replace(asked, problem=str(error))

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module, metadata
 from importlib.util import find_spec
-from pathlib import Path
 
 import psutil
 import torch
 from packaging.requirements import Requirement
 
 from nanoinfer.common.units import GIB, format_gib
+from nanoinfer.devices.machine import driver_version, pcie_lanes, torch_build, why_no_gpu
+from nanoinfer.devices.registry import accelerator, device_of
 from nanoinfer.kernels import reference
 from nanoinfer.kernels.operations import operations_of
 from nanoinfer.memory.floors import measure_floors
@@ -26,7 +25,6 @@ from nanoinfer.memory.machine import device_memory
 from offload.memory.host_memory import memory_available_bytes
 from offload.memory.pinned import HostArena
 
-LEAST_CAPABILITY = (8, 0)  # docs/supported.md
 SLOW_LINK_GBPS = 10.0  # PCIe 3 with 16 lanes gives 12
 FREE_SHARE = 0.8  # of a GPU's memory; a desktop takes a tenth of a small one
 _LINK_BYTES = 256 * 2**20  # with which four copies take less than a second where the link is slow, too
@@ -68,8 +66,7 @@ def _python(device: torch.device) -> Found:
 
 
 def _torch(device: torch.device) -> Found:
-    build = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
-    return f"{torch.__version__}, {build}", _unmet("torch")
+    return f"{torch.__version__}, {torch_build()}", _unmet("torch")
 
 
 def _transformers(device: torch.device) -> Found:
@@ -77,11 +74,12 @@ def _transformers(device: torch.device) -> Found:
 
 
 def _triton(device: torch.device) -> Found:
+    is_compiled = device_of(device).lacks("triton") is None
     if find_spec("triton") is None:
         missing = Broken("the kernels need it: install a CUDA build of torch, which brings it")
-        return "not installed", missing if device.type == "cuda" else None
+        return "not installed", missing if is_compiled else None
     version = metadata.version("triton") if _is_package("triton") else "of unknown version"
-    if device.type != "cuda":
+    if not is_compiled:
         return version, None
     if not any(map(shutil.which, (os.environ.get("CC", "cc"), *_COMPILERS))):
         return version, Broken("it builds the launchers of kernels with a C compiler, and there is none: install gcc")
@@ -95,16 +93,15 @@ def _driver(device: torch.device) -> Found:
 
 
 def _gpu(device: torch.device) -> Found:
-    if device.type != "cuda" and torch.cuda.is_available():
+    described = device_of(device)
+    if not described.is_host:
+        return described.describe()
+    if accelerator() is not None:
         return "not looked at: another device is asked for", None
-    if device.type != "cuda":
-        why = f"{_why_no_gpu()}; everything runs on the CPU, slowly"
-        is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-        return "none", why if is_hidden or driver_version() is None else Broken(why)  # a driver says that there is one
-    name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-    text = f"{name}, compute capability {capability[0]}.{capability[1]}"
-    old = f"below compute capability {LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]} nothing is tested"
-    return text, old if capability < LEAST_CAPABILITY else None
+    driver = driver_version()
+    why, is_broken = why_no_gpu(driver)
+    why = f"{why}; everything runs on the CPU, slowly"
+    return "none", Broken(why) if is_broken else why
 
 
 def _gpu_memory(device: torch.device) -> Found:
@@ -129,7 +126,8 @@ def _host_memory(device: torch.device) -> Found:
 
 
 def _link(device: torch.device) -> Found:
-    if device.type != "cuda":
+    described = device_of(device)
+    if described.is_host:
         return "none", None
     floors = measure_floors(device, repeats=3, most_bytes=_LINK_BYTES)
     gbps, lanes = floors.link / 1e9, pcie_lanes(device)
@@ -145,11 +143,12 @@ def _link(device: torch.device) -> Found:
 
 
 def _pinning(device: torch.device) -> Found:
-    if device.type != "cuda":
+    pinner = device_of(device).pinner
+    if pinner is None:
         return "none", None
     num_bytes = min(GIB, memory_available_bytes() // 4)
     begin = time.perf_counter()
-    with HostArena(1, num_bytes, pin=True) as arena:
+    with HostArena(1, num_bytes, pinner=pinner) as arena:
         arena.wait()
         seconds, pinned = time.perf_counter() - begin, arena.pinned_bytes
     if not pinned:
@@ -188,45 +187,6 @@ def kernel_is_right(device: torch.device) -> bool:
     x = torch.linspace(-3, 3, 256).to(torch.bfloat16).reshape(2, 128)
     found = operations_of(device).act_and_mul(x.to(device), "silu").cpu()
     return torch.allclose(found.float(), reference.act_and_mul(x, "silu").float(), atol=0.05)
-
-
-def driver_version(root: Path = Path("/")) -> str | None:
-    """Return the version of NVIDIA's driver, None if there is none."""
-    try:
-        said = (root / "proc/driver/nvidia/version").read_text()
-    except OSError:  # under WSL2 the driver is that of Windows
-        if shutil.which("nvidia-smi") is None:
-            return None
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        try:
-            said = subprocess.run(query, capture_output=True, text=True, timeout=10).stdout
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-    match = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", said)
-    return match[0] if match else None
-
-
-def pcie_lanes(device: torch.device, root: Path = Path("/")) -> tuple[int, int] | None:
-    """Return how many lanes the GPU's slot has and how many the GPU could use; None if the system does not say."""
-    found = torch.cuda.get_device_properties(device)
-    try:
-        name = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
-        folder = root / "sys/bus/pci/devices" / name
-        now, most = (int((folder / f"{which}_link_width").read_text()) for which in ("current", "max"))
-    except (AttributeError, OSError, ValueError):
-        return None
-    return (now, most) if now else None  # 0: of a virtual machine
-
-
-def _why_no_gpu() -> str:
-    if torch.version.cuda is None:
-        return "torch is built without CUDA: install a CUDA build of it (https://pytorch.org)"
-    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-        return "CUDA_VISIBLE_DEVICES hides all GPUs: unset it"
-    version = driver_version()
-    if version is None:
-        return "no NVIDIA driver is found: install one, or give the container the GPU (docker run --gpus all)"
-    return f"torch sees none with driver {version}: it may be too old for CUDA {torch.version.cuda}"
 
 
 def _unmet(name: str) -> str | None:

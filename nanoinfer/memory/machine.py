@@ -1,4 +1,4 @@
-"""Devices, and the memory that is taken on them."""
+"""The memory of devices, and what is taken of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from nanoinfer.common.units import GIB, format_gib
-from nanoinfer.execution.memory import reserved_bytes
+from nanoinfer.devices.registry import accelerator, device_of
 
 # What a process takes of the GPU beside torch's allocator once its context is there: code of kernels and libraries, and
 # the nodes of graphs.
@@ -45,36 +45,14 @@ class DeviceMemory:
         return found
 
 
-def resolve_device(name: str) -> torch.device:
-    """Return the torch device that `name` asks for; ValueError if it is none, or CUDA where there is none."""
-    if name == "auto":
-        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f'device={name!r} is no device: give "auto", "cuda", "cuda:1" or "cpu"') from error
-    if device.type not in ("cuda", "cpu"):
-        raise ValueError(f'device={name!r} is not supported: give "auto", "cuda", "cuda:1" or "cpu"')
-    if device.type == "cpu" and device.index is not None:
-        raise ValueError(f'device={name!r}, but there is one CPU: give "cpu", without a number')
-    if device.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (device.index or 0) >= count:
-            raise ValueError(
-                f"device={name!r}, but torch sees {count} CUDA devices: give "
-                + (f'"cuda:0" to "cuda:{count - 1}"' if count else '"cpu" or "auto", or install a CUDA build of torch')
-            )
-        device = torch.device("cuda", device.index or 0)
-    return device
-
-
 def device_memory(device: torch.device) -> DeviceMemory | None:
-    """Return what the GPU has and what of it is free now; None for the CPU. What is unused is given back first."""
-    if device.type != "cuda":
+    """Return what the GPU has and what of it is free now, once unused caches are given back; None for the host."""
+    described = device_of(device)
+    if described.is_host:
         return None
     gc.collect()  # of an engine that was dropped and not closed
-    own = reserved_bytes(device)
-    free, total = torch.cuda.mem_get_info(device)
+    own = described.held_bytes()
+    free, total = described.memory()
     return DeviceMemory(total_bytes=total, free_bytes=free, own_bytes=own)
 
 
@@ -86,9 +64,10 @@ def advice_when_full(message: str) -> str | None:
     what = f"{wanted[1]} more were wanted" if wanted else message.splitlines()[0].rstrip(".")
     said = f"the GPU's memory is full: {what}"
     others = "max_num_batched_tokens or max_num_seqs, or end what else runs on the GPU"
-    if not torch.cuda.is_available():
+    device = accelerator()
+    if device is None:
         return f"{said}: lower gpu_memory_limit, {others}"
-    now = device_memory(torch.device("cuda", int(place[1]) if place else torch.cuda.current_device()))
+    now = device_memory(torch.device(device.type, int(place[1]) if place else device.index))
     # What this process holds is free for its next run.
     there = DeviceMemory(now.total_bytes, now.free_bytes + now.own_bytes)
     return (

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from nanoinfer.common.units import GIB, enough, format_size
 from nanoinfer.config import EngineConfig
+from nanoinfer.devices.base import Device
 from nanoinfer.execution.buffers import buffer_bytes, split_bytes
 from nanoinfer.execution.memory import MemoryPlan
 from nanoinfer.memory.refusals import (
@@ -28,9 +29,6 @@ from nanoinfer.models.expert_slots import pool_bytes
 from nanoinfer.models.streamed import place_sizes, spread
 
 DEFAULT_RING_SLOT_BYTES = 32 * 2**20
-# Workspaces that the matrix library keeps, eagerly and in graphs, and what torch's allocator adds by rounding buffers
-# to segments of 2 or 20 MiB: 94 to 135 MiB were measured over seven engines of two shapes.
-LIBRARY_BYTES = 140 * 2**20
 # Prefill steps below so many tokens are too slow to be chosen for the memory that they leave.
 _LEAST_TO_STREAM_NOTHING = 1024
 # Tokens of context for which streamed weights make room, if they can, where none are asked for: a conversation.
@@ -48,23 +46,23 @@ def make_plan(
     *,
     budget_bytes: int,
     host_available_bytes: int,
-    is_cuda: bool,
+    device: Device,
     may_pin: bool = True,
 ) -> MemoryPlan:
     """Divide the budget among the parts of the engine. Where a limit is too small, `TooSmall` says what works.
 
     may_pin: whether host memory can be pinned, as far as it is known. Experts in slots need it.
     """
-    plan = _divide(config, spec, budget_bytes, host_available_bytes, is_cuda, may_pin)
-    # A CPU has no kernels that read packed weights as they lie: their matrices are kept where there is room for all.
+    plan = _divide(config, spec, budget_bytes, host_available_bytes, device, may_pin)
+    # Without kernels that read packed weights as they lie, their matrices are kept where there is room for all.
     room = plan.budget_bytes - plan.total_bytes
-    if is_cuda or plan.streamed_pieces or not 0 < spec.matrix_bytes <= room:
+    if device.is_fused or plan.streamed_pieces or not 0 < spec.matrix_bytes <= room:
         return plan
     return replace(plan, matrix_bytes=spec.matrix_bytes)
 
 
 def _divide(
-    config: EngineConfig, spec: ModelSpec, budget_bytes: int, host_available_bytes: int, is_cuda: bool, may_pin: bool
+    config: EngineConfig, spec: ModelSpec, budget_bytes: int, host_available_bytes: int, device: Device, may_pin: bool
 ) -> MemoryPlan:
     layout = spec.layout
     slot_bytes = max(DEFAULT_RING_SLOT_BYTES, layout.layer_block_bytes)
@@ -77,9 +75,9 @@ def _divide(
             )
     spec.check_context(config.max_model_len)
     fitting: list[MemoryPlan] = []
-    given = budget_bytes, slot_bytes, is_cuda, host_available_bytes, may_pin
+    given = budget_bytes, slot_bytes, device, host_available_bytes, may_pin
     least, slots = least_streamed(config, spec), checked_slots(config, spec)
-    for tokens in _batched_tokens(config, is_cuda):
+    for tokens in _batched_tokens(config, device):
         plan = _spend_all(config, spec, tokens, *given, least, slots)
         if plan.num_gpu_blocks < min_blocks(config, plan):
             continue
@@ -158,13 +156,13 @@ def _slotted(config: EngineConfig, spec: ModelSpec, context: int, *given: int) -
 
     In offload mode also those count that leave less room than for a context, whose KV streams then.
     """
-    sparse, (*_, is_cuda, _, may_pin) = spec.sparse, given
+    sparse, (*_, device, _, may_pin) = spec.sparse, given
     gives_layers = config.resident_weights_limit is not None or config.cpu_offload_gb is not None
-    if sparse is None or not is_cuda or not may_pin or gives_layers:
+    if sparse is None or not device.reads_host_memory or not may_pin or gives_layers:
         return None
     rooms = sorted({context, min(context, _STREAMING_CONTEXT), 1}) if config.may_offload else [context]
     found = []
-    for room, tokens in product(rooms, _batched_tokens(config, is_cuda)):
+    for room, tokens in product(rooms, _batched_tokens(config, device)):
 
         def made(count: int, room: int = room, tokens: int = tokens) -> MemoryPlan | None:
             try:
@@ -246,18 +244,18 @@ def least_streamed(config: EngineConfig, spec: ModelSpec) -> int:
 
 
 def _spend_all(
-    config: EngineConfig, spec: ModelSpec, tokens: int, budget_bytes: int, slot_bytes: int, is_cuda: bool,
+    config: EngineConfig, spec: ModelSpec, tokens: int, budget_bytes: int, slot_bytes: int, device: Device,
     host_available_bytes: int, may_pin: bool, num_streamed: int, num_expert_slots: int = 0,
 ) -> MemoryPlan:  # fmt: skip
     streamed = spread(len(spec.piece_bytes), num_streamed)
-    plan = _spend(config, spec, tokens, budget_bytes, slot_bytes, is_cuda, streamed, num_expert_slots)
+    plan = _spend(config, spec, tokens, budget_bytes, slot_bytes, device, streamed, num_expert_slots)
     return _with_host(config, plan, host_available_bytes)
 
 
-def _batched_tokens(config: EngineConfig, is_cuda: bool) -> list[int]:
+def _batched_tokens(config: EngineConfig, device: Device) -> list[int]:
     if config.max_num_batched_tokens is not None:
         return [config.max_num_batched_tokens]
-    sizes = [size for size in (8192, 4096, 2048, 1024, 512, 256) if is_cuda or size <= 2048]
+    sizes = [size for size in (8192, 4096, 2048, 1024, 512, 256) if size <= device.most_step_tokens]
     captured = max(config.capture_num_tokens or [], default=0)
     if captured > sizes[0]:
         raise ValueError(
@@ -273,7 +271,7 @@ def _spend(
     max_num_batched_tokens: int,
     budget_bytes: int,
     slot_bytes: int,
-    is_cuda: bool,
+    device: Device,
     streamed: tuple[int, ...],
     num_expert_slots: int,
 ) -> MemoryPlan:
@@ -283,18 +281,18 @@ def _spend(
     blocks_per_slot = min(slot_bytes // layout.layer_block_bytes, max_blocks * max_num_seqs)
     resident = config.resident_kv_limit
     resident = None if resident is None else resident // layout.block_bytes
-    batch_sizes = tuple(config.graph_batch_sizes(max_num_seqs))
-    token_counts = tuple(config.graph_num_tokens(max_num_batched_tokens, is_cuda))
-    max_batch, has_graphs = max(batch_sizes[-1], max_num_seqs), is_cuda and not config.enforce_eager
+    batch_sizes = tuple(config.graph_batch_sizes(max_num_seqs, device))
+    token_counts = tuple(config.graph_num_tokens(max_num_batched_tokens, device))
+    max_batch, has_graphs = max(batch_sizes[-1], max_num_seqs), device.records_graphs and not config.enforce_eager
     sizes = MemoryPlan(
         blocks_per_slot=blocks_per_slot,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        is_taken_as_needed=not is_cuda,
+        is_taken_as_needed=device.is_host,
     )
     of_split = split_bytes(spec, config.num_ring_slots)
-    scratch_bytes = spec.gpu_scratch_bytes if is_cuda else spec.scratch_bytes
+    scratch_bytes = spec.gpu_scratch_bytes if device.is_fused else spec.scratch_bytes
     host_bytes = sum(spec.piece_bytes[piece] for piece in streamed)
     place_bytes, expert_bytes = sum(place_sizes(spec.piece_bytes, streamed)), 0
     if num_expert_slots:
@@ -310,9 +308,9 @@ def _spend(
         slot_rows=max(max_batch, max(token_counts, default=0)) if num_expert_slots else 0,
         weight_bytes=spec.weight_bytes - host_bytes - expert_bytes + scratch_bytes + spec.rope_bytes(max_model_len),
         place_bytes=place_bytes,
-        activation_bytes=activation_bytes(spec, max_num_batched_tokens, max_batch, is_cuda),
+        activation_bytes=activation_bytes(spec, max_num_batched_tokens, max_batch, device),
         workspace_bytes=buffer_bytes(spec, sizes, batch_sizes, token_counts, config.num_ring_slots),
-        library_bytes=LIBRARY_BYTES if is_cuda else 0,
+        library_bytes=device.library_bytes,
         graph_bytes=graph_bytes(spec, max_batch, max(token_counts, default=0)) if has_graphs else 0,
         ring_bytes=config.num_ring_slots * blocks_per_slot * layout.layer_block_bytes + sum(spec.place_bytes),
         block_bytes=layout.block_bytes,
@@ -322,7 +320,7 @@ def _spend(
     # Each block of the pool brings room for two splits, because rows may share blocks.
     rows = max_num_seqs * of_split
     num_blocks = max(0, budget_bytes - plan.fixed_bytes - rows) // (layout.block_bytes + 2 * of_split)
-    if not is_cuda or config.enable_cpu_offload is True:
+    if device.is_host or config.enable_cpu_offload is True:
         # A pool larger than all rows can fill is of no use: on the CPU it would take the user's own memory, and in
         # offload mode the host holds what does not fit.
         useful = max_blocks * max_num_seqs + max_num_seqs + 2

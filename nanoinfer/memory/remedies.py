@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from nanoinfer.common.units import format_gib
+from nanoinfer.devices.registry import device_of
 from nanoinfer.memory.budget import gpu_budget
 from nanoinfer.memory.forecast import Forecast
 from nanoinfer.memory.forecaster import DEFAULT_CONTEXT, DEFAULT_LINK_GBPS, Forecaster
@@ -30,11 +29,10 @@ def with_remedies(error: TooSmall, setup: Setup) -> TooSmall:
         budget_bytes=gpu_budget(config, device_memory(setup.device), available),
         host_budget_bytes=available if config.host_memory_limit is None else int(config.host_memory_limit),
     )
-    is_cuda = setup.device.type == "cuda"
-    capability = torch.cuda.get_device_capability(setup.device) if is_cuda else None
-    memory = dict(budget_bytes=asked.budget_bytes, host_available_bytes=available, is_cuda=is_cuda)
+    device = device_of(setup.device)
+    memory = dict(budget_bytes=asked.budget_bytes, host_available_bytes=available, device=device)
     lines = []
-    forecaster = Forecaster(setup.specs, config, asked, is_cuda=is_cuda, capability=capability)
+    forecaster = Forecaster(setup.specs, config, asked, device=device, lacks_float8=device.lacks_float8())
     for proposal in forecaster.proposer().to_fit():
         changed, changes = replace(config, **proposal.changes), dict(proposal.changes)
         try:

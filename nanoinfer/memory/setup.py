@@ -8,6 +8,7 @@ import torch
 
 from nanoinfer.attention.registry import make_backend
 from nanoinfer.config import EngineConfig
+from nanoinfer.devices.registry import device_of
 from nanoinfer.execution.memory import MemoryPlan
 from nanoinfer.memory.budget import gpu_budget
 from nanoinfer.memory.machine import device_memory
@@ -47,7 +48,7 @@ class Setup:
             self.spec,
             budget_bytes=gpu_budget(config, device_memory(self.device), available),
             host_available_bytes=available,
-            is_cuda=self.device.type == "cuda",
+            device=device_of(self.device),
             may_pin=may_pin,
         )
 

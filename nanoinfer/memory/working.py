@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nanoinfer.devices.base import Device
 from nanoinfer.kernels.linear.counts import num_parts, padded_rows
 from nanoinfer.memory.sparse import sparse_bytes, sparse_reference_bytes
 from nanoinfer.models.base import ModelSpec
@@ -15,15 +16,16 @@ ACTIVATION_SLACK = 1.10
 ACTIVATION_MARGIN_BYTES = 16 * 2**20
 
 
-def activation_bytes(spec: ModelSpec, max_num_batched_tokens: int, max_batch: int, is_cuda: bool) -> int:
+def activation_bytes(spec: ModelSpec, max_num_batched_tokens: int, max_batch: int, device: Device) -> int:
     """Return the bytes of the largest prefill step, or of sampling for all rows behind it; eager decode takes less."""
-    tokens = padded_rows(max_num_batched_tokens) if is_cuda else max_num_batched_tokens
-    expanding = 0 if is_cuda else spec.product_bytes
-    largest = max(prefill_bytes(spec, tokens, is_cuda) + expanding, sampling_bytes(spec, max_batch, is_cuda))
-    return int(largest * ACTIVATION_SLACK) + ACTIVATION_MARGIN_BYTES if is_cuda else largest
+    is_fused = device.is_fused
+    tokens = padded_rows(max_num_batched_tokens) if device.pads_rows else max_num_batched_tokens
+    expanding = 0 if is_fused else spec.product_bytes
+    largest = max(prefill_bytes(spec, tokens, is_fused) + expanding, sampling_bytes(spec, max_batch, is_fused))
+    return int(largest * ACTIVATION_SLACK) + ACTIVATION_MARGIN_BYTES if device.counts_memory else largest
 
 
-def prefill_bytes(spec: ModelSpec, tokens: int, is_cuda: bool = True) -> int:
+def prefill_bytes(spec: ModelSpec, tokens: int, is_fused: bool = True) -> int:
     """Return the bytes of the live tensors of one layer at its peak.
 
     Each line stands for a place in `PrefillStep` and `nanoinfer.layers`.
@@ -36,7 +38,7 @@ def prefill_bytes(spec: ModelSpec, tokens: int, is_cuda: bool = True) -> int:
     largest = tokens * max(attention, _dense_bytes(spec, always) if spec.has_dense_layers else 0)
     if spec.sparse is None:
         return largest
-    sparse = sparse_bytes if is_cuda else sparse_reference_bytes
+    sparse = sparse_bytes if is_fused else sparse_reference_bytes
     return max(largest, tokens * always + sparse(spec, tokens))
 
 
@@ -62,7 +64,7 @@ def graph_bytes(spec: ModelSpec, rows: int, prefill_tokens: int) -> int:
     return max(layer, rows * logits)
 
 
-def sampling_bytes(spec: ModelSpec, max_batch: int, is_cuda: bool) -> int:
+def sampling_bytes(spec: ModelSpec, max_batch: int, is_fused: bool) -> int:
     """Return the bytes of the logits behind a prefill step and of what sampling adds to them.
 
     Sampling adds whichever takes more: the reference, which samples where there are no kernels, or log-probabilities,
@@ -70,5 +72,5 @@ def sampling_bytes(spec: ModelSpec, max_batch: int, is_cuda: bool) -> int:
     """
     rows, size = max_batch, spec.dtype.itemsize
     logprobs = rows * spec.vocab_size * (size + 4) + logprobs_bytes(rows, spec.vocab_size)
-    reference = 0 if is_cuda else reference_bytes(rows, spec.vocab_size)
+    reference = 0 if is_fused else reference_bytes(rows, spec.vocab_size)
     return rows * spec.vocab_size * size + max(logprobs, reference)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanoinfer.devices.registry import device_of
 from nanoinfer.layers.expert_pools import share_pools
 from nanoinfer.layers.experts import Experts
 from nanoinfer.layers.linear import Linear
@@ -216,8 +217,9 @@ class StreamedWeights:
 
     def _open(self, piece: int, require_pin: bool) -> None:
         # Where the system refused once, it is not asked again, and has said so.
-        pin = self._device.type == "cuda" and not any(arena.unpinned_bytes for arena in self.arenas.values())
-        options = dict(pin=pin, require_pin=require_pin, remedy=REMEDY)
+        was_refused = any(arena.unpinned_bytes for arena in self.arenas.values())
+        pinner = None if was_refused else device_of(self._device).pinner
+        options = dict(pinner=pinner, require_pin=require_pin, remedy=REMEDY)
         self.arenas[piece] = HostArena(1, len(self.runs[piece].place), **options)
 
     def bring(self, module: nn.Module) -> None:

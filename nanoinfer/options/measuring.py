@@ -98,13 +98,13 @@ def shared_engine_arguments(options: argparse.Namespace) -> dict:
 
 
 @contextmanager
-def open_model(options: argparse.Namespace, device_type: str) -> Iterator[tuple[str, str]]:
+def open_model(options: argparse.Namespace, is_host: bool) -> Iterator[tuple[str, str]]:
     """Yield the checkpoint that the options name, else a directory with a shape's config, and its name in reports."""
     if options.model is not None:
         refuse_shape(options.model)
         yield options.model, options.model
         return
-    shape = options.shape or ("qwen3-4b" if device_type == "cuda" else "tiny")
+    shape = options.shape or ("tiny" if is_host else "qwen3-4b")
     with tempfile.TemporaryDirectory() as directory:
         yield str(write_shape(shape, directory)), f"{shape} shape, random weights"
 

@@ -10,15 +10,15 @@ import torch
 
 from nanoinfer.common.units import counted
 from nanoinfer.config import EngineConfig
+from nanoinfer.devices.registry import device_of, resolve_device
 from nanoinfer.execution.memory import MemoryPlan
 from nanoinfer.measure.logits import check_can_keep
-from nanoinfer.memory.machine import resolve_device
 from nanoinfer.memory.setup import Setup
 from nanoinfer.verify.play import attempt
 from nanoinfer.verify.report import Answer, RunReport, Verdict, compare
 from nanoinfer.verify.runs import make_runs
 from nanoinfer.verify.workload import Workload, choose_workload
-from offload import CpuRuntime, CudaRuntime, Runtime
+from offload import Runtime
 
 # Without fixed splits, logits may differ by this share of the row's largest logit. This is a few times the rounding
 # that accumulates over the layers in this dtype, and far less than the effect of the keys of a wrong block.
@@ -71,9 +71,7 @@ def verify(
     common |= workload.arguments
     plan = setup.plan(EngineConfig(**common | dict(enable_cpu_offload=True)))  # raises if not even this fits
     check_can_keep(workload.num_output_tokens, setup.spec.vocab_size, "ask for fewer requests or a shorter output")
-    make_runtime = make_runtime or (
-        lambda name: CudaRuntime(device, poison=True) if device.type == "cuda" else CpuRuntime(poison=True)
-    )
+    make_runtime = make_runtime or (lambda name: device_of(device).runtime(poison=True))
     setting = describe(setup, workload, plan)
     tell("\n".join([*setting, ""]))
     reports: list[RunReport] = []
@@ -108,7 +106,7 @@ def describe(setup: Setup, workload: Workload, plan: MemoryPlan) -> list[str]:
         weights += f" in {config.quantization}"
     if config.head_quantization is not None:
         weights += f", head in {config.head_quantization}"
-    device = torch.cuda.get_device_name(setup.device) if setup.device.type == "cuda" else "CPU"
+    device = device_of(setup.device).name
     lengths = ", ".join(str(len(prompt)) for prompt in workload.prompts)
     num_greedy = sum(params.is_greedy for params in workload.params)
     how = "bit for bit"

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanoinfer.config import EngineConfig
+from nanoinfer.devices.registry import device_of
 from nanoinfer.measure.run import Load, mixed_params, random_prompts
 from nanoinfer.memory.setup import Setup
 
 # Prompt lengths as shares of the context. The first request decodes, and ends, while others are in prefill.
 LENGTH_SHARES = (0.25, 1.0, 0.5, 0.75)
-LONGEST_DEFAULT_CONTEXT = {"cuda": 4096, "cpu": 1024}
+LONGEST_DEFAULT_CONTEXT, LONGEST_ON_HOST = 4096, 1024
 MAX_PREFILL_TOKENS = 2048
 
 
@@ -94,7 +95,9 @@ def choose_workload(
                 f"(the model's {spec.max_position} positions less {output_len} generated tokens)"
             )
         return workload(context)
-    tokens = max(shortest, min(LONGEST_DEFAULT_CONTEXT[setup.device.type], longest))
+    tokens = max(
+        shortest, min(LONGEST_ON_HOST if device_of(setup.device).is_host else LONGEST_DEFAULT_CONTEXT, longest)
+    )
     while tokens > shortest:
         candidate = workload(tokens)
         with suppress(ValueError):

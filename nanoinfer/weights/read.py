@@ -20,6 +20,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
+from nanoinfer.devices.registry import device_of
 from nanoinfer.models.checkpoint_info import TensorEntry
 from offload.memory.pinned import HostArena, PinError
 
@@ -87,8 +88,9 @@ def read_tensors(
             paths = dict.fromkeys(piece.entry.path for piece in pieces)
             files = {path: stack.enter_context(_open(path)) for path in paths}
             # On the CPU the threads do all the copying, and more threads than cores are slower: half as fast with 8 on
-            # 2 cores. With CUDA some threads wait for the disk or the link, and keep both busy.
-            most = MAX_THREADS if _has_streams(pieces[0].target.device) else min(MAX_THREADS, os.cpu_count() or 1)
+            # 2 cores. With streams some threads wait for the disk or the link, and keep both busy.
+            has_streams = device_of(pieces[0].target.device).streams is not None
+            most = MAX_THREADS if has_streams else min(MAX_THREADS, os.cpu_count() or 1)
             readers = _Readers(pieces, files, min(num_threads or most, len(pieces)))
             if buffers is None:
                 sizes = dict(count=readers.num_buffers, num_bytes=readers.buffer_bytes)
@@ -172,11 +174,6 @@ def drop_page_cache(paths: Iterable[Path]) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _has_streams(device: torch.device) -> bool:
-    """Whether copies run asynchronously on streams, from pinned memory."""
-    return device.type == "cuda"
-
-
 def unreadable(path: Path, error: OSError, name: str = "") -> ValueError:
     """Return the error about a file, or about a tensor in it, that cannot be read."""
     where = f"{name} in {path}" if name else f"{path}"
@@ -202,7 +199,9 @@ class _Readers:
         self._stop = threading.Event()
         self._cast_buffers: list[Tensor | None] = [None] * num_threads
         self._begin = None
-        if not _has_streams(self._device):
+        # torch's module with streams, if copies run asynchronously on them, from pinned memory.
+        self._streams = device_of(self._device).streams
+        if self._streams is None:
             return
         if any(piece.entry.dtype != piece.target.dtype for piece in pieces):
             stride = -(-self.buffer_bytes // 16) * 16  # aligned for every dtype
@@ -211,8 +210,8 @@ class _Readers:
         # First rule of order: a thread's stream waits for this event before it writes. Earlier work on the caller's
         # stream may still read or write the memory of the targets and of the buffers above: the allocator reuses freed
         # memory at once, in the order of the stream that it was freed on.
-        self._begin = torch.cuda.Event()
-        self._begin.record(torch.cuda.current_stream(self._device))
+        self._begin = self._streams.Event()
+        self._begin.record(self._streams.current_stream(self._device))
 
     def run(self, buffers: Sequence[Tensor], report: Callable[[int], object]) -> None:
         """Read everything. After an error, end all threads and raise the first error."""
@@ -237,7 +236,7 @@ class _Readers:
         # Weights made in inference mode can be written only in that mode, and a new thread is not in it.
         with torch.inference_mode(), self._own_stream() as stream:
             # Blocking events: the default, which yields in a loop, would take cores from the threads that read.
-            events = [torch.cuda.Event(blocking=True) if stream is not None else None for _ in own]
+            events = [self._streams.Event(blocking=True) if stream is not None else None for _ in own]
             turn = 0
             while not self._stop.is_set():
                 try:
@@ -255,15 +254,15 @@ class _Readers:
                 turn = (turn + 1) % len(own)
 
     @contextmanager
-    def _own_stream(self) -> Iterator[torch.cuda.Stream | None]:
+    def _own_stream(self) -> Iterator[torch.Stream | None]:
         """Make a copy stream for this thread and set it as the current stream; None on the CPU."""
         if self._begin is None:
             yield None
             return
-        stream = torch.cuda.Stream(self._device)
+        stream = self._streams.Stream(self._device)
         stream.wait_event(self._begin)
         try:
-            with torch.cuda.stream(stream):
+            with self._streams.stream(stream):
                 yield stream
         finally:
             # Second rule of order: a thread ends only after its copies have ended. So work that the caller launches
@@ -303,17 +302,18 @@ class _Readers:
 def host_buffers(
     device: torch.device, count: int = MAX_THREADS * _BUFFERS_PER_THREAD, num_bytes: int = PIECE_BYTES
 ) -> Iterator[list[Tensor]]:
-    """Make host buffers [num_bytes] uint8: pinned for CUDA, or pageable if the system refuses to pin.
+    """Make host buffers [num_bytes] uint8: pinned where the device can, or pageable if the system refuses.
 
     To pin those of a call by default takes 50 ms, as long as to read 1 GB: who reads often makes them once.
     """
     # The available memory is not checked: the buffers are too small to be worth a refusal.
     sizes = dict(num_segments=count, segment_bytes=num_bytes, available_bytes=2**62)
-    with torch.cuda.device(device) if _has_streams(device) else nullcontext():
+    described = device_of(device)
+    with nullcontext() if described.streams is None else described.streams.device(device):
         try:
-            arena = HostArena(**sizes, pin=_has_streams(device), require_pin=True)
+            arena = HostArena(**sizes, pinner=described.pinner, require_pin=True)
             arena.wait()
         except PinError:  # slower, but equally correct
-            arena = HostArena(**sizes, pin=False)
+            arena = HostArena(**sizes, pinner=None)
     with arena:
         yield [arena.segment(index) for index in range(count)]

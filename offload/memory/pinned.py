@@ -1,9 +1,9 @@
 """Pinned host memory of an exact size, usable from its first segment on.
 
 torch's pinned allocator rounds sizes up to a power of two and faults pages in on one core. This arena maps exactly the
-bytes asked for, lets all cores touch the pages (in huge pages where the kernel gives them), and registers them with
-CUDA piece by piece in the background. The order of these steps is what makes it fast: registering untouched memory
-faults every page in under a driver lock.
+bytes asked for, lets all cores touch the pages (in huge pages where the kernel gives them), and registers them with the
+driver piece by piece in the background, through a `Pinner`. The order of these steps is what makes it fast: registering
+untouched memory faults every page in under a driver lock.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import errno
 import mmap
 import os
 import threading
-import time
 import warnings
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -27,16 +27,31 @@ GIB = 2**30
 PAGE_BYTES = mmap.PAGESIZE
 _HUGE_PAGE_BYTES = 2 * 2**20
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module
-# Pinned for every CUDA context of the process, and mapped, so that kernels may read it.
-_CUDA_HOST_REGISTER = 1 | 2
 # One registration of 512 GiB or more fails on every driver seen; pieces also let the first ones be used early.
 MAX_REGISTER_BYTES = 16 * GIB
-
-Register = Callable[[int, int], str | None]
 
 
 class PinError(RuntimeError):
     """The system refused to pin host memory."""
+
+
+class Pinner(ABC):
+    """Registers host memory with a driver, for copies that run beside everything else. Threads share it."""
+
+    @abstractmethod
+    def register(self, address: int, num_bytes: int) -> str | None:
+        """Pin these bytes, and map them so that kernels may read them; return what went wrong, or None."""
+
+    @abstractmethod
+    def unregister(self, address: int) -> None:
+        """Unpin what was registered at this address."""
+
+    def enter(self) -> None:
+        """Called in each thread before it registers."""
+
+    def copy_gbps(self, pinned: bool) -> float | None:
+        """Return the GB/s (10^9) of copies to the device from pinned or pageable memory; None: nobody can tell."""
+        return None
 
 
 class HostArena:
@@ -45,13 +60,11 @@ class HostArena:
     Args:
         num_segments, segment_bytes: the segments; each is rounded up to whole pages, and no further.
         last_segment_bytes: size of the last segment, if it is smaller.
-        pin: register with CUDA. False maps the memory only: its pages come when they are first written.
+        pinner: pins the memory. None maps it only: its pages come when they are first written.
         require_pin: raise where the system refuses to pin, instead of going on with pageable memory.
         num_register_threads: threads that register; the driver serialises part of the work.
         progress: called from the background with (segments ready, segments in all).
         available_bytes: host memory that may be taken; None asks the system.
-        register: pins (address, bytes) and returns None or what went wrong.
-        unregister: unpins an address.
         remedy: what a message advises so that less memory is wanted.
 
     Raises:
@@ -63,14 +76,12 @@ class HostArena:
         num_segments: int,
         segment_bytes: int,
         *,
-        pin: bool,
+        pinner: Pinner | None,
         last_segment_bytes: int | None = None,
         require_pin: bool = False,
         num_register_threads: int = 2,
         progress: Callable[[int, int], None] | None = None,
         available_bytes: int | None = None,
-        register: Register | None = None,
-        unregister: Callable[[int], None] | None = None,
         remedy: str = "lower host_memory_limit",
     ) -> None:
         assert num_segments >= 1 and segment_bytes >= 1, f"{num_segments} segments of {segment_bytes} bytes"
@@ -101,23 +112,20 @@ class HostArena:
         self._address = self._buffer.data_ptr()
         self._registered: list[int] = []  # addresses
         self._is_pinned = [False] * num_segments
-        self._is_done = [not pin] * num_segments
+        self._is_done = [pinner is None] * num_segments
         self._failure: BaseException | None = None
         self._refusal: str | None = None
         self._require_pin = require_pin
         self._progress = progress
         self._changed = threading.Condition()
         self._stop = threading.Event()
-        self._register = register or _cuda_register
-        self._release = weakref.finalize(
-            self, _unregister_all, self._registered, unregister or _cuda_unregister, self._map
-        )
+        self._pinner = pinner
+        self._release = weakref.finalize(self, _unregister_all, self._registered, pinner, self._map)
         self._thread: threading.Thread | None = None
-        if pin:
+        if pinner is not None:
             cores = min(os.cpu_count() or 1, 8)  # threads that touch pages; more only queue up in the kernel
-            device = torch.cuda.current_device() if register is None else None
             self._thread = threading.Thread(
-                target=self._pin_all, args=(cores, num_register_threads, device), name="pin-host-memory", daemon=True
+                target=self._pin_all, args=(cores, num_register_threads), name="pin-host-memory", daemon=True
             )
             self._thread.start()
 
@@ -185,16 +193,14 @@ class HostArena:
 
     # Background
 
-    def _pin_all(self, num_threads: int, num_register_threads: int, device: int | None) -> None:
+    def _pin_all(self, num_threads: int, num_register_threads: int) -> None:
         try:
             with (
                 ThreadPoolExecutor(num_threads, "touch") as touchers,
                 ThreadPoolExecutor(num_register_threads, "register") as registrars,
             ):
                 touched = [self._touch(touchers, index, num_threads) for index in range(self.num_segments)]
-                pinned = [
-                    registrars.submit(self._pin, index, touched[index], device) for index in range(self.num_segments)
-                ]
+                pinned = [registrars.submit(self._pin, index, touched[index]) for index in range(self.num_segments)]
                 for future in pinned:
                     future.result()
             if self.unpinned_bytes and not self._stop.is_set():
@@ -220,26 +226,25 @@ class HostArena:
         if not self._stop.is_set():
             _populate(address, num_bytes)
 
-    def _pin(self, index: int, touched: list[Future[None]], device: int | None) -> None:
+    def _pin(self, index: int, touched: list[Future[None]]) -> None:
         for future in touched:
             future.result()
         if self._stop.is_set():
             return
         if self._refusal is None:
-            self._register_segment(index, device)
+            self._register_segment(index)
         with self._changed:
             self._is_done[index] = True
             self._changed.notify_all()
         if self._progress is not None:
             self._progress(self.num_ready, self.num_segments)
 
-    def _register_segment(self, index: int, device: int | None) -> None:
-        if device is not None:
-            torch.cuda.set_device(device)
+    def _register_segment(self, index: int) -> None:
+        self._pinner.enter()
         begin = self._address + index * self._stride
         end = begin + self._span(index)
         for address in range(begin, end, MAX_REGISTER_BYTES):
-            refusal = self._register(address, min(MAX_REGISTER_BYTES, end - address))
+            refusal = self._pinner.register(address, min(MAX_REGISTER_BYTES, end - address))
             if refusal is not None:
                 self._refusal = refusal
                 if self._require_pin:
@@ -254,8 +259,8 @@ class HostArena:
 
     def _warn(self) -> None:
         speed, pinned = "", f" to {self.pinned_bytes / GIB:.2f} GiB" if self.pinned_bytes else ""
-        if torch.cuda.is_available():
-            usual, pageable = measure_copy_gbps(pinned=True), measure_copy_gbps(pinned=False)
+        usual, pageable = (self._pinner.copy_gbps(pinned) for pinned in (True, False))
+        if usual is not None:
             speed = f": they stream at {pageable:.1f} GB/s instead of {usual:.1f}"
         warnings.warn(
             f"the system refused to pin {self.unpinned_bytes / GIB:.2f} of {self.mapped_bytes / GIB:.2f} GiB of host "
@@ -269,23 +274,6 @@ def _whole_pages(num_bytes: int) -> int:
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def measure_copy_gbps(*, pinned: bool, num_bytes: int = 128 * 2**20, device: torch.device | str = "cuda") -> float:
-    """Return the GB/s (10^9) of host-to-device copies from pinned or pageable memory: the best of three."""
-    source = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned)
-    # A stream of its own, and no wait for the device: another thread may be capturing a graph.
-    stream = torch.cuda.Stream(device)
-    best = float("inf")
-    with torch.cuda.stream(stream):
-        destination = torch.empty_like(source, device=device)
-        for _ in range(4):  # the first one warms up
-            stream.synchronize()
-            begin = time.perf_counter()
-            destination.copy_(source, non_blocking=True)
-            stream.synchronize()
-            best = min(best, time.perf_counter() - begin)
-    return num_bytes / best / 1e9
-
-
 def _populate(address: int, num_bytes: int) -> None:
     """Fault pages in for writing. ctypes releases the interpreter lock, so threads do it side by side."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -296,23 +284,7 @@ def _populate(address: int, num_bytes: int) -> None:
     ctypes.memset(address, 0, num_bytes)  # a kernel without MADV_POPULATE_WRITE
 
 
-def _cuda_register(address: int, num_bytes: int) -> str | None:
-    cudart = torch.cuda.cudart()
-    code = int(cudart.cudaHostRegister(address, num_bytes, _CUDA_HOST_REGISTER))
-    if code == 0:
-        return None
-    try:
-        torch.zeros(1, device="cuda")  # a failed call leaves its error pending in this thread: this takes it away
-    except RuntimeError:
-        pass
-    return f"CUDA error {code}: {cudart.cudaGetErrorString(cudart.cudaError(code))}"
-
-
-def _cuda_unregister(address: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)
-
-
-def _unregister_all(registered: list[int], unregister: Callable[[int], None], memory: mmap.mmap) -> None:
+def _unregister_all(registered: list[int], pinner: Pinner | None, memory: mmap.mmap) -> None:
     """Unpin before the memory can be unmapped; `memory` is passed only to keep it alive until here."""
     while registered:
-        unregister(registered.pop())
+        pinner.unregister(registered.pop())

@@ -17,6 +17,8 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from offload.runtime.link import HostLink, Link
+
 
 def poison_of(dtype: torch.dtype) -> float | int:
     """Return NaN, or for bytes a value that is NaN in every type of floating point that they may hold."""
@@ -97,6 +99,10 @@ class Runtime(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Block the host until every stream of this runtime is idle. Never called inside a step."""
+
+    def link(self) -> Link:
+        """Return a link of a rate of its own for one of the streams, see `throttle.py`: here the host waits on it."""
+        return HostLink()
 
     def close(self) -> None:
         """Give the streams to the next runtime. Nothing may be enqueued on them afterwards."""

@@ -14,88 +14,13 @@ A rate above the machine's changes nothing: no copy becomes faster.
 
 from __future__ import annotations
 
-import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-import triton
-import triton.language as tl
-from triton.language.extra import cuda
 
 from offload.runtime.base import Event, Stream
-
-# A copy that comes within this time of the end of the one before counts as having waited for it. What passes in
-# between is the time of launches, which a copy on a slow link would hide, as its time is longer.
-SLACK_NS = 20_000
-
-
-class Link(ABC):
-    """One direction of an emulated link. The work of a stream calls `begin` before each copy, and `end` behind it."""
-
-    @abstractmethod
-    def begin(self) -> None:
-        """Note that a copy begins."""
-
-    @abstractmethod
-    def end(self, nanoseconds: int) -> None:
-        """Let the time pass in which the copy that began last would still be under way."""
-
-
-class HostLink(Link):
-    """A link on which the host waits, as it does all the work of a stream.
-
-    Args:
-        now: gives the time in nanoseconds.
-        sleep: waits so many seconds.
-    """
-
-    def __init__(self, now: Callable[[], int] = time.perf_counter_ns, sleep: Callable[[float], None] = time.sleep):
-        self.now, self.sleep = now, sleep
-        self._free = self._begun = 0
-
-    def begin(self) -> None:
-        now = self.now()
-        self._begun = now if now - self._free > SLACK_NS else self._free
-
-    def end(self, nanoseconds: int) -> None:
-        self._free = self._begun + nanoseconds
-        if (rest := self._free - self.now()) > 0:
-            self.sleep(rest / 1e9)
-
-
-class DeviceLink(Link):
-    """A link on which a kernel waits, on the current stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._times = torch.zeros(2, dtype=torch.int64, device=device)
-
-    def begin(self) -> None:
-        begin_kernel[(1,)](self._times, SLACK_NS, num_warps=1, enable_fp_fusion=False)
-
-    def end(self, nanoseconds: int) -> None:
-        end_kernel[(1,)](self._times, nanoseconds, num_warps=1, enable_fp_fusion=False)
-
-
-@triton.jit
-def begin_kernel(times, SLACK: tl.constexpr):
-    """times: [2] int64, when the link is free, and when the newest copy began on it; in the GPU's nanoseconds."""
-    now, free = cuda.globaltimer(), tl.load(times)
-    tl.store(times + 1, tl.where(now - free > SLACK, now, free))
-
-
-@triton.jit(do_not_specialize=["nanoseconds"])
-def end_kernel(times, nanoseconds):
-    """Sleep until the newest copy has taken so long on the link. times: as in `begin_kernel`."""
-    free = tl.load(times + 1) + nanoseconds
-    now = cuda.globaltimer()
-    while now < free:
-        # This clock goes on in steps of 32 ns to 1 us, which add up to nothing: what is kept is when the link is free.
-        now = tl.inline_asm_elementwise(
-            "nanosleep.u32 200; mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
-        )
-    tl.store(times, free)
+from offload.runtime.link import Link
 
 
 class ThrottledStream(Stream):
@@ -126,9 +51,8 @@ class ThrottledStream(Stream):
             yield
 
 
-def throttled(stream: Stream, bytes_per_second: float, device: torch.device) -> ThrottledStream:
-    """Return the stream with a link of its own. Nothing may be in flight on it: a kernel may be compiled."""
-    link = DeviceLink(device) if device.type == "cuda" else HostLink()
+def throttled(stream: Stream, bytes_per_second: float, link: Link) -> ThrottledStream:
+    """Return the stream with this link for its own. Nothing may be in flight on it: a kernel may be compiled."""
     stream.run(link.begin)
     stream.run(lambda: link.end(0))
     return ThrottledStream(stream, link, bytes_per_second)

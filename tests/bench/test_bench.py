@@ -22,7 +22,7 @@ from nanoinfer.memory.floors import Floors, bytes_read_per_step
 from nanoinfer.options import measuring as bench_options
 from nanoinfer.options import offload as offload_options
 from nanoinfer.options.parser import Parser
-from offload.runtime import throttle
+from offload.runtime import base
 
 TINY = ["--shape", "tiny", "--context", "64,300", "--batch", "1,2", "--output-len", "6", "--no-progress"]
 TINY += ["--block-size", "32", "--device", "cpu"]
@@ -67,7 +67,7 @@ def test_the_table_has_all_columns_a_floor_and_the_check(tmp_path, capsys):
 
 def test_an_emulated_link_is_named_wherever_its_figures_are(tmp_path, monkeypatch, capsys):
     slept = []
-    monkeypatch.setattr(throttle, "HostLink", partial(throttle.HostLink, sleep=slept.append))
+    monkeypatch.setattr(base, "HostLink", partial(base.HostLink, sleep=slept.append))
     monkeypatch.setattr(offload, "measure_floors", lambda device: Floors(link=2e9, device=1e12))
     written, profile = tmp_path / "bench.json", tmp_path / "trace.json"
     arguments = [*TINY, "--context", "64", "--batch", "1", "--mode", "streamed,resident", "--profile", str(profile)]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from nanoinfer.commands.main import main
+from nanoinfer.devices import machine as machines
 from nanoinfer.memory import health
 from nanoinfer.memory.floors import Floors
 from nanoinfer.memory.machine import DeviceMemory
@@ -20,7 +21,7 @@ class Arena:
 
     pins = True
 
-    def __init__(self, num_segments, segment_bytes, *, pin):
+    def __init__(self, num_segments, segment_bytes, *, pinner):
         self.pinned_bytes = segment_bytes if self.pins else 0
 
     def __enter__(self):
@@ -154,21 +155,21 @@ def test_a_version_that_does_not_do_is_told(monkeypatch):
 
 
 def test_the_driver_and_the_lanes_are_read_from_the_system(monkeypatch, tmp_path):
-    assert health.driver_version(tmp_path) is None or health.shutil.which("nvidia-smi")
+    assert machines.driver_version(tmp_path) is None or health.shutil.which("nvidia-smi")
     said = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.161.08  Thu Feb 15\nGCC version: gcc 12.2.0\n"
     (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
     (tmp_path / "proc/driver/nvidia/version").write_text(said)
-    assert health.driver_version(tmp_path) == "535.161.08"
+    assert machines.driver_version(tmp_path) == "535.161.08"
     properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x2B, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    assert health.pcie_lanes(GPU, tmp_path) is None
+    assert machines.pcie_lanes(GPU, tmp_path) is None
     folder = tmp_path / "sys/bus/pci/devices/0000:2b:00.0"
     folder.mkdir(parents=True)
     for which, lanes in (("current", 8), ("max", 16)):
         (folder / f"{which}_link_width").write_text(f"{lanes}\n")
-    assert health.pcie_lanes(GPU, tmp_path) == (8, 16)
+    assert machines.pcie_lanes(GPU, tmp_path) == (8, 16)
     (folder / "current_link_width").write_text("0\n")
-    assert health.pcie_lanes(GPU, tmp_path) is None
+    assert machines.pcie_lanes(GPU, tmp_path) is None
 
 
 def test_a_kernel_is_compared_with_the_cpu(monkeypatch):

@@ -38,7 +38,7 @@ from nanoinfer.kv.gpu_copies import GPUCopies
 from nanoinfer.requests.detokenizer import Detokenizer
 from nanoinfer.requests.request import Request
 from offload import OffloadEngine
-from offload.memory.pinned import PAGE_BYTES, HostArena, PinError
+from offload.memory.pinned import PAGE_BYTES, HostArena, PinError, Pinner
 
 ARGUMENTS = dict(
     max_num_seqs=3,
@@ -317,18 +317,20 @@ def test_requests_are_aborted_while_their_blocks_are_in_flight(path, alone, mode
 # Pinning
 
 
-class RefusingDriver:
+class RefusingDriver(Pinner):
     """Stands in for CUDA: pins `num_pinned` segments of host memory and refuses the next."""
 
     def __init__(self, num_pinned: int) -> None:
         self.registered: set[int] = set()
         self._num_pinned = num_pinned
 
-    def arena(self, *args, require_pin, pin, **kwargs) -> HostArena:
-        functions = dict(register=self._register, unregister=self.registered.remove)
-        return HostArena(*args, pin=True, require_pin=require_pin, num_register_threads=1, **functions, **kwargs)
+    def arena(self, *args, pinner, **kwargs) -> HostArena:
+        return HostArena(*args, pinner=self, num_register_threads=1, **kwargs)
 
-    def _register(self, address: int, num_bytes: int) -> str | None:
+    def unregister(self, address: int) -> None:
+        self.registered.remove(address)
+
+    def register(self, address: int, num_bytes: int) -> str | None:
         if len(self.registered) == self._num_pinned:
             return "no more"
         self.registered.add(address)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from described import CPU, GPU
 from engines import (
     BLOCK_BYTES,
     LAYER_BLOCK_BYTES,
@@ -279,13 +280,13 @@ def test_without_counts_every_step_is_eager_and_unpadded(path, arguments):
 
 def test_defaults_follow_the_device_and_the_size_of_a_step():
     config = EngineConfig(model="unused")
-    assert config.graph_num_tokens(8192, is_cuda=True) == [16, 32, 64, 128, 256, 512]
-    assert config.graph_num_tokens(256, is_cuda=True) == [16, 32, 64], "where memory is short, graphs get little of it"
+    assert config.graph_num_tokens(8192, GPU) == [16, 32, 64, 128, 256, 512]
+    assert config.graph_num_tokens(256, GPU) == [16, 32, 64], "where memory is short, graphs get little of it"
     short = EngineConfig(model="unused", max_num_batched_tokens=100)
-    assert short.graph_num_tokens(100, is_cuda=True) == [16, 32, 64] and short.graph_num_tokens(100, False) == []
-    assert config.graph_num_tokens(8192, is_cuda=False) == []
+    assert short.graph_num_tokens(100, GPU) == [16, 32, 64] and short.graph_num_tokens(100, CPU) == []
+    assert config.graph_num_tokens(8192, CPU) == []
     given = EngineConfig(model="unused", capture_num_tokens=[9, 3, 9])
-    assert given.graph_num_tokens(64, True) == given.graph_num_tokens(64, False) == [3, 9]
+    assert given.graph_num_tokens(64, GPU) == given.graph_num_tokens(64, CPU) == [3, 9]
 
 
 @pytest.mark.parametrize(

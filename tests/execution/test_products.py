@@ -7,6 +7,7 @@ import torch
 from engines import SMALL, make_engine
 from tiny_models import make_checkpoint
 
+from nanoinfer.execution import products
 from nanoinfer.execution.products import agreeing_counts, check_products, run_ours
 from nanoinfer.kernels.linear.counts import MAX_ROWS, num_parts, padded_counts, padded_rows
 from nanoinfer.layers.linear import Linear
@@ -45,7 +46,7 @@ def test_each_shape_is_asked_once_and_every_projection_of_it_told(differs, monke
     model.spec, model.streamed = SimpleNamespace(dtype=torch.bfloat16), SimpleNamespace(bring=lambda module: None)
     for weight in model.parameters():
         weight.data = torch.randn_like(weight)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+    monkeypatch.setattr(products, "device_of", lambda device: SimpleNamespace(is_fused=True))
     asked = []
 
     def agreeing(module, counts):

@@ -11,6 +11,7 @@ from slot_cases import ChosenLately, check_slots, make_slots, some_choice
 from nanoinfer import EngineConfig, LLMEngine
 from nanoinfer.models.shapes import write_shape
 from offload.memory.pinned import HostArena
+from offload.runtime.cuda import CudaPinner
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -23,7 +24,7 @@ COMMON |= dict(gpu_memory_limit="10GiB", host_memory_limit="8GiB")
 def test_what_rows_choose_is_there(num_experts, num_slots, num_chosen):
     """The kernels as they are compiled, with runs in memory of an arena, as the engine has them."""
     generator, layers = random.Random(num_slots), make_slots(num_experts, num_slots, stride=128 * 1025, num_layers=2)
-    arena = HostArena(len(layers), layers[0].home.nbytes, pin=True, require_pin=True)
+    arena = HostArena(len(layers), layers[0].home.nbytes, pinner=CudaPinner(torch.device("cuda", 0)), require_pin=True)
     arena.wait()
     from nanoinfer.kernels.experts.slots import place_experts
 

@@ -290,13 +290,14 @@ class LayerSteps:
 )
 @pytest.mark.parametrize("num_rows, seq_len", [(1, 300), (1, 1100), (1, 20_000), (8, 700), (48, 500)])
 def test_kernels_that_start_early_give_the_bits_of_kernels_that_wait_their_turn(num_rows, seq_len, monkeypatch):
+    from nanoinfer.devices.target import Target
     from nanoinfer.kernels.launch import pdl
 
     steps = LayerSteps(num_rows, seq_len)
-    monkeypatch.setattr(pdl, "_has_pdl", lambda device: False)
+    monkeypatch.setattr(pdl, "target_of", lambda device: Target())
     want = steps.run()
     assert want.isfinite().all() and not torch.equal(want[:, :2560], steps.first)
-    monkeypatch.setattr(pdl, "_has_pdl", lambda device: True)
+    monkeypatch.setattr(pdl, "target_of", lambda device: Target(has_dependent_launches=True))
     steps.run()  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -5,16 +5,18 @@ import time
 import pytest
 import torch
 
-from offload.memory.pinned import HostArena, measure_copy_gbps
+from offload.memory.pinned import HostArena
+from offload.runtime.cuda import CudaPinner
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 MIB = 2**20
+PINNER = CudaPinner(torch.device("cuda", 0))
 
 
 @pytest.mark.alone
 def test_segments_are_pinned_and_copy_asynchronously():
-    with HostArena(4, 64 * MIB, pin=True) as arena:
+    with HostArena(4, 64 * MIB, pinner=PINNER) as arena:
         arena.wait(1)
         assert arena.segment(0).is_pinned()
         arena.wait()
@@ -32,7 +34,7 @@ def test_segments_are_pinned_and_copy_asynchronously():
 
 
 def test_odd_sizes_are_mapped_to_the_page_and_no_further():
-    with HostArena(3, 5 * MIB + 1, pin=True) as arena:
+    with HostArena(3, 5 * MIB + 1, pinner=PINNER) as arena:
         arena.wait()
         assert arena.mapped_bytes == 3 * (5 * MIB + 4096)
         assert arena.segment(2).numel() == 5 * MIB + 1 and arena.segment(2).is_pinned()
@@ -40,25 +42,26 @@ def test_odd_sizes_are_mapped_to_the_page_and_no_further():
 
 def test_memory_can_be_pinned_again_after_close():
     for _ in range(3):
-        arena = HostArena(2, 32 * MIB, pin=True)
+        arena = HostArena(2, 32 * MIB, pinner=PINNER)
         arena.wait()
         arena.close()
 
 
 def test_pinned_copies_are_faster_than_pageable_ones():
-    assert measure_copy_gbps(pinned=True) > measure_copy_gbps(pinned=False)
+    assert PINNER.copy_gbps(pinned=True) > PINNER.copy_gbps(pinned=False)
 
 
 def test_a_refusal_states_both_speeds_and_pageable_segments_work():
     """As on a system that allows little pinned memory: the fallback is slower, and as correct."""
     calls = []
 
-    def refuse(address: int, num_bytes: int) -> str:
-        calls.append(address)
-        return "out of memory"
+    class Refusing(CudaPinner):
+        def register(self, address: int, num_bytes: int) -> str:
+            calls.append(address)
+            return "out of memory"
 
     with pytest.warns(UserWarning, match=r"refused to pin .* they stream at [\d.]+ GB/s instead of [\d.]+"):
-        arena = HostArena(2, 16 * MIB, pin=True, register=refuse, unregister=lambda _: None)
+        arena = HostArena(2, 16 * MIB, pinner=Refusing(torch.device("cuda", 0)))
         arena.wait()
         arena._thread.join()
     assert len(calls) == 1 and not arena.segment(0).is_pinned()

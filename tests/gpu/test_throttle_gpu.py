@@ -37,7 +37,7 @@ def seconds_of(runtime: CudaRuntime, stream, copies) -> float:
 
 @pytest.mark.parametrize("num_copies, num_bytes", [(1, 64 * MIB), (4, 16 * MIB), (64, MIB), (64, MIB + 4)])
 def test_copies_take_their_bytes_over_the_rate_and_bring_the_same_bits(runtime, num_copies, num_bytes):
-    stream = throttled(runtime.stream("copy"), RATE, runtime.device)
+    stream = throttled(runtime.stream("copy"), RATE, runtime.link())
     runtime.synchronize()
     sources = [host(num_bytes) for _ in range(num_copies)]
     targets = torch.zeros(num_copies, num_bytes, dtype=torch.uint8, device="cuda")
@@ -47,7 +47,7 @@ def test_copies_take_their_bytes_over_the_rate_and_bring_the_same_bits(runtime, 
 
 
 def test_both_directions_at_once_take_no_longer_than_one(runtime):
-    there, back = (throttled(runtime.stream(name), RATE, runtime.device) for name in ("copy", "write"))
+    there, back = (throttled(runtime.stream(name), RATE, runtime.link()) for name in ("copy", "write"))
     runtime.synchronize()
     sent, received = host(64 * MIB), torch.empty(64 * MIB, dtype=torch.uint8).pin_memory()
     on_gpu, sent_back = torch.zeros_like(sent, device="cuda"), sent.cuda()
@@ -66,7 +66,7 @@ def test_both_directions_at_once_take_no_longer_than_one(runtime):
 
 
 def test_other_work_runs_while_a_copy_waits(runtime):
-    stream, compute = throttled(runtime.stream("copy"), RATE, runtime.device), runtime.stream("compute")
+    stream, compute = throttled(runtime.stream("copy"), RATE, runtime.link()), runtime.stream("compute")
     runtime.synchronize()
     copied, computed = runtime.event(), runtime.event()
     source, target = host(256 * MIB), torch.zeros(256 * MIB, dtype=torch.uint8, device="cuda")

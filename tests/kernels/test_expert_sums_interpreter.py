@@ -26,12 +26,12 @@ from expert_cases import (
 from packings import PACKINGS
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nanoinfer.devices.target import Target
 from nanoinfer.kernels import fused
 from nanoinfer.kernels.experts import add, product, reference, routing
 from nanoinfer.kernels.experts.choose import sort_pairs
 from nanoinfer.kernels.experts.routing import GatedActivation
 from nanoinfer.kernels.layer import activation
-from nanoinfer.kernels.linear.launches import Gpu
 
 HALF, FULL = torch.float16, torch.float32
 FORMATS = [
@@ -44,7 +44,7 @@ IN_AN_ORDINARY_RUN = [
 ]  # fmt: skip
 PLANES, BLOCKS = product.Tiles(8, 128, 64, 4, 1), product.Tiles(16, 128, 64, 4, 1)
 """Tiles whose operands are planes, and blocks where the weight allows."""
-HOPPER = Gpu(9, 227 * 1024)
+HOPPER = Target(program_memory=227 * 1024, has_async_products=True)
 """Where blocks are operands."""
 IN_BLOCKS = ["int4 in pairs of groups", "int8 with zeros", "fp8 by row", "nvfp4", "Q5_0", "Q4_K"]
 
@@ -111,7 +111,7 @@ def run(experts, x, ids, weights, shared=None, operation=product.expert_mlp, **c
 def test_experts_of_every_format_have_the_bits_of_plain_sums(name, launches, monkeypatch):
     """An expert without rows, with one, with more than a tile has; one that is not here; a row that is no token."""
     tiled(monkeypatch, BLOCKS if name in IN_BLOCKS else PLANES)
-    monkeypatch.setattr(product, "gpu_of", lambda device: HOPPER)
+    monkeypatch.setattr(product, "target_of", lambda device: HOPPER)
     hidden, size = 128, 128 if name in ("fp8 in blocks", "int4 with zeros") else 64
     if PACKINGS.get(name, {}).get("factor_columns"):
         hidden = size = 256
@@ -259,7 +259,7 @@ def test_the_last_sum_of_a_shared_expert_has_two_parts(name, size, part, monkeyp
     assert bool(wanted[0].all()) and bool(wanted[1].any()) == (size > part)
     assert torch.equal(experts.as_shared(x), wanted) and torch.equal(experts.as_shared(x[:1]), wanted[:, :1])
     if name != "dense":
-        monkeypatch.setattr(product, "gpu_of", lambda device: HOPPER)
+        monkeypatch.setattr(product, "target_of", lambda device: HOPPER)
         tiled(monkeypatch, BLOCKS)
         assert torch.equal(experts.as_shared(x), wanted)
 
@@ -370,7 +370,7 @@ def test_products_take_the_tiles_into_which_pairs_were_sorted(launches, monkeypa
 
 def test_rows_that_the_copy_unit_loads(monkeypatch, launches):
     """A box holds rows of the next expert as well, and rows that are not there."""
-    monkeypatch.setattr(product, "gpu_of", lambda device: HOPPER)
+    monkeypatch.setattr(product, "target_of", lambda device: HOPPER)
     tiled(monkeypatch, product.Tiles(64, 64, 64, 4, 1))
     for name in ("dense", "int4 in pairs of groups"):
         experts = make_experts(name, 64, 64, 3)

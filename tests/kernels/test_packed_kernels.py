@@ -13,11 +13,12 @@ pytest.importorskip("triton")
 
 from packings import FULL, HALF, PACKINGS, Bare, filled
 
+from nanoinfer.devices.target import Target
 from nanoinfer.kernels import fused, reference
 from nanoinfer.kernels.linear import launches, packed
 from nanoinfer.kernels.linear.counts import MAX_ROWS
 from nanoinfer.kernels.linear.expand import expand, form_of, tensors_of
-from nanoinfer.kernels.linear.launches import Gpu, tiles_of
+from nanoinfer.kernels.linear.launches import tiles_of
 from nanoinfer.kernels.linear.packed import packed_linear
 from nanoinfer.kernels.linear.packed_weight import empty_packed
 from nanoinfer.kernels.linear.packing import Packing
@@ -107,8 +108,9 @@ def test_a_weight_of_many_rows_is_computed_in_larger_tiles(monkeypatch):
 @pytest.mark.parametrize("name", ["int4 in pairs of groups", "int8 by row"])
 def test_every_number_of_rows_has_tiles_on_every_gpu(monkeypatch, name, gated):
     form = form_of(empty_packed(Packing(**PACKINGS[name]), 64, 512, "cpu"), torch.device("cpu"), HALF)
-    for gpu in (Gpu(8, 99 * 1024), Gpu(8, 163 * 1024), Gpu(9, 227 * 1024)):
-        monkeypatch.setattr(launches, "gpu_of", lambda device: gpu)
+    for kib, is_async in ((99, False), (163, False), (227, True)):
+        target = Target(program_memory=kib * 1024, has_async_products=is_async)
+        monkeypatch.setattr(launches, "target_of", lambda device, target=target: target)
         for num_tokens in range(1, MAX_ROWS + 1):
             x, out = (torch.empty(num_tokens, size, device="meta") for size in (512, 64))
             found = tiles_of(f"{form.bits} bits", x, out, gated, 1)

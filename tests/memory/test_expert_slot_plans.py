@@ -1,8 +1,10 @@
 """When the plan puts experts into slots: where whole layers would stream, or much KV, and never at a larger price."""
 
 import pytest
+from described import GPU
 
 from nanoinfer.config import EngineConfig
+from nanoinfer.devices.base import Device
 from nanoinfer.execution.memory import MemoryPlan
 from nanoinfer.memory.plan import TooSmall, make_plan
 from nanoinfer.memory.setup import Specs
@@ -29,9 +31,9 @@ def specs_of(tmp_path_factory):
 
 @pytest.fixture
 def plan(specs_of):
-    def make(shape: str, gib: float, host: int = 64, *, is_cuda: bool = True, may_pin: bool = True, **arguments):
+    def make(shape: str, gib: float, host: int = 64, *, device: Device = GPU, may_pin: bool = True, **arguments):
         config = EngineConfig(model="unused", **arguments)
-        sizes = dict(budget_bytes=int(gib * GIB), host_available_bytes=host * GIB, is_cuda=is_cuda, may_pin=may_pin)
+        sizes = dict(budget_bytes=int(gib * GIB), host_available_bytes=host * GIB, device=device, may_pin=may_pin)
         found = make_plan(config, specs_of(shape).of(config), **sizes)
         assert found.total_bytes <= found.budget_bytes
         assert found.host_weight_bytes + found.host_bytes <= host * GIB

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from described import CPU, GPU
 from engines import make_engine, random_prompts
 from tiny_models import make_checkpoint, tiny_config
 
@@ -26,7 +27,7 @@ def spec_of(tmp_path, shape="qwen3-4b", overrides=None):
 def plan(tmp_path, budget_gib, **arguments):
     spec = spec_of(tmp_path, overrides=UNLIMITED)
     config = EngineConfig(model="unused", **arguments)
-    return make_plan(config, spec, budget_bytes=int(budget_gib * GIB), host_available_bytes=100 * GIB, is_cuda=True)
+    return make_plan(config, spec, budget_bytes=int(budget_gib * GIB), host_available_bytes=100 * GIB, device=GPU)
 
 
 @pytest.mark.parametrize("budget_gib", [9, 10, 12, 16, 24, 40, 80])
@@ -101,7 +102,7 @@ def test_a_refusal_names_the_least_memory_that_streamed_weights_need(tmp_path, e
         given = dict(gpu_memory_limit=gpu, host_memory_limit=host, max_num_seqs=4)
         config = EngineConfig(model="unused", enable_cpu_offload=enable_cpu_offload, **given)
         budget = dict(budget_bytes=int(config.gpu_memory_limit), host_available_bytes=100 * GIB)
-        return make_plan(config, spec, is_cuda=True, **budget)
+        return make_plan(config, spec, device=GPU, **budget)
 
     with pytest.raises(ValueError, match="gpu_memory_limit='300MiB' .* too small: weights .* GiB beside") as refused:
         made("300MiB", "90GiB")
@@ -120,11 +121,11 @@ def test_a_smaller_step_is_taken_where_the_host_cannot_hold_what_a_larger_one_ma
     """And more is streamed where KV finds no room on the host, and would on the GPU."""
     wanted = dict(max_model_len=32_768, enable_cpu_offload="auto", cpu_offload_gb=1.5, max_num_batched_tokens=2048)
     config, spec = EngineConfig(model="unused", **wanted), spec_of(tmp_path, "qwen3-8b")
-    made = make_plan(config, spec, budget_bytes=16 * GIB, host_available_bytes=8 * GIB, is_cuda=True)
+    made = make_plan(config, spec, budget_bytes=16 * GIB, host_available_bytes=8 * GIB, device=GPU)
     assert made.streamed_bytes and (made.num_gpu_blocks - 1) * 256 >= 32_768
     config = EngineConfig(model="unused")
     sizes = [
-        make_plan(config, spec, budget_bytes=12 * GIB, host_available_bytes=host, is_cuda=True).max_num_batched_tokens
+        make_plan(config, spec, budget_bytes=12 * GIB, host_available_bytes=host, device=GPU).max_num_batched_tokens
         for host in (9 * GIB, 7 * GIB)
     ]
     assert sizes[0] == 8192 > sizes[1]
@@ -135,7 +136,7 @@ def test_on_the_cpu_streamed_weights_count_beside_those_that_stay(tmp_path):
 
     def made(gib):
         budget = dict(budget_bytes=int(0.4 * gib * GIB), host_available_bytes=gib * GIB)
-        return make_plan(EngineConfig(model="unused"), spec, is_cuda=False, **budget)
+        return make_plan(EngineConfig(model="unused"), spec, device=CPU, **budget)
 
     assert made(20).streamed_bytes
     with pytest.raises(ValueError, match="of weights are to be streamed from host memory, and .* GiB are available"):
@@ -211,12 +212,12 @@ def test_a_config_holds_numbers_that_are_shown_as_they_were_given():
 
 def test_graph_batch_sizes_follow_the_rules():
     config = EngineConfig(model="unused")
-    assert config.graph_batch_sizes(1) == [1]
-    assert config.graph_batch_sizes(5) == [1, 2, 4, 8]
-    assert config.graph_batch_sizes(600) == [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256]
-    staged = EngineConfig(model="unused", cuda_graph_batch_sizes="staged").graph_batch_sizes(600)
+    assert config.graph_batch_sizes(1, GPU) == [1]
+    assert config.graph_batch_sizes(5, GPU) == [1, 2, 4, 8]
+    assert config.graph_batch_sizes(600, GPU) == [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256]
+    staged = EngineConfig(model="unused", cuda_graph_batch_sizes="staged").graph_batch_sizes(600, GPU)
     assert staged == [1, 2, 4, 8, *range(16, 257, 16), 512, 768]
-    assert EngineConfig(model="unused", cuda_graph_batch_sizes=[4, 2, 4]).graph_batch_sizes(9) == [2, 4]
+    assert EngineConfig(model="unused", cuda_graph_batch_sizes=[4, 2, 4]).graph_batch_sizes(9, GPU) == [2, 4]
 
 
 def test_weight_bytes_of_known_shapes(tmp_path):

@@ -2,7 +2,6 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,8 @@ from tiny_models import FAMILIES, tiny_config
 from nanoinfer import LLMEngine
 from nanoinfer.attention.torch_backend import TorchBackend
 from nanoinfer.common import exact
+from nanoinfer.devices.cpu import MetaDevice
+from nanoinfer.devices.target import Target
 from nanoinfer.execution.pieces import Pieces
 from nanoinfer.layers.linear import Linear
 from nanoinfer.memory import working as memory
@@ -154,8 +155,9 @@ def as_on_cuda(monkeypatch):
     # Many rows, which the library computes, and products of any number of rows that are asked for.
     monkeypatch.setattr("nanoinfer.kernels.linear.rows.MAX_ROWS", 2)
     monkeypatch.setattr("nanoinfer.kernels.linear.rows.padded_rows", lambda count: count)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
-    monkeypatch.setattr("nanoinfer.kernels.operations.reference", import_module("nanoinfer.kernels.fused"))
+    monkeypatch.setattr("nanoinfer.kernels.linear.rows.target_of", lambda device: Target(is_compiled=True))
+    monkeypatch.setattr(MetaDevice, "is_fused", True)
+    monkeypatch.setattr(MetaDevice, "operations", "nanoinfer.kernels.fused")
 
 
 def meta_model(family: str, **fields) -> Decoder:

@@ -186,9 +186,9 @@ def test_an_arena_is_not_refused_for_what_was_read_through_the_page_cache(tmp_pa
     machine = in_container(tmp_path)
     monkeypatch.setattr("offload.memory.pinned.memory_available_bytes", machine.available)
     machine.v2("", limit=10 * PAGE_BYTES, used=9 * PAGE_BYTES, inactive_file=6 * PAGE_BYTES)
-    HostArena(7, PAGE_BYTES, pin=False).close()
+    HostArena(7, PAGE_BYTES, pinner=None).close()
     with pytest.raises(MemoryError, match="lower host_memory_limit"):
-        HostArena(8, PAGE_BYTES, pin=False)
+        HostArena(8, PAGE_BYTES, pinner=None)
 
 
 def test_this_machine_says_a_sensible_number(monkeypatch):

@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from offload.memory.pinned import PAGE_BYTES, HostArena, PinError
+from offload.memory.pinned import PAGE_BYTES, HostArena, PinError, Pinner
 
 
-class Driver:
+class Driver(Pinner):
     """Stands in for CUDA: notes what is registered, and refuses from the nth call on."""
 
     def __init__(self, refuse_from: int | None = None, hold: threading.Event | None = None) -> None:
@@ -37,9 +37,7 @@ class Driver:
 
 
 def arena(driver: Driver, num_segments: int = 4, segment_bytes: int = 3 * PAGE_BYTES, **arguments) -> HostArena:
-    ours = dict(pin=True, num_register_threads=1, register=driver.register, unregister=driver.unregister)
-    arguments = ours | arguments
-    return HostArena(num_segments, segment_bytes, **arguments)
+    return HostArena(num_segments, segment_bytes, **(dict(pinner=driver, num_register_threads=1) | arguments))
 
 
 def test_exactly_the_page_rounded_bytes_are_mapped_and_registered():
@@ -124,10 +122,11 @@ def test_messages_advise_what_helps_where_the_limit_of_host_memory_does_not():
 
 
 def test_a_failure_in_the_background_reaches_whoever_waits():
-    def broken(address: int, num_bytes: int) -> None:
-        raise OSError("the driver fell over")
+    class Broken(Driver):
+        def register(self, address: int, num_bytes: int) -> None:
+            raise OSError("the driver fell over")
 
-    with arena(Driver(), register=broken) as host, pytest.raises(OSError, match="fell over"):
+    with arena(Broken()) as host, pytest.raises(OSError, match="fell over"):
         host.wait(1)
 
 
@@ -185,14 +184,15 @@ def test_pieces_that_were_pinned_before_a_refusal_are_given_back(require_pin, nu
 
 def test_a_piece_that_was_pinned_before_the_driver_failed_is_given_back(monkeypatch):
     monkeypatch.setattr("offload.memory.pinned.MAX_REGISTER_BYTES", PAGE_BYTES)
-    driver = Driver()
 
-    def register(address: int, num_bytes: int) -> str | None:
-        if driver.num_calls == 1:
-            raise OSError("the driver fell over")
-        return driver.register(address, num_bytes)
+    class FallsOver(Driver):
+        def register(self, address: int, num_bytes: int) -> str | None:
+            if self.num_calls == 1:
+                raise OSError("the driver fell over")
+            return super().register(address, num_bytes)
 
-    host = arena(driver, num_segments=1, register=register)
+    driver = FallsOver()
+    host = arena(driver, num_segments=1)
     with pytest.raises(OSError, match="fell over"):
         host.wait()
     host.close()
@@ -242,7 +242,7 @@ def test_a_forgotten_arena_unregisters_when_it_is_collected():
 
 
 def test_without_pinning_everything_is_ready_at_once():
-    with HostArena(3, 100, pin=False) as host:
+    with HostArena(3, 100, pinner=None) as host:
         assert host.num_ready == 3 and host.pinned_bytes == 0 and host.segment(2).dtype == torch.uint8
 
 

@@ -6,8 +6,9 @@ from engines import SMALL, make_engine, random_prompts, run, some_params
 from simulated import SimulatedRuntime
 from tiny_models import make_checkpoint
 
-from offload.runtime import throttle
-from offload.runtime.throttle import SLACK_NS, HostLink, ThrottledStream
+from offload.runtime import base
+from offload.runtime.link import SLACK_NS, HostLink
+from offload.runtime.throttle import ThrottledStream
 
 
 class Clock:
@@ -97,7 +98,7 @@ def test_an_engine_pays_for_all_that_crosses_the_link_and_its_bits_stay(path, mo
         clocks.append(Clock())
         return clocks[-1].link()
 
-    monkeypatch.setattr(throttle, "HostLink", make_link)
+    monkeypatch.setattr(base, "HostLink", make_link)
     engine = make_engine(path, SimulatedRuntime(7), **arguments)
     offload, begin = engine.runner.offload, Clock().now
     wanted, free = run(engine, prompts, params), offload.counters.streamed_bytes

@@ -111,7 +111,7 @@ from nanoinfer.layers.formats.base import DENSE
 from nanoinfer.layers.formats.gguf_blocks import BLOCKS
 from nanoinfer.layers.formats.scaled import PackedScaled as Packed
 from nanoinfer.sampling.settings import RowSampling
-from offload.runtime.throttle import DeviceLink
+from offload.runtime.device_link import DeviceLink
 
 for name, module in list(sys.modules.items()):
     if name.startswith("nanoinfer.kernels.") and hasattr(module, "launch_options"):
@@ -276,7 +276,7 @@ def compile_step() -> None:
     vocab_size = 8_192 if is_brief else 151_936
     state, rows = make_state([RowSampling(temperature=1.0)] * 2, vocab_size, sample)
     state.sample(zeros(2, vocab_size), rows, torch.zeros(2, dtype=torch.int64))
-    link = DeviceLink("cpu")
+    link = DeviceLink("cpu", has_instructions=True)
     link.begin()
     link.end(1_000)
 

@@ -487,7 +487,7 @@ def test_the_command_prints_the_report_and_returns_zero(paths, only, capsys, mon
     printed = capsys.readouterr()
     assert printed.out.splitlines()[0].startswith("LlamaForCausalLM")
     assert "bit for bit" in printed.out and printed.out.splitlines()[-1].startswith("identical: ")
-    monkeypatch.setattr("nanoinfer.verify.check.CpuRuntime", lambda poison: CorruptingRuntime(corrupt_one_byte_of_each))
+    monkeypatch.setattr("nanoinfer.devices.cpu.CpuRuntime", lambda poison: CorruptingRuntime(corrupt_one_byte_of_each))
     assert cli.main([*arguments, "--requests", "2"]) == 1
     assert "DIFFERENT in " in capsys.readouterr().out.splitlines()[-1]
 

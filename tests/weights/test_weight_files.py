@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -219,9 +220,8 @@ def caller_stream(monkeypatch):
     for name, fake in dict(Stream=LateStream, Event=LateEvent, stream=current, device=nullcontext).items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: caller)
-    monkeypatch.setattr(weight_files, "_has_streams", lambda device: True)
-    arena = weight_files.HostArena
-    monkeypatch.setattr(weight_files, "HostArena", lambda **options: arena(**options | dict(pin=False)))
+    described = SimpleNamespace(streams=torch.cuda, pinner=None)
+    monkeypatch.setattr(weight_files, "device_of", lambda device: described)
     return caller
 
 
@@ -244,17 +244,19 @@ def test_copies_wait_for_what_the_caller_launched_before(several, caller_stream)
 def test_where_the_system_refuses_to_pin_plain_memory_is_taken(several, tmp_path, monkeypatch, caller_stream):
     arena = weight_files.HostArena
     asked = []
+    described = SimpleNamespace(streams=torch.cuda, pinner="CUDA")
+    monkeypatch.setattr(weight_files, "device_of", lambda device: described)
 
     def refuse(**options):
-        asked.append((options["pin"], options.get("require_pin", False)))
-        if options["pin"]:
+        asked.append((options["pinner"], options.get("require_pin", False)))
+        if options["pinner"] is not None:
             raise weight_files.PinError("out of memory")
         return arena(**options)
 
     monkeypatch.setattr(weight_files, "HostArena", refuse)
     saved = load_file(tmp_path / "model.safetensors")
     assert all(torch.equal(tensor, saved[name]) for name, tensor in read(several).items())
-    assert asked == [(True, True), (False, False)]
+    assert asked == [("CUDA", True), (None, False)]
 
 
 # What goes wrong

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nanoinfer.devices.target import Target
 from nanoinfer.kernels.attention.spec import AttentionSpec
 from nanoinfer.kernels.launch.sizes import largest_tile, next_power_of_2
 
@@ -64,9 +65,9 @@ class Tiles:
     num_stages: int
 
 
-def can_use_tma(capability: tuple[int, int], head_dim: int, dtype: torch.dtype) -> bool:
+def can_use_tma(target: Target, head_dim: int, dtype: torch.dtype) -> bool:
     """Whether the copy unit can load a tile of KV. It takes no mask, so head_dim must be a power of two."""
-    return capability >= (9, 0) and head_dim in (64, 128, 256) and dtype.itemsize <= 2
+    return target.copies_tiles and head_dim in (64, 128, 256) and dtype.itemsize <= 2
 
 
 def kv_descriptor(kv: Tensor, block_n: int, shape: KernelShape) -> TensorDescriptor | None:

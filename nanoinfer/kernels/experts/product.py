@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nanoinfer.devices.registry import target_of
 from nanoinfer.kernels.experts import reference
 from nanoinfer.kernels.experts.add import add_experts
 from nanoinfer.kernels.experts.choose import sort_pairs
@@ -26,7 +27,6 @@ from nanoinfer.kernels.layer.activation import ACTIVATIONS, act_and_mul, activat
 from nanoinfer.kernels.layer.rms_norm import rounded
 from nanoinfer.kernels.linear.expand import expanded_plane, scales_of_rows
 from nanoinfer.kernels.linear.forms import COLUMN, first_blocks, form_of
-from nanoinfer.kernels.linear.launches import HOPPER, gpu_of
 from nanoinfer.kernels.linear.packed import expanded_block, waited_for
 from nanoinfer.kernels.linear.tiles import biased
 from nanoinfer.kernels.linear.wide_products import high_words, scales_of_block, with_high_bits
@@ -344,15 +344,17 @@ def _launch(
         form = form_of(weight.packed, x.device, x.dtype)
         unroll = _blocks_of_step(form, tiles.columns)
         stages = 1 if form.mode == COLUMN.value else stages
-    gpu, gated = gpu_of(x.device), activation is not None
+    target, gated = target_of(x.device), activation is not None
     step, bits = (tiles.columns, 16) if form is None else (unroll * form.block, form.bits)
     step_bytes = step * (tiles.block_m * x.element_size() + tiles.block_n * bits // 8)
-    stages = max(1, min(stages, (gpu.shared_memory - RESERVED_BYTES) // step_bytes))
+    stages = max(1, min(stages, (target.program_memory - RESERVED_BYTES) // step_bytes))
     is_whole = form is not None and part == size and size % (unroll * form.block) == 0 and form.mode != COLUMN.value
     # Other matrix units, and Hopper's for smaller tiles, take the columns of a longer operand in another order.
-    is_whole = is_whole and gpu.major == HOPPER and tiles.block_m >= 16 and tiles.block_n >= 64 and form.planes < 8
+    is_whole = (
+        is_whole and target.has_async_products and tiles.block_m >= 16 and tiles.block_n >= 64 and form.planes < 8
+    )
     x_rows = None
-    if gpu.major == HOPPER and not gathers and tiles.block_m >= 64 and part == size and size % step == 0:
+    if target.has_async_products and not gathers and tiles.block_m >= 64 and part == size and size % step == 0:
         if form is None or is_whole:  # the copy unit loads rows that lie together
             columns = tiles.columns if form is None else form.block
             x_rows = TensorDescriptor(x, list(x.shape), [size, 1], [tiles.block_m, columns])

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from nanoinfer.kernels.linear.launches import LARGE_SHARED_MEMORY, gpu_of
+from nanoinfer.devices.registry import target_of
+from nanoinfer.kernels.linear.launches import LARGE_SHARED_MEMORY
 
 
 class Tiles(NamedTuple):
@@ -28,7 +29,7 @@ def tiles_of(x: Tensor, num_pairs: int, num_experts: int, is_packed: bool) -> Ti
     if x.element_size() == 4:
         return Tiles(16, 32, 32, 4, 1)
     found = next(tiles for most, tiles in _TILES[is_packed] if num_pairs <= most * num_experts)
-    if found.block_n > 128 and gpu_of(x.device).shared_memory < LARGE_SHARED_MEMORY:
+    if found.block_n > 128 and target_of(x.device).program_memory < LARGE_SHARED_MEMORY:
         found = found._replace(block_n=64, num_warps=4)
     return found
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from nanoinfer.devices.registry import device_of
+
 MAX_THREADS = 16
 _LOAD = "_load_module_from_path"
 """The name of triton's function that loads a compiled module."""
@@ -32,7 +34,8 @@ class _Compilers(ThreadPoolExecutor):
 
     def __init__(self, device: torch.device, driver: Any) -> None:
         self._driver = driver
-        select = (torch.cuda.set_device, (device,)) if device.type == "cuda" else (None, ())
+        streams = device_of(device).streams
+        select = (None, ()) if streams is None else (streams.set_device, (device,))
         super().__init__(min(MAX_THREADS, os.cpu_count() or 1), "compile", *select)
 
     def submit(self, compile_kernel: Callable) -> Future:

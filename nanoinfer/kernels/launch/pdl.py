@@ -14,15 +14,12 @@ they called it earlier, programs of the next kernel took the places of their las
 2.7 ms step.
 """
 
-from functools import cache
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
-MIN_CAPABILITY = (9, 0)
+from nanoinfer.devices.registry import target_of
 
 
 @triton.jit
@@ -57,10 +54,6 @@ def launch_options(x: Tensor, *, fuses: bool = True) -> dict[str, bool]:
     fuses: whether the compiler may fuse products and sums. Each launch says so, because triton's versions have other
     defaults, and the bits depend on it.
     """
-    enabled = x.is_cuda and _has_pdl(x.device)
-    return {"PDL": enabled, "launch_pdl": enabled, "enable_fp_fusion": fuses}
-
-
-@cache
-def _has_pdl(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
+    if target_of(x.device).has_dependent_launches:
+        return {"PDL": True, "launch_pdl": True, "enable_fp_fusion": fuses}
+    return {"PDL": False, "enable_fp_fusion": fuses}  # where there are none, the compiler may not know the option

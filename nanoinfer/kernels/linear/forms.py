@@ -8,6 +8,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.devices.registry import target_of
 from nanoinfer.kernels.linear.instructions import number_of
 from nanoinfer.kernels.linear.packed_weight import PackedWeight
 from nanoinfer.kernels.linear.wide_instructions import positions_of, wide_number_of
@@ -39,7 +40,8 @@ class Form(NamedTuple):
         has_float8_scales: whether scales are e4m3 numbers.
         global_factor: whether a global scale multiplies (1) or divides (2) the scales.
         positions: of codes in those instructions of `wide_instructions`, by plane.
-        expansion: which instructions; -1: those that triton chooses; -2: the interpreter.
+        expansion: which instructions; -1: those that triton chooses; -2: also where it chooses
+            others than on a GPU with PTX, as the interpreter does.
         fold, fold_zero: see `Packing.folded`.
         fold_products: whether zeros are multiplied with their scales; see `Folding.zeros`.
         product, result: the dtype of the product, and one that it is rounded to besides, or None.
@@ -74,11 +76,6 @@ class Form(NamedTuple):
     result: tl.dtype | None
 
 
-def has_instructions(device: torch.device) -> bool:
-    """Whether kernels may be made of instructions of a GPU; the interpreter knows none."""
-    return device.type == "cuda"
-
-
 def form_of(weight: PackedWeight, device: torch.device, dtype: torch.dtype) -> Form:
     """Return what kernels that run on a device must know of a weight. dtype: the model's."""
     packing, size = weight.packing, weight.in_features
@@ -91,13 +88,14 @@ def form_of(weight: PackedWeight, device: torch.device, dtype: torch.dtype) -> F
         mode = _MODES[table]
     scale_dtype, words = packing.scale_dtype, packing.scale_words
     product = packing.product_dtype or (scale_dtype if scale_dtype in _TYPES else torch.float32)
-    fits = packing.has_words and has_instructions(device)
+    has_instructions = target_of(device).has_instructions
+    fits = packing.has_words and has_instructions
     folds = fits and weight.folding.scales and dtype == torch.bfloat16 and packing.folded[0] > 0
     fold_products = folds and packing.has_zeros and weight.folding.zeros
     number = number_of(packing, dtype, folds, fold_products) if fits else -1
     if words is not None and weight.folding.scales:
         number = wide_number_of(packing, dtype)
-    if not has_instructions(device):
+    if not has_instructions:
         number = -2
     return Form(
         size=size,

@@ -8,40 +8,23 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
-import torch
 import triton
 from torch import Tensor
 
+from nanoinfer.devices.registry import target_of
+from nanoinfer.devices.target import Target
 from nanoinfer.kernels.launch.pdl import launch_options
 from nanoinfer.kernels.launch.sizes import next_power_of_2
 
-HOPPER = 9
-"""The compute capability of GPUs whose matrix units run on by themselves, and whose copy unit loads the operands."""
 PROGRAMS = 132
 """About this many programs run at a time if one fills a core's shared memory."""
 LARGE_OUTPUT = 2**15
 """A weight of more rows than this gives enough programs even if each of them takes more rows."""
 LARGE_SHARED_MEMORY = 160 * 1024
 """From so many bytes for a program on, tiles for many rows are loaded one more step ahead."""
-
-
-class Gpu(NamedTuple):
-    """What tiles depend on: the first number of the compute capability (0: no GPU), and the most bytes of a program."""
-
-    major: int
-    shared_memory: int
-
-
-@cache
-def gpu_of(device: torch.device) -> Gpu:
-    """Return what tiles depend on."""
-    if device.type != "cuda":
-        return Gpu(0, 0)
-    found = torch.cuda.get_device_properties(device)
-    return Gpu(found.major, found.shared_memory_per_block_optin)
 
 
 class Product(NamedTuple):
@@ -51,7 +34,7 @@ class Product(NamedTuple):
     num_rows: int
     part_size: int
     num_parts: int
-    gpu: Gpu
+    target: Target
     least_step: int  # columns that a step must have at least
 
 
@@ -76,15 +59,15 @@ def _fits(tiles: Tiles, of: Product) -> bool:
     return blocks * of.num_parts <= PROGRAMS
 
 
-def _on_hopper(tiles: Tiles, of: Product) -> bool:
-    return of.gpu.major == HOPPER
+def _is_async(tiles: Tiles, of: Product) -> bool:
+    return of.target.has_async_products
 
 
 def _elsewhere(columns: int) -> tuple[Tiles, ...]:
-    """Return what serves packed weights on all GPUs but Hopper: one size for all products of more than 32 rows."""
+    """Return what serves packed weights where matrix units do not run on by themselves: one size beyond 32 rows."""
     return (
         Tiles(32, 64, 256, 4, 3, up_to=32),
-        Tiles(64, 64, columns, 4, 3, only=lambda _, of: of.gpu.shared_memory >= LARGE_SHARED_MEMORY),
+        Tiles(64, 64, columns, 4, 3, only=lambda _, of: of.target.program_memory >= LARGE_SHARED_MEMORY),
         Tiles(64, 64, columns, 4, 2),
     )
 
@@ -121,38 +104,38 @@ _TABLES = {
     ("4 bits", False): (
         Tiles(8, 32, 256, 2, 4, up_to=8),
         Tiles(16, 32, 256, 2, 3, up_to=16),
-        Tiles(32, 64, 256, 4, 3, up_to=32, only=_on_hopper),
-        Tiles(64, 64, 256, 4, 3, up_to=64, only=_on_hopper),
-        Tiles(128, 64, 256, 4, 3, up_to=128, only=_on_hopper),
-        Tiles(64, 64, 256, 4, 2, up_to=256, only=_on_hopper),
-        Tiles(128, 64, 256, 4, 1, only=_on_hopper),
+        Tiles(32, 64, 256, 4, 3, up_to=32, only=_is_async),
+        Tiles(64, 64, 256, 4, 3, up_to=64, only=_is_async),
+        Tiles(128, 64, 256, 4, 3, up_to=128, only=_is_async),
+        Tiles(64, 64, 256, 4, 2, up_to=256, only=_is_async),
+        Tiles(128, 64, 256, 4, 1, only=_is_async),
         *_elsewhere(256),
     ),
     ("4 bits", True): (
         Tiles(8, 64, 256, 4, 3, up_to=8, only=lambda _, of: of.num_rows >= 2**13),
         Tiles(8, 32, 256, 2, 3, up_to=8),
-        Tiles(32, 64, 256, 4, 3, up_to=32, only=_on_hopper),
-        Tiles(64, 64, 256, 4, 2, up_to=64, only=_on_hopper),
-        Tiles(64, 64, 256, 4, 3, up_to=256, only=_on_hopper),
-        Tiles(64, 128, 256, 4, 2, only=_on_hopper),
+        Tiles(32, 64, 256, 4, 3, up_to=32, only=_is_async),
+        Tiles(64, 64, 256, 4, 2, up_to=64, only=_is_async),
+        Tiles(64, 64, 256, 4, 3, up_to=256, only=_is_async),
+        Tiles(64, 128, 256, 4, 2, only=_is_async),
         *_elsewhere(256),
     ),
     ("8 bits", False): (
         Tiles(8, 16, 256, 1, 4, up_to=8),
         Tiles(16, 32, 256, 2, 3, up_to=16),
-        Tiles(64, 64, 128, 4, 4, up_to=64, only=_on_hopper),
-        Tiles(128, 64, 128, 4, 2, up_to=128, only=_on_hopper),
-        Tiles(64, 64, 128, 4, 3, up_to=256, only=_on_hopper),
-        Tiles(128, 64, 128, 4, 2, only=_on_hopper),
+        Tiles(64, 64, 128, 4, 4, up_to=64, only=_is_async),
+        Tiles(128, 64, 128, 4, 2, up_to=128, only=_is_async),
+        Tiles(64, 64, 128, 4, 3, up_to=256, only=_is_async),
+        Tiles(128, 64, 128, 4, 2, only=_is_async),
         *_elsewhere(128),
     ),
     ("8 bits", True): (
         Tiles(8, 32, 128, 2, 4, up_to=8, only=lambda _, of: of.least_step <= 128),
         Tiles(8, 32, 256, 2, 3, up_to=8),
-        Tiles(32, 64, 128, 4, 4, up_to=32, only=_on_hopper),
-        Tiles(64, 64, 128, 4, 3, up_to=64, only=_on_hopper),
-        Tiles(128, 64, 128, 4, 2, up_to=128, only=_on_hopper),
-        Tiles(128, 64, 128, 4, 3, only=_on_hopper),
+        Tiles(32, 64, 128, 4, 4, up_to=32, only=_is_async),
+        Tiles(64, 64, 128, 4, 3, up_to=64, only=_is_async),
+        Tiles(128, 64, 128, 4, 2, up_to=128, only=_is_async),
+        Tiles(128, 64, 128, 4, 3, only=_is_async),
         *_elsewhere(128),
     ),
 }
@@ -162,7 +145,7 @@ _TABLES = {
 def tiles_of(table: str, x: Tensor, out: Tensor, gated: bool, num_parts: int, *, least_step: int = 1) -> Tiles:
     """Return the tiles of a product; see `Product`. out: [..., num_rows], its result."""
     part_size = x.shape[1] // num_parts
-    return _chosen(table, gated, Product(len(x), out.shape[-1], part_size, num_parts, gpu_of(x.device), least_step))
+    return _chosen(table, gated, Product(len(x), out.shape[-1], part_size, num_parts, target_of(x.device), least_step))
 
 
 @lru_cache(maxsize=1024)

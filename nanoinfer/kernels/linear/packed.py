@@ -17,12 +17,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nanoinfer.devices.registry import target_of
 from nanoinfer.kernels.launch.pdl import ask_for, let_next_in, wait_for_inputs
 from nanoinfer.kernels.layer.activation import ACTIVATIONS
 from nanoinfer.kernels.linear.counts import MAX_ROWS
 from nanoinfer.kernels.linear.expand import beside, expanded_plane, scales_of_rows
 from nanoinfer.kernels.linear.forms import COLUMN, SCALE_WORDS, Form, first_blocks, form_of, tensors_of
-from nanoinfer.kernels.linear.launches import HOPPER, PROGRAMS, arguments, gpu_of, tiles_of
+from nanoinfer.kernels.linear.launches import PROGRAMS, arguments, tiles_of
 from nanoinfer.kernels.linear.packed_weight import PackedWeight
 from nanoinfer.kernels.linear.tiles import finished_product
 from nanoinfer.kernels.linear.wide_products import high_words, scales_of_block, with_high_bits
@@ -200,7 +201,7 @@ def packed_linear(
     assert out.is_contiguous(), "rows must be packed"
     if num_tokens == 0:
         return out
-    form, part_size, gpu = form_of(weight, x.device, x.dtype), size // num_parts, gpu_of(x.device)
+    form, part_size, target = form_of(weight, x.device, x.dtype), size // num_parts, target_of(x.device)
     least_step = first_blocks(form) * form.block
     tiles = tiles_of("8 bits" if form.bits == 8 else "4 bits", x, out, gated, num_parts, least_step=least_step)
     if form.mode == SCALE_WORDS.value and tiles.block_m == 8:  # more rows take longer: their scales are computed
@@ -212,7 +213,7 @@ def packed_linear(
     x_rows, is_even = None, part_size % step == 0
     if form.mode == COLUMN.value:  # a tile of scales for each plane would take all shared memory
         stages = 1
-    elif gpu.major == HOPPER and is_even and tiles.block_m >= 16 and tiles.block_n >= 64 and form.planes < 8:
+    elif target.has_async_products and is_even and tiles.block_m >= 16 and tiles.block_n >= 64 and form.planes < 8:
         x_rows = TensorDescriptor(x, [num_tokens, size], [size, 1], [tiles.block_m, form.block])
     grid = (triton.cdiv(num_tokens, tiles.block_m), triton.cdiv(weight.num_rows, tiles.block_n), num_parts)
     word_bytes = 2 * unroll * form.plane * tiles.block_n
@@ -228,7 +229,7 @@ def packed_linear(
         num_scales = step // form.group * tiles.block_n
         scale_bytes = num_scales * min(4, weight.scales.element_size()) * (2 if form.has_zeros else 1)
     if x_rows is not None or form.mode == SCALE_WORDS.value:  # whose steps are longer where blocks share words
-        stages = max(1, min(stages, (gpu.shared_memory - 1024) // (step_bytes + scale_bytes)))
+        stages = max(1, min(stages, (target.program_memory - 1024) // (step_bytes + scale_bytes)))
     packed_linear_kernel[grid](
         x, x_rows, *tensors_of(weight), FORM=form, UNROLL=unroll, EVEN=weight.num_rows % tiles.block_n == 0,
         EVEN_SIZE=is_even, AHEAD=2 if tiles.block_m == 8 and part_size >= 2 * form.block else 0,

@@ -25,10 +25,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nanoinfer.devices.registry import target_of
 from nanoinfer.kernels.launch.pdl import ask_for, let_next_in, wait_for_inputs
 from nanoinfer.kernels.layer.activation import ACTIVATIONS, act_and_mul
 from nanoinfer.kernels.linear.counts import MAX_ROWS, padded_rows
-from nanoinfer.kernels.linear.launches import LARGE_OUTPUT, arguments, gpu_of, tiles_of
+from nanoinfer.kernels.linear.launches import LARGE_OUTPUT, LARGE_SHARED_MEMORY, arguments, tiles_of
 from nanoinfer.kernels.linear.tiles import finished_product, tile_linear_kernel
 
 FEW_ROWS = 16
@@ -126,7 +127,7 @@ def linear(
     _check(x, weight)
     assert activation is None or activation in ACTIVATIONS, f"no kernel for {activation!r}"
     num_tokens, num_rows = len(x), len(weight) // (1 if activation is None else 2)
-    if x.is_cuda and x.element_size() == 4:
+    if x.element_size() == 4 and target_of(x.device).is_compiled:
         assert activation is None, "float32 goes through the library"
         return _float32_linear(x, weight, bias, x.new_empty(num_tokens, num_rows) if out is None else out)
     if num_tokens > MAX_ROWS and (count := padded_rows(num_tokens)) in library_counts:
@@ -171,7 +172,9 @@ def _product(
     few = num_tokens <= (FEW_GATED_ROWS if gated else FEW_ROWS)
     # Of the GPUs with a copy unit (the tensor memory accelerator) only those with 227 KiB of shared memory use it: its
     # larger tiles need as much. Rows must begin at multiples of 16 bytes.
-    tma = not few and gpu_of(x.device).major in (9, 10) and size * x.element_size() % 16 == 0
+    target = target_of(x.device)
+    is_large = target.copies_tiles and target.program_memory >= LARGE_SHARED_MEMORY
+    tma = not few and is_large and size * x.element_size() % 16 == 0
     tiles = tiles_of("few rows" if few else "copied" if tma else "loaded", x, out, gated, num_parts)
     given = arguments(x, bias, activation, out, num_parts, tiles)
     given |= dict(SIZE=size, PRECISION="ieee" if x.dtype == torch.float32 else "tf32", BLOCK_K=tiles.columns)

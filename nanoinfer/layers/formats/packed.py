@@ -14,9 +14,11 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
+from nanoinfer.devices.registry import device_of
 from nanoinfer.kernels.linear.counts import MAX_ROWS
 from nanoinfer.kernels.linear.packed_weight import PackedWeight, empty_packed
 from nanoinfer.kernels.linear.packing import IQ4_VALUES, Packing
+from nanoinfer.kernels.operations import operations_of
 from nanoinfer.layers.formats.base import ExpandedFormat, Filling
 from nanoinfer.layers.formats.bits import E2M1_VALUES
 
@@ -170,7 +172,7 @@ class Packed(ExpandedFormat):
     ) -> Tensor | None:
         multiply, packed, bias = module.operations.packed_linear, module.packed, module.bias
         found = multiply(x, packed, bias, activation=activation, out=out, num_parts=parts)
-        if found is not None or self.scratch_size(module, x.is_cuda and x.element_size() == 2):
+        if found is not None or self.scratch_size(module, device_of(x.device).is_fused and x.element_size() == 2):
             return found
         out = x.new_empty(len(x), module.num_rows) if out is None else out
         for some, target in zip(x.split(MAX_ROWS), out.split(MAX_ROWS), strict=True):
@@ -192,10 +194,7 @@ class Packed(ExpandedFormat):
 
     def expand_into(self, module: nn.Module, out: Tensor, ids: Tensor | None = None) -> None:
         """Write the matrix to `out`, in its dtype: the rows `ids`, [N], or all rows for None."""
-        if module.packed.codes.is_cuda:
-            from nanoinfer.kernels.linear.expand import expand  # triton comes with CUDA builds of torch only
-
-            expand(module.packed, out, ids)
+        if operations_of(out.device).expand(module.packed, out, ids) is not None:
             return
         for rows in pieces_of_rows(*out.shape):
             out[rows] = self.expand(module, rows if ids is None else ids[rows])

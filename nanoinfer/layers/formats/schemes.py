@@ -15,13 +15,13 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from nanoinfer.devices.registry import device_of
 from nanoinfer.kernels.linear.packing import Packing
 from nanoinfer.layers.formats.bits import as_words, pack, row_bytes
 from nanoinfer.layers.formats.scaled import ZEROS_NAME, PackedScaled
 
 # Rows are quantised some at a time: so that what lies between stays in the cache of a CPU, and keeps a GPU busy.
-_WEIGHTS_AT_ONCE = {"cpu": 2**18}
-_WEIGHTS_AT_ONCE_ELSEWHERE = 2**21
+_AT_ONCE_ON_HOST, _AT_ONCE_ELSEWHERE = 2**18, 2**21
 # A scale below this would be rounded to zero; float16 keeps numbers below its normal ones.
 _SMALLEST_SCALE = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-126, torch.float32: 2.0**-126}
 _LARGEST_CODES = {("int", 4): 8, ("int", 8): 127, ("fp8", 8): torch.finfo(torch.float8_e4m3fn).max}
@@ -73,7 +73,7 @@ def quantise(
     zeros = torch.zeros(scales.shape, dtype=torch.uint8, device=device) if weights.packing.has_zeros else None
     largest = 15 if zeros is not None else _LARGEST_CODES[weights.packing.kind, weights.packing.bits]
     largest_scale = torch.finfo(scales.dtype).max / largest
-    at_once = _WEIGHTS_AT_ONCE.get(codes.device.type, _WEIGHTS_AT_ONCE_ELSEWHERE)
+    at_once = _AT_ONCE_ON_HOST if device_of(codes.device).is_host else _AT_ONCE_ELSEWHERE
     step = max(1, at_once * shape[-2] // math.prod(shape))
     for piece in pieces:
         for rows in piece.split(step, dim=-2):
