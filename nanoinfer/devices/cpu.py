@@ -15,7 +15,7 @@ class CpuDevice(Device):
     @classmethod
     def find(cls, index: int | None) -> torch.device:
         if index is not None:
-            raise ValueError(f'device="cpu:{index}", but there is one CPU: give "cpu", without a number')
+            raise ValueError(f"device='cpu:{index}', but there is one CPU: give \"cpu\", without a number")
         return torch.device("cpu")
 
     @classmethod

@@ -13,7 +13,7 @@ from nanoinfer.devices.base import Accelerator, Device
 from nanoinfer.devices.cpu import CpuDevice
 from nanoinfer.devices.cuda import CudaDevice, target_of_architecture, without_float8
 from nanoinfer.devices.registry import accelerator, class_of, device_of, planned_device, resolve_device, target_of
-from nanoinfer.devices.target import INTERPRETER
+from nanoinfer.devices.target import INTERPRETER, Target
 from nanoinfer.kernels import reference
 from nanoinfer.kernels.operations import operations_of
 from nanoinfer.memory.plan import make_plan
@@ -79,7 +79,7 @@ def test_a_name_means_one_device():
         ("abacus", r'device=\'abacus\' is no device here: give "auto", "cuda", "cuda:1" or "cpu"$'),
         ("meta", "is no device here"),
         ("mps", "is no device here"),
-        ("gpu", r"did you mean 'cuda'\?"),
+        ("cudda:1", r"did you mean 'cuda'\?"),
         ("cuda:", "is no device here"),
         ("cuda:one", "is no device here"),
         ("cuda:3", r"device='cuda:3', but torch sees 0 CUDA devices"),
@@ -137,7 +137,7 @@ def test_descriptions_are_made_once_and_say_what_kernels_may_count_on():
 def test_what_a_gpu_has_follows_from_its_architecture(architecture, has):
     found = target_of_architecture(architecture, 132, 228 * 1024, 227 * 1024)
     assert found.is_compiled and (found.num_cores, found.core_memory, found.program_memory) == (132, 233472, 232448)
-    assert {name for name in found._fields if getattr(found, name) is True} == has | {"is_compiled"}
+    assert {name for name in Target.__annotations__ if getattr(found, name) is True} == has | {"is_compiled"}
 
 
 def test_who_lacks_fp8_is_told_what_it_takes():

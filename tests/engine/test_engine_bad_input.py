@@ -325,8 +325,15 @@ def test_memory_that_cannot_be_pinned_is_an_error_where_it_is_required(path, mon
     from offload.memory import pinned
 
     class PinnedArena(pinned.HostArena):
-        def __init__(self, *args, pin, **kwargs):
-            super().__init__(*args, pin=True, register=lambda *_: "no more locked memory", **kwargs)
+        def __init__(self, *args, pinner, **kwargs):
+            super().__init__(*args, pinner=Refusing(), **kwargs)
+
+    class Refusing(pinned.Pinner):
+        def register(self, address, num_bytes):
+            return "no more locked memory"
+
+        def unregister(self, address):
+            raise AssertionError("nothing was pinned")
 
     monkeypatch.setattr("nanoinfer.execution.runner.HostArena", PinnedArena)
     with pytest.raises(pinned.PinError, match="no more locked memory"):
