@@ -298,8 +298,8 @@ class LLMEngine:
         # In their order: in which order blocks are given back decides which cached ones are evicted first.
         names = dict.fromkeys(sequence.request_id for sequence in sequences if sequence.finish_reason is not None)
         self.work.remove_ended([self.work.requests[name] for name in names if name in self.work.requests])
-        for sequence in sequences:
-            if sequence.row is not None:
+        for sequence in sequences:  # the last token of a block makes it known what the block holds
+            if not len(sequence.token_ids) % self.config.block_size and sequence.row is not None:
                 self.kv_cache.prefixes.publish(sequence)
         self.meter.trace_host("give back and publish", begin)
 

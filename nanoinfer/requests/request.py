@@ -74,8 +74,8 @@ class Request:
         sequence.token_ids.append(token_id)
         if logprobs is not None:
             self._take_logprobs(sequence, token_id, logprobs)
-        params = self.params
-        if sequence.num_generated >= params.min_tokens:
+        params, num_generated = self.params, sequence.num_generated
+        if num_generated >= params.min_tokens:
             if token_id in (params.stop_token_ids or ()):
                 sequence.finish_reason, sequence.stop_reason = "stop", token_id
             elif token_id in self.end_token_ids and not params.ignore_eos:
@@ -87,7 +87,7 @@ class Request:
                 pass  # the token alone has ended it
             elif stop is not None:
                 sequence.finish_reason, sequence.stop_reason = "stop", stop
-            elif sequence.num_generated >= sequence.max_tokens:
+            elif num_generated >= sequence.max_tokens:
                 sequence.finish_reason = "length"
         if sequence.finish_reason is not None:
             sequence.text_delta += sequence.detokenizer.flush()
