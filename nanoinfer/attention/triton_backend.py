@@ -44,6 +44,7 @@ class TritonBackend(AttentionBackend):
         self.shape = KernelShape(
             **vars(spec),
             tma=can_use_tma(target, spec.head_dim, spec.dtype),
+            precision=target.precision,
             interpreted=not target.is_compiled,
         )
         if target.is_compiled:

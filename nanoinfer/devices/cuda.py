@@ -17,8 +17,6 @@ DEPENDENT_LAUNCHES = (9, 0)
 COPY_UNIT = (9, 0)
 ASYNC_PRODUCTS = 9
 """The first number of the compute capability of Hopper, whose matrix units run on by themselves."""
-# Of AMD's GPUs those that have products of fp8 (e4m3) as others have it.
-_HIP_FLOAT8 = ("gfx950", "gfx12")
 
 
 class CudaDevice(Accelerator):
@@ -73,9 +71,7 @@ class CudaDevice(Accelerator):
         return super().lacks(attention_backend) if is_old else None
 
     def lacks_float8(self) -> str | None:
-        if torch.version.hip is None:
-            return without_float8(self.capability, str(self.place))
-        return None if self.target.has_float8 else f"a GPU whose products take e4m3, and {self.name} has another type"
+        return without_float8(self.capability, str(self.place)) if torch.version.hip is None else None
 
     def graph_num_tokens(self, limit: int) -> list[int]:
         return [count for count in (16, 32, 64, 128, 256, 512) if count <= limit]
@@ -94,7 +90,7 @@ def target_of_architecture(
     """Return what a GPU has of which this is known. architecture: a compute capability, or a name such as "gfx942"."""
     given = dict(is_compiled=True, num_cores=num_cores, core_memory=core_memory, program_memory=program_memory)
     if isinstance(architecture, str):
-        return Target(**given, has_float8=architecture.startswith(_HIP_FLOAT8))
+        return Target(**given, precision="ieee")  # where its products have no fp8, Triton emulates it
     return Target(
         **given,
         has_dependent_launches=architecture >= DEPENDENT_LAUNCHES,

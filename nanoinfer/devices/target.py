@@ -18,6 +18,8 @@ class Target(NamedTuple):
         copies_tiles: a copy unit loads tiles that descriptors name.
         has_async_products: matrix units run on by themselves, and take an operand from registers in an order of theirs.
         has_instructions: kernels may be made of PTX, the instructions of `kernels/linear/instructions.py` among them.
+        precision: what products of values narrower than float32 are called with; no bit depends on it, and compilers do
+            not take the same.
         has_float8: kernels can read KV in fp8 (e4m3).
     """
 
@@ -30,6 +32,7 @@ class Target(NamedTuple):
     has_async_products: bool = False
     has_instructions: bool = False
     has_float8: bool = True
+    precision: str = "tf32"
 
 
 INTERPRETER = Target()

@@ -129,8 +129,8 @@ def test_descriptions_are_made_once_and_say_what_kernels_may_count_on():
         ((9, 0), {"has_instructions", "has_float8", "has_dependent_launches", "copies_tiles", "has_async_products"}),
         ((10, 0), {"has_instructions", "has_float8", "has_dependent_launches", "copies_tiles"}),
         ((12, 0), {"has_instructions", "has_float8", "has_dependent_launches", "copies_tiles"}),
-        ("gfx942", set()),
-        ("gfx1100", set()),
+        ("gfx942", {"has_float8"}),
+        ("gfx1100", {"has_float8"}),
         ("gfx1201", {"has_float8"}),
     ],
 )

@@ -1,4 +1,4 @@
-"""Compiles every Triton kernel for GPUs that need not be there: `python compile_kernels.py 86 90` for 8.6 and 9.0.
+"""Compiles every Triton kernel for GPUs that need not be there: `python compile_kernels.py 86 gfx942`.
 
 The interpreter accepts what the compiler refuses, such as a variable that changes its shape in a loop. Prints the
 architecture and the name of each kernel that was compiled, one per line. With --first-stages up to the layouts of tiles
@@ -17,20 +17,24 @@ from triton.runtime import driver, jit
 
 
 class NoGpu:
-    """As much of a driver as the compiler asks for."""
+    """As much of a driver as the compiler asks for. architecture: as on the command line."""
 
-    architecture = 0
-
-    @property
-    def has_pdl(self) -> bool:
-        return self.architecture >= 90
+    architecture = ""
 
     @property
-    def numbers(self) -> "Gpu":
-        return Gpu(self.architecture // 10, {80: 163, 90: 227, 100: 227}.get(self.architecture, 99) * 1024)
+    def is_amd(self) -> bool:
+        return self.architecture.startswith("gfx")
+
+    @property
+    def target(self) -> "Target":
+        known = self.architecture if self.is_amd else (int(self.architecture[:-1]), int(self.architecture[-1]))
+        memory = 64 if self.is_amd else {"80": 163, "90": 227, "100": 227}.get(self.architecture, 99)
+        return target_of_architecture(known, 132, memory * 1024, memory * 1024)
 
     def get_current_target(self):
-        return GPUTarget("cuda", self.architecture, 32)
+        if self.is_amd:
+            return GPUTarget("hip", self.architecture, 64 if self.architecture.startswith("gfx9") else 32)
+        return GPUTarget("cuda", int(self.architecture), 32)
 
     def get_current_device(self):
         return self.architecture  # kernels are kept per device
@@ -43,7 +47,8 @@ def compile_only(kernel, grid):
     """What `kernel[grid]` gives here: compiles for the arguments and launches nothing."""
 
     def launch(*args, **kwargs):
-        assert kwargs.get("PDL", gpu.has_pdl) == gpu.has_pdl, f"{kernel.__name__} would be compiled in another form"
+        has_pdl = gpu.target.has_dependent_launches
+        assert kwargs.get("PDL", has_pdl) == has_pdl, f"{kernel.__name__} would be compiled in another form"
         assert "enable_fp_fusion" in kwargs, f"{kernel.__name__} has the bits of triton's default"
         compiled.add(f"{gpu.architecture} {kernel.__name__}")
         found = kernel.warmup(*args, grid=grid, **kwargs)
@@ -61,7 +66,7 @@ def compile_only(kernel, grid):
         is_packed = kernel.__name__ == "packed_linear_kernel"
         if is_packed and (args[1] is not None or (kwargs["FORM"].mode == SCALE_WORDS.value and kwargs["STAGES"] > 1)):
             needed = max(needed, loaded_ahead(args[3], **kwargs))
-        assert needed <= gpu.numbers.shared_memory, f"{kernel.__name__} takes {needed} bytes of shared memory: {kwargs}"
+        assert needed <= gpu.target.program_memory, f"{kernel.__name__} takes {needed} bytes of shared memory: {kwargs}"
         return found
 
     return launch
@@ -79,8 +84,9 @@ def first_stages(backend=None, stages=None, *_):
     """The compiler's hook, which replaces stages; without arguments: what it adds to the key of its cache."""
     if stages is None:
         return "first stages", "first stages"
-    for name in ("llir", "ptx", "cubin"):
-        stages[name] = lambda source, metadata: metadata.update(name="", shared=0) or b""
+    for name in ("llir", "ptx", "cubin", "amdgcn", "hsaco"):
+        if name in stages:
+            stages[name] = lambda source, metadata: metadata.update(name="", shared=0) or b""
 
 
 compiled: set[str] = set()
@@ -90,17 +96,16 @@ jit.JITFunction.__getitem__ = compile_only
 from sampling_cases import make_state
 from slot_cases import make_slots
 
+from nanoinfer.devices.cuda import target_of_architecture
+from nanoinfer.devices.target import Target
 from nanoinfer.kernels import fused as layers
 from nanoinfer.kernels.attention import decode_partial, merge, prefill
 from nanoinfer.kernels.attention.shape import KernelShape, can_use_tma, prefill_tiles
-from nanoinfer.kernels.experts import product
-from nanoinfer.kernels.experts import tiles as expert_tiles
 from nanoinfer.kernels.experts.routing import SIGMOID, GatedActivation, Routing
 from nanoinfer.kernels.layer.activation import act_and_mul
 from nanoinfer.kernels.layer.head_steps import HeadSteps
-from nanoinfer.kernels.linear import expand, forms, launches, packed, rows
+from nanoinfer.kernels.linear import expand
 from nanoinfer.kernels.linear.forms import SCALE_WORDS
-from nanoinfer.kernels.linear.launches import HOPPER, Gpu
 from nanoinfer.kernels.linear.packed_weight import empty_packed
 from nanoinfer.kernels.linear.packing import Packing
 from nanoinfer.kernels.step import rows as step_rows
@@ -114,13 +119,8 @@ from nanoinfer.sampling.settings import RowSampling
 from offload.runtime.device_link import DeviceLink
 
 for name, module in list(sys.modules.items()):
-    if name.startswith("nanoinfer.kernels.") and hasattr(module, "launch_options"):
-        module.launch_options = lambda x, fuses=True: dict(
-            PDL=gpu.has_pdl, launch_pdl=gpu.has_pdl, enable_fp_fusion=fuses
-        )
-forms.has_instructions = lambda device: True
-for module in (launches, packed, rows, product, expert_tiles):
-    module.gpu_of = lambda device: gpu.numbers
+    if name.startswith("nanoinfer.kernels.") and hasattr(module, "target_of"):
+        module.target_of = lambda device: gpu.target
 
 
 def zeros(*shape, dtype=torch.bfloat16):
@@ -181,7 +181,7 @@ def compile_packed() -> None:
         if not is_brief:
             expand.expand(weight, zeros(256, 1024))
     compile_blocks()
-    is_hopper = gpu.numbers.major == HOPPER
+    is_hopper = gpu.target.has_async_products
     if is_hopper:  # the widest scales, beside the most rows of x
         widest = nibbles | dict(columns=32, scale_dtype=torch.float32, has_zeros=True)
         layers.packed_linear(zeros(100, 1024), empty_packed(Packing(**widest), 256, 1024, "cpu"))
@@ -218,8 +218,8 @@ def compile_attention(head_dim: int, kv_dtype: torch.dtype, *, is_common: bool) 
     q, kv = zeros(8, 32, head_dim), zeros(4, 2, 256, 8, head_dim, dtype=kv_dtype)
     shape = KernelShape(
         num_q_heads=32, num_kv_heads=8, head_dim=head_dim, block_size=256, scale=0.1, softcap=None,
-        dtype=torch.bfloat16, tma=can_use_tma((gpu.architecture // 10, gpu.architecture % 10), head_dim, kv_dtype),
-        interpreted=False,
+        dtype=torch.bfloat16, tma=can_use_tma(gpu.target, head_dim, kv_dtype),
+        interpreted=False, precision=gpu.target.precision,
     )  # fmt: skip
     qkv, table, slots = zeros(8, 48, head_dim), zeros(100, head_dim), torch.zeros(8, dtype=torch.int64)
     weights = zeros(head_dim), zeros(head_dim)
@@ -233,7 +233,7 @@ def compile_attention(head_dim: int, kv_dtype: torch.dtype, *, is_common: bool) 
         layers.norm_rope_store(qkv, None, HeadSteps(), None, slots, kv, slots, q)
     out, lse, state = floats(8, 32, head_dim), floats(8, 32), (floats(8, 32, head_dim), floats(8, 32), floats(8, 32))
     tables = (ints(2), ints(1), ints(1), ints(1), ints(1))
-    tiles = prefill_tiles(shape, gpu.numbers.shared_memory)
+    tiles = prefill_tiles(shape, gpu.target.program_memory)
     if not is_common:
         tiles = replace(tiles, block_m=64, block_n=32, num_warps=4)
     windows, batch_sizes = ((None, 100), (4, 64)) if is_common else ((100,), ())
@@ -276,7 +276,7 @@ def compile_step() -> None:
     vocab_size = 8_192 if is_brief else 151_936
     state, rows = make_state([RowSampling(temperature=1.0)] * 2, vocab_size, sample)
     state.sample(zeros(2, vocab_size), rows, torch.zeros(2, dtype=torch.int64))
-    link = DeviceLink("cpu", has_instructions=True)
+    link = DeviceLink("cpu", has_instructions=gpu.target.has_instructions)
     link.begin()
     link.end(1_000)
 
@@ -318,12 +318,12 @@ def compile_experts() -> None:
     layers.wide_linear(zeros(4, 512), zeros(8, 512))
 
 
-is_brief, *architectures = ("--first-stages" in sys.argv, *(int(word) for word in sys.argv[1:] if word.isdigit()))
+is_brief, *architectures = ("--first-stages" in sys.argv, *(word for word in sys.argv[1:] if word[0] != "-"))
 if is_brief:
     knobs.runtime.add_stages_inspection_hook = first_stages
 for gpu.architecture in architectures:
     compile_attention(128, torch.bfloat16, is_common=True)
-    if gpu.architecture >= 89:
+    if gpu.target.has_float8:
         compile_attention(128, torch.float8_e4m3fn, is_common=False)
     compile_tile_linear()
     compile_packed()

@@ -27,6 +27,8 @@ class KernelShape(AttentionSpec):
 
     tma: bool = False
     """Whether tiles of KV are loaded by Hopper's copy unit (the tensor memory accelerator)."""
+    precision: str = "tf32"
+    """As in `Target`."""
     interpreted: bool
     """Whether the kernels run under Triton's interpreter. Its matrix product knows no bfloat16, so operands are rounded
     where the GPU rounds them and then widened."""
@@ -49,7 +51,7 @@ class KernelShape(AttentionSpec):
             "SCALE": self.scale,
             "SOFTCAP": self.softcap or 0.0,
             # tf32 would keep 10 bits of a float32 mantissa
-            "PRECISION": "ieee" if self.dtype == torch.float32 else "tf32",
+            "PRECISION": "ieee" if self.dtype == torch.float32 else self.precision,
             "WIDEN": self.interpreted,
             "TMA": self.tma,
         }

@@ -366,7 +366,7 @@ def _launch(
         NUM_ROWS=weight.num_rows, CHOSEN=pairs.ids.shape[1], PART=part, GATHER=gathers,
         SCATTER=scatters, GATED=gated, GELU=gated and activation.name != "silu",
         LIMIT=activation.limit if gated else None, ALPHA=activation.alpha if gated else 1.0, UNROLL=unroll,
-        WHOLE=is_whole, PRECISION="ieee" if x.dtype == torch.float32 else "tf32", BLOCK_M=tiles.block_m,
+        WHOLE=is_whole, PRECISION="ieee" if x.dtype == torch.float32 else target.precision, BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n, BLOCK_K=tiles.columns, STAGES=stages, num_warps=tiles.num_warps,
         **launch_options(x, fuses=False),
     )  # fmt: skip

@@ -177,7 +177,7 @@ def _product(
     tma = not few and is_large and size * x.element_size() % 16 == 0
     tiles = tiles_of("few rows" if few else "copied" if tma else "loaded", x, out, gated, num_parts)
     given = arguments(x, bias, activation, out, num_parts, tiles)
-    given |= dict(SIZE=size, PRECISION="ieee" if x.dtype == torch.float32 else "tf32", BLOCK_K=tiles.columns)
+    given |= dict(SIZE=size, PRECISION="ieee" if x.dtype == torch.float32 else target.precision, BLOCK_K=tiles.columns)
     grid = triton.cdiv(num_tokens, tiles.block_m), triton.cdiv(num_rows, tiles.block_n), num_parts
     if few:
         # On an H200, products of 9 to 16 rows without a gate take 4% longer if they ask ahead, all others up to 5%
