@@ -114,8 +114,10 @@ COMMANDS: dict[str, str] = _by_name(
 # Paths of other servers, and beginnings of a path that were forgotten: where that is here.
 PATHS: dict[str, str] = _by_name(
     {
-        "/api/chat /chat /v1/chat /chat/completions /v1/messages /v1/responses /responses /v1/engines "
+        "/api/chat /chat /v1/chat /chat/completions /v1/engines "
         "/v1/chat/completions/render /inference/v1/generate": "/v1/chat/completions",
+        "/responses /v1/response": "/v1/responses",
+        "/messages /v1/message /anthropic/v1/messages": "/v1/messages",
         "/api/generate /generate /generate_stream /completion /completions /infill /v1/complete /v1/generate "
         "/api/v1/generate": "/v1/completions",
         "/api/tags /api/ps /api/show /models /v1/model /v1/model/list /api/v1/model /v1/internal/model/info "

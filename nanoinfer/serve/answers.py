@@ -30,6 +30,10 @@ class Answer:
         echoed: the prompts' texts, if the client wants them in front of the completions.
     """
 
+    wants_deltas = False
+    """Whether the outputs come token by token where the answer is not streamed, too."""
+    may_be_shorter = False
+    """Whether what the client names is the most that it takes, and not what must fit."""
     id_prefix = ""
     object_name = ""
     chunk_object_name = ""
@@ -80,6 +84,10 @@ class Answer:
             done, total: how many tokens of the prompts are read, and of how many.
         """
         return b": %d of %d prompt tokens read\n\n" % (done, total)
+
+    def failure(self, error: ApiError) -> bytes:
+        """Return the last events of a stream that an error ends."""
+        return b"data: " + error.body() + b"\n\n" + DONE
 
     def last_events(self) -> bytes:
         options = self.request.stream_options

@@ -18,12 +18,13 @@ from starlette.requests import ClientDisconnect
 import nanoinfer
 from nanoinfer.common.errors import RequestError
 from nanoinfer.common.other_names import NO_PATHS, PATHS
+from nanoinfer.serve.agents import add_agents
 from nanoinfer.serve.answers import ChatAnswer, CompletionAnswer
 from nanoinfer.serve.async_engine import AsyncEngine
 from nanoinfer.serve.client import DEFAULT_BODY_SECONDS, error_response
 from nanoinfer.serve.docs_page import DOCS_HEADERS, docs_page
 from nanoinfer.serve.ended import EndedRequest
-from nanoinfer.serve.errors import ApiError, BadRequestError
+from nanoinfer.serve.errors import MESSAGES, ApiError, BadRequestError
 from nanoinfer.serve.fields import Fields
 from nanoinfer.serve.gate import Counting, Gate, WithoutSlash, check_framing, check_origin, check_request
 from nanoinfer.serve.log_lines import log_load
@@ -35,7 +36,9 @@ from nanoinfer.serve.token_answers import MAX_TOKENIZING_BYTES, detokenized, tok
 from nanoinfer.serve.tokenizing import PromptTokenizer
 
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as in OpenAI's API
-_PROMPT_FIELDS = {"/v1/chat/completions": "messages", "/detokenize": "tokens"}  # elsewhere the prompt is in "prompt"
+_PROMPT_FIELDS = {"/v1/responses": "input", "/detokenize": "tokens"}
+_PROMPT_FIELDS |= dict.fromkeys(("/v1/chat/completions", MESSAGES, f"{MESSAGES}/count_tokens"), "messages")
+# Elsewhere the prompt is in "prompt".
 
 
 def create_app(
@@ -90,6 +93,7 @@ def create_app(
     app.add_exception_handler(Exception, _unexpected_error)
     responder = Responder(engine, served_model_names, Fields(refuses_unknown=strict), body_timeout, sleep)
     _add_generation(app, responder)
+    add_agents(app, responder)
     _add_tokenizing(app, responder)
     _add_models(app, responder)
 
@@ -181,14 +185,15 @@ def _add_models(app: FastAPI, responder: Responder) -> None:
 # Errors
 
 
-async def _api_error(_: Request, error: ApiError) -> Response:
-    return error_response(error)
+async def _api_error(request: Request, error: ApiError) -> Response:
+    return error_response(error, request.url.path)
 
 
 async def _request_error(request: Request, error: RequestError) -> Response:
     """Blame the client's request for a refusal by the engine."""
     field = _PROMPT_FIELDS.get(request.url.path, "prompt") if error.field == "prompt" else error.field
-    return error_response(BadRequestError(str(error), param=field, code=TOO_LONG if error.is_too_long else None))
+    refused = BadRequestError(str(error), param=field, code=TOO_LONG if error.is_too_long else None)
+    return error_response(refused, request.url.path)
 
 
 async def _client_left(*_: Any) -> Response:
@@ -207,7 +212,7 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
         message = f"there is no path {path}{hint}: there are {', '.join(paths)}"
     elif error.status_code == 405:
         message += f": use {(error.headers or {}).get('Allow', 'another method')}"
-    response = error_response(BadRequestError(message, status=error.status_code))
+    response = error_response(BadRequestError(message, status=error.status_code), path)
     response.headers.update(error.headers or {})
     return response
 
@@ -216,6 +221,6 @@ def _paths(app: FastAPI) -> list[str]:
     return sorted({route.path for route in app.routes if "{" not in route.path})
 
 
-async def _unexpected_error(*_: Any) -> Response:
+async def _unexpected_error(request: Request, _: Exception) -> Response:
     error = ApiError("the server failed on this request: look into its log", code="internal_error")
-    return error_response(error)
+    return error_response(error, request.url.path)

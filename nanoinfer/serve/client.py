@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from nanoinfer.serve.answers import DONE, Answer
+from nanoinfer.serve.answers import Answer
 from nanoinfer.serve.connection import mark_event_stream
 from nanoinfer.serve.errors import ApiError, BadRequestError
 from nanoinfer.serve.request_stream import ReaderLeft, RequestStream
@@ -22,8 +22,8 @@ DEFAULT_BODY_SECONDS = 60.0
 PING_SECONDS = 15.0  # clients, and proxies before the server, give up what is silent for minutes
 
 
-def error_response(error: ApiError) -> Response:
-    return Response(error.body(), error.status, error.headers, "application/json")
+def error_response(error: ApiError, path: str) -> Response:
+    return Response(error.body(path), error.status, error.headers, "application/json")
 
 
 async def read_body(
@@ -153,4 +153,4 @@ async def _events(
                 yield events
         yield answer.last_events()
     except ApiError as error:
-        yield b"data: " + error.body() + b"\n\n" + DONE
+        yield answer.failure(error)

@@ -8,6 +8,7 @@ from typing import Any
 
 import nanoinfer
 from nanoinfer.serve.fields import IGNORED, UNSUPPORTED
+from nanoinfer.serve.messages_request import CountRequest, MessagesRequest
 from nanoinfer.serve.protocol import (
     Body,
     ChatRequest,
@@ -15,6 +16,7 @@ from nanoinfer.serve.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from nanoinfer.serve.responses_request import ResponsesRequest
 
 DOCS_HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}  # nothing is fetched or run
 
@@ -22,6 +24,9 @@ DOCS_HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsaf
 ENDPOINTS: dict[str, tuple[str, str, type[Body] | None]] = {
     "/v1/chat/completions": ("POST", "Completes a conversation, through the model's chat template.", ChatRequest),
     "/v1/completions": ("POST", "Completes text or token ids.", CompletionRequest),
+    "/v1/responses": ("POST", "OpenAI's Responses API; nothing is kept between requests.", ResponsesRequest),
+    "/v1/messages": ("POST", "Anthropic's Messages API.", MessagesRequest),
+    "/v1/messages/count_tokens": ("POST", "How many tokens such a request has.", CountRequest),
     "/tokenize": ("POST", "Token ids of a text or a conversation.", TokenizeRequest),
     "/detokenize": ("POST", "The text of token ids.", DetokenizeRequest),
     "/v1/models": ("GET", "What is served; /v1/models/NAME: one of it.", None),

@@ -1,8 +1,23 @@
-"""The errors that clients get when a request cannot be answered, in OpenAI's format."""
+"""The errors that clients get when a request cannot be answered, in OpenAI's form, or in Anthropic's."""
 
 from __future__ import annotations
 
 import json
+
+MESSAGES = "/v1/messages"
+"""The path of Anthropic's API, whose errors have another form."""
+_ANTHROPIC = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 class ApiError(Exception):
@@ -34,7 +49,11 @@ class ApiError(Exception):
         if status is not None:
             self.status = status
 
-    def body(self) -> bytes:
+    def body(self, path: str = "") -> bytes:
+        """Return the answer's body, in the form of the API that the path is of."""
+        if path.startswith(MESSAGES):
+            error = {"type": _ANTHROPIC.get(self.status, "api_error"), "message": str(self)}
+            return json.dumps({"type": "error", "error": error}).encode()
         error = {"message": str(self), "type": self.type, "param": self.param, "code": self.code}
         return json.dumps({"error": error}).encode()
 

@@ -76,6 +76,17 @@ class Fields:
         self._refuses_unknown = refuses_unknown
         self._logged: set[str] = set()
 
+    def leave_out(self, what: str, why: str) -> None:
+        """Leave a part of a request out that changes the answer no more than a field that no API has.
+
+        Raises:
+            BadRequestError: such fields are refused.
+        """
+        what = what[:SHOWN_CHARS]
+        if self._refuses_unknown:
+            raise BadRequestError(f"{what} is not supported, as {why}: leave it out", code="unsupported_parameter")
+        self._log(what, "requests have %s, which is left out, as %s; --strict refuses it", what, why)
+
     def check(self, name: str, given: Mapping[str, Any], known: Collection[str], where: str) -> None:
         """Take a name that is given and not among the known ones. Raises BadRequestError."""
         value, name = given[name], name[:SHOWN_CHARS]
@@ -87,14 +98,14 @@ class Fields:
         elif self._refuses_unknown:
             message = unknown(f"{where} has an unknown field", name, sorted(known))
             raise BadRequestError(message, param=name, code="unknown_parameter")
-        elif name not in self._logged and len(self._logged) < _MAX_LOGGED:
+        else:
+            text = "%s has a field %r that is not known%s: it is ignored, here and later; --strict refuses such fields"
+            self._log(name, text, where, name, did_you_mean(name, known))
+
+    def _log(self, name: str, text: str, *values: str) -> None:
+        if name not in self._logged and len(self._logged) < _MAX_LOGGED:
             self._logged.add(name)
-            logger.warning(
-                "%s has a field %r that is not known%s: it is ignored, here and later; --strict refuses such fields",
-                where,
-                name,
-                did_you_mean(name, known),
-            )
+            logger.warning(text, *values)
 
 
 def parse(kind: type[B], body: bytes, fields: Fields, is_wanted: Callable[[], bool] = lambda: True) -> B:
@@ -104,7 +115,7 @@ def parse(kind: type[B], body: bytes, fields: Fields, is_wanted: Callable[[], bo
         is_wanted: as for `json_body.load`.
 
     Raises:
-        BadRequestError: the body is not a JSON object, or a field is not supported or has a wrong value.
+        BadRequestError: the body is not a JSON object. And as `checked`.
     """
     try:
         given = json_body.load(body, is_wanted)
@@ -112,12 +123,22 @@ def parse(kind: type[B], body: bytes, fields: Fields, is_wanted: Callable[[], bo
         raise BadRequestError(f"the body is no valid JSON: {shown(str(error))}", code="invalid_json") from error
     if not isinstance(given, dict):
         raise BadRequestError("the body is no JSON object: send {...}", code="invalid_json")
+    return checked(kind, given, fields)
+
+
+def checked(kind: type[B], given: dict[str, Any], fields: Fields) -> B:
+    """Return a checked request.
+
+    Raises:
+        BadRequestError: a field is not supported or has a wrong value.
+    """
     for name, value in given.items():
-        if name in kind.model_fields or name in IGNORED:
+        if name in kind.model_fields or name in IGNORED or name in kind.ignored:
             continue
-        if name not in UNSUPPORTED:
+        table = kind.unsupported if name in kind.unsupported else UNSUPPORTED
+        if name not in table:
             fields.check(name, given, kind.model_fields, "the request")
-        elif message := refusal(name, value, UNSUPPORTED, shown, json.dumps):
+        elif message := refusal(name, value, table, shown, json.dumps):
             raise BadRequestError(message, param=name, code="unsupported_parameter")
     options = given.get("stream_options")
     for name in options if isinstance(options, dict) else ():

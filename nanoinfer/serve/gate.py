@@ -81,7 +81,7 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = self._refusal(scope) if scope["type"] == "http" else None
-        await (self._app if error is None else error_response(error))(scope, receive, send)
+        await (self._app if error is None else error_response(error, scope["path"]))(scope, receive, send)
 
 
 def check_framing(scope: Scope) -> ApiError | None:
@@ -124,10 +124,11 @@ def check_request(scope: Scope, *, api_key: str | None) -> ApiError | None:
         return None
     headers = Headers(scope=scope)
     if api_key is not None:
-        given = headers.getlist("authorization")
-        if len(given) != 1 or not hmac.compare_digest(given[0].encode("latin-1"), f"Bearer {api_key}".encode()):
+        given = headers.getlist("authorization") + [f"Bearer {key}" for key in headers.getlist("x-api-key")]
+        is_right = [hmac.compare_digest(one.encode("latin-1"), f"Bearer {api_key}".encode()) for one in given]
+        if not any(is_right):
             return BadRequestError(
-                "the API key is missing or wrong: send the header Authorization: Bearer KEY",
+                "the API key is missing or wrong: send the header Authorization: Bearer KEY, or x-api-key: KEY",
                 status=401,
                 code="invalid_api_key",
             )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any
+from collections.abc import Collection
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from nanoinfer.common.errors import shown
+from nanoinfer.common.unsupported import Table
 from nanoinfer.requests.prompts import conversation
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.serve.errors import BadRequestError
@@ -21,9 +23,9 @@ MAX_BAD_WORDS = 1024
 MAX_BAD_WORDS_CHARS = 65_536  # in all
 MAX_REQUEST_ID_CHARS = 256  # every event of a stream repeats the id
 # Far larger numbers do not fit into the device's 64-bit tables, and nobody needs them.
-_INT32_MAX = 2**31 - 1
+INT32_MAX = 2**31 - 1
 
-Count = Annotated[int, Field(ge=0, le=_INT32_MAX)]
+Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
 
 
 # Strict: "5" is not a number and true is not 1. Unknown names were looked at before (`fields.py`).
@@ -31,9 +33,15 @@ _STRICT = ConfigDict(strict=True, extra="ignore")
 
 
 class Body(BaseModel):
-    """A request's body."""
+    """A request's body.
+
+    Attributes:
+        ignored, unsupported: what of this endpoint alone belongs to the tables of the same names in `fields.py`.
+    """
 
     model_config = _STRICT
+    ignored: ClassVar[Collection[str]] = ()
+    unsupported: ClassVar[Table] = {}
 
     model: str | None = None
 
@@ -54,11 +62,11 @@ class GenerationRequest(Body):
 
     n: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] | None = None
     best_of: int | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=_INT32_MAX)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     min_tokens: Count | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: Annotated[int, Field(ge=-1, le=_INT32_MAX)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
@@ -213,7 +221,7 @@ class _Conversation(Body):
 
 
 class ChatRequest(_Conversation, GenerationRequest):
-    max_completion_tokens: Annotated[int, Field(ge=1, le=_INT32_MAX)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     logprobs: bool | None = None
     top_logprobs: Count | None = None
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import Response
 
-from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.sampling_params import Advised, SamplingParams
 from nanoinfer.serve.answers import Answer
 from nanoinfer.serve.async_engine import AsyncEngine
 from nanoinfer.serve.client import EventStream, read_body, while_client_stays, whole_answer
 from nanoinfer.serve.errors import BadRequestError
-from nanoinfer.serve.fields import Fields, parse
+from nanoinfer.serve.fields import Fields, checked, parse
 from nanoinfer.serve.protocol import Body, ChatRequest, GenerationRequest
 from nanoinfer.serve.request_stream import RequestStream
 from nanoinfer.serve.tokenizing import Prompt
@@ -25,6 +26,7 @@ from nanoinfer.serve.waiting_bytes import MAX_BODY_BYTES
 _LARGE_BODY_BYTES = 65_536  # parsing takes about a millisecond
 TOO_LONG = "context_length_exceeded"
 B = TypeVar("B", bound=Body)
+T = TypeVar("T", bound=Body)
 Prepared = tuple[Answer, SamplingParams]
 
 
@@ -70,18 +72,33 @@ class Responder:
             len(body), lambda is_wanted: parse(kind, body, self._fields, is_wanted)
         )  # fmt: skip
 
-    async def chat(self, asked: ChatRequest, num_bytes: int, answer: type[Answer]) -> Prepared:
+    async def parsed_chat(self, kind: type[T], body: bytes) -> tuple[T, ChatRequest]:
+        """Return a request of another API, and what it is as a chat request. Its class has a method `chat`."""
+
+        def read(is_wanted: Callable[[], bool] = lambda: True) -> tuple[T, ChatRequest]:
+            asked = parse(kind, body, self._fields, is_wanted)
+            return asked, checked(ChatRequest, asked.chat(self._fields), self._fields)
+
+        if len(body) <= _LARGE_BODY_BYTES:
+            return read()
+        return await self.engine.prompts.read(len(body), read)
+
+    async def chat(self, asked: ChatRequest, num_bytes: int, answer: Callable[..., Answer]) -> Prepared:
         """Return the answer to a conversation, still without tokens, and its parameters.
 
         Args:
             num_bytes: size of the conversation as it was received.
+            answer: the answer's class.
         """
         model = self.model_name(asked.model)
         # None: what the prompt leaves.
         params = asked.sampling_params({"max_tokens": None} | self.engine.sampling_defaults)
         prompts = self.engine.prompts
         prompt = await prompts.tokenize_chat(asked.conversation, asked.template_arguments, num_bytes)
-        return answer(asked, model, [prompt], prompts.has_text), params
+        made = answer(asked, model, [prompt], prompts.has_text)
+        if made.may_be_shorter and params.max_tokens is not None:
+            params = replace(params, max_tokens=Advised(params.max_tokens))
+        return made, params
 
     async def generate(self, request: Request, prepare: Callable[[bytes], Coroutine[Any, Any, Prepared]]) -> Response:
         """Answer a request with what the engine generates. `prepare` is called with the request's body."""
@@ -90,13 +107,14 @@ class Responder:
             body = await self._read(request, charge, MAX_BODY_BYTES)
             answer, params = await while_client_stays(request.receive, prepare(body))
             del body  # the answer may take long
-            asked = answer.request
-            _check_length(asked, answer.prompts, engine.plan.max_model_len)
-            limits, wants_deltas = await engine.prompts.limits(params), bool(asked.stream)
+            if not answer.may_be_shorter:
+                _check_length(answer.request, answer.prompts, engine.plan.max_model_len)
+            limits, is_streamed = await engine.prompts.limits(params), bool(answer.request.stream)
+            wants_deltas = is_streamed or answer.wants_deltas
             how = dict(name=answer.name, wants_deltas=wants_deltas, arrival=arrival, charge=charge)
             stream = RequestStream(answer.prompts, params, limits, **how)
             await engine.submit(stream)
-            if wants_deltas:
+            if is_streamed:
                 return EventStream(stream, answer, partial(engine.requests.prompt_tokens, stream), self._pause)
             return await whole_answer(stream, answer, request.receive)
 

@@ -1,4 +1,4 @@
-"""The answers of /tokenize and /detokenize.
+"""The answers of /tokenize, /detokenize and /v1/messages/count_tokens.
 
 They are made on a tokenizer thread, because large answers take seconds. One call of the `json` module holds Python's
 lock on any thread, which also blocks the event loop. So values that may be long are written piece by piece.
@@ -10,7 +10,7 @@ import json
 
 from nanoinfer.common.errors import RequestError
 from nanoinfer.requests.prompts import encode, encode_chat
-from nanoinfer.serve.protocol import DetokenizeRequest, TokenizeRequest
+from nanoinfer.serve.protocol import ChatRequest, DetokenizeRequest, TokenizeRequest
 from nanoinfer.serve.tokenizing import PromptTokenizer
 
 MAX_TOKENIZING_BYTES = 4 * 2**20
@@ -27,6 +27,12 @@ def tokenized(asked: TokenizeRequest, prompts: PromptTokenizer) -> bytes:
     strs = json_bytes(tokenizer.convert_ids_to_tokens(tokens)) if asked.return_token_strs else b"null"
     parts = (len(tokens), prompts.max_model_len, json_bytes(tokens), strs)
     return b'{"count":%d,"max_model_len":%d,"tokens":%s,"token_strs":%s}' % parts
+
+
+def counted(asked: ChatRequest, prompts: PromptTokenizer) -> bytes:
+    """Return how many tokens a conversation has, in the form of Anthropic's API."""
+    tokens = encode_chat(prompts.tokenizer, asked.conversation(), **asked.template_arguments)
+    return b'{"input_tokens":%d}' % len(tokens)
 
 
 def detokenized(asked: DetokenizeRequest, prompts: PromptTokenizer) -> bytes:
