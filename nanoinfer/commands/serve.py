@@ -9,62 +9,18 @@ import logging
 import os
 import signal
 import socket
-import sys
 import time
 from typing import Any
 
-import nanoinfer
-from nanoinfer.common.units import counted, parse_bytes
-from nanoinfer.config import EngineConfig
-from nanoinfer.options.engine import add_engine_options, engine_arguments
-from nanoinfer.options.parser import INTERRUPTED, Parser
-from nanoinfer.serve.log import FORMATS, LEVELS, START, logging_to
+from nanoinfer.common.units import counted
+from nanoinfer.options.parser import INTERRUPTED
+from nanoinfer.options.serve import check_alone, replicas_of
+from nanoinfer.serve.log import START, logging_to
 
 logger = logging.getLogger("nanoinfer")
 
 _CLOSING_SECONDS = 5.0  # for clients to read the ends of their answers
 _FORCED_SECONDS = 0.5  # the same after a second SIGINT
-
-
-def add_arguments(parser: Parser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="checkpoint directory, GGUF file or hub id")
-    parser.add_argument("--host", default="127.0.0.1", help='"0.0.0.0": all interfaces (default: %(default)s)')
-    parser.add_argument("--port", type=int, default=8000, help="0: any free one (default: %(default)s)")
-    parser.add_argument(
-        "--served-model-name", nargs="+", metavar="NAME", help="names that clients use (default: MODEL)"
-    )
-    parser.add_argument("--api-key", help="key that clients must send for /v1, /tokenize, /detokenize (default: none)")
-    add_engine_options(parser, defaults={"enable_cpu_offload": "auto"})
-    clients = parser.add_argument_group("clients and their requests")
-    clients.add_argument(
-        "--allowed-origins", default="[]", metavar="JSON",
-        help="web pages that may use the server from a browser, such as '[\"http://localhost:3000\"]'; "
-        "'[\"*\"]': all (default: none)",
-    )  # fmt: skip
-    clients.add_argument(
-        "--max-queue", type=int, default=1024, help="waiting sequences beyond which the answer is 429 (%(default)s)"
-    )
-    clients.add_argument(
-        "--max-queue-bytes", default="256MiB", metavar="SIZE",
-        help="bytes of waiting requests beyond which the answer is 429 (%(default)s)",
-    )  # fmt: skip
-    clients.add_argument(
-        "--strict", action="store_true",
-        help="refuse fields of requests with names that no API has (default: ignore them, with a line in the log)",
-    )  # fmt: skip
-    for name, seconds, text in (
-        ("--body-timeout", 60.0, "for the head of a request to arrive, and for its body"),
-        ("--max-step-seconds", 120.0, "a step that runs for longer makes /health say 503"),
-        ("--shutdown-timeout", 30.0, "for running requests to end after SIGTERM or SIGINT"),
-    ):
-        clients.add_argument(name, type=float, default=seconds, metavar="SECONDS", help=f"{text} (%(default)s)")
-    log = parser.add_argument_group("log")
-    log.add_argument(
-        "--log-level", choices=LEVELS, default="info",
-        help="info: a line for each request, and one every ten seconds under load; debug: also uvicorn's for each HTTP "
-        "answer, and the text where a prompt parted from a recent one (%(default)s)",
-    )  # fmt: skip
-    log.add_argument("--log-format", choices=FORMATS, default="text", help="json: one JSON object a line (%(default)s)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -77,48 +33,37 @@ def _run(options: argparse.Namespace) -> int:
     try:
         import uvicorn
 
-        from nanoinfer.serve.app import create_app
-        from nanoinfer.serve.async_engine import AsyncEngine
         from nanoinfer.serve.connection import server_config
-        from nanoinfer.serve.gate import allowed_origins
+        from nanoinfer.serve.settings import settings_of
     except ModuleNotFoundError as error:
         raise ValueError(f"{error.name} is not installed: in the clone, pip install -e '.[serve]'") from error
-    if options.api_key == "":  # as of a variable that is not set: anybody could guess it
-        raise ValueError("--api-key is empty: give a key, or leave the option out to serve without one")
-    if not options.shutdown_timeout >= 0:  # also where it is NaN
-        raise ValueError(f"--shutdown-timeout is {options.shutdown_timeout}, it must be 0 or more seconds")
-    for name in ("body_timeout", "max_step_seconds"):
-        if not getattr(options, name) > 0:
-            raise ValueError(f"--{name.replace('_', '-')} is {getattr(options, name)}, it must be more than 0 seconds")
-    origins = allowed_origins(options.allowed_origins)
-    max_queue_bytes = parse_bytes(options.max_queue_bytes, "--max-queue-bytes")
-    shows_bar = sys.stderr.isatty() and options.log_format == "text"
-    config = EngineConfig(model=options.model, progress_bar=shows_bar, **engine_arguments(options))
+    settings = settings_of(options)
+    if options.ray:
+        return _run_replicas(options)
+    check_alone(options)
     # Bind the port before the model is loaded, because loading takes long. The socket does not listen yet.
     with _bind(options.host, options.port) as listener:
-        engine = AsyncEngine(
-            lambda: nanoinfer.LLMEngine(config),
-            max_queue=options.max_queue,
-            max_queue_bytes=max_queue_bytes,
-            max_step_seconds=options.max_step_seconds,
-        )
+        engine = settings.make_engine()
         try:
             _start(engine)
-            app = create_app(
-                engine,
-                served_model_names=options.served_model_name or [options.model],
-                api_key=options.api_key,
-                allowed_origins=origins,
-                body_timeout=options.body_timeout,
-                strict=options.strict,
-            )
+            app = settings.make_app(engine)
             logger.info("%s mode; %s", engine.mode, engine.plan.one_line())
-            settings = server_config(app, options.body_timeout, logs_access=options.log_level == "debug")
-            _serve(server_class(uvicorn.Server)(settings, engine, options.shutdown_timeout), listener)
+            config = server_config(app, settings.body_timeout, logs_access=options.log_level == "debug")
+            _serve(server_class(uvicorn.Server)(config, engine, settings.shutdown_timeout), listener)
         finally:
             engine.close()
             gc.unfreeze()  # to libraries that look for leaks at the end, frozen objects are some
     return 0 if engine.failure is None else 1
+
+
+def _run_replicas(options: argparse.Namespace) -> int:
+    try:
+        from nanoinfer.serve.ray.running import serve_replicas
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{error.name} is not installed: in the clone, pip install -e '.[ray]'") from error
+    with _bind(options.host, options.port) as listener:  # Ray would try for long
+        port = listener.getsockname()[1]
+    return serve_replicas(options, replicas_of(options), port)
 
 
 def _start(engine: Any) -> None:

@@ -15,7 +15,7 @@ from nanoinfer.serve.errors import ApiError, BadRequestError
 
 # Longer than the 5 s after which common clients close an idle connection. If the server closed it first, it might do so
 # just when the client sends a request, and that request would fail.
-_IDLE_SECONDS = 60
+IDLE_SECONDS = 60
 _FIRST_PROBE_SECONDS = 0.1
 _PROBE_FACTOR = 4
 
@@ -146,5 +146,5 @@ def server_config(app: ASGIApp, timeout: float, *, logs_access: bool = False) ->
         access_log=logs_access,
         ws="none",
         lifespan="off",
-        timeout_keep_alive=_IDLE_SECONDS,
+        timeout_keep_alive=IDLE_SECONDS,
     )

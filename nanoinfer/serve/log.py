@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-LEVELS = ("debug", "info", "warning", "error")
-FORMATS = ("text", "json")
 START = "nanoinfer.start"
 """The logger of where the server listens, which is said at every level: programs wait for it."""
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -38,8 +36,8 @@ def logging_to(level: str, form: str, stream: TextIO | None = None) -> Iterator[
     """Have all loggers write to a stream: ours from `level` on, those of libraries their warnings.
 
     Args:
-        level: one of `LEVELS`.
-        form: one of `FORMATS`.
+        level: one of `LEVELS` in options/serve.py.
+        form: one of `FORMATS` there.
         stream: None: stderr.
     """
     handler = logging.StreamHandler(sys.stderr if stream is None else stream)

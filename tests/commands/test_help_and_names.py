@@ -52,7 +52,7 @@ def test_options_stand_in_groups_with_the_usual_ones_first(capsys):
     text = said(["serve", "--help"], capsys)
     titles = re.findall(r"^(\w.*):$", text, re.MULTILINE)
     assert titles == ["positional arguments", "options", "length and memory", "model and formats", "machine",
-                      "tuning and tests", "clients and their requests", "log"]  # fmt: skip
+                      "tuning and tests", "clients and their requests", "replicas", "log"]  # fmt: skip
     places = [text.index(f"\n  --{name} ") for name in ("port", "max-model-len", "gpu-memory-limit", "dtype",
                                                         "block-size", "max-queue")]  # fmt: skip
     assert places == sorted(places)

@@ -59,7 +59,7 @@ def test_a_random_fleet_chooses_as_the_rule_over_whole_texts_says(seed):
         begun = draw.choice(prompts)
         pieces = begun[: draw.randrange(len(begun) + 1)] + [draw.randrange(2**64) for _ in range(draw.randrange(4))]
         refused = {one for one in names if draw.random() < 0.1}
-        request = RoutedRequest(pieces, draw.randrange(2000))
+        request = RoutedRequest(pieces, draw.randrange(2000), draw.randrange(300))
         request.refused_by = set(refused)
         allowed = plain.allowed(pieces, [one for one in names if one not in refused] or names)
         chosen = fleet.place(request)
@@ -67,15 +67,17 @@ def test_a_random_fleet_chooses_as_the_rule_over_whole_texts_says(seed):
         num_stayed += chosen in [
             one for one, sent in plain.sent.items() if max((common(pieces, s) for s in sent), default=0)
         ]
+        found = max((common(pieces, sent) for sent in plain.sent[chosen]), default=0)
+        load = max(request.prompt_tokens - found * PIECE_TOKENS, 0) + request.answer_tokens
         plain.sent[chosen].append(pieces)
-        plain.tokens[chosen] += request.load
+        plain.tokens[chosen] += load
         prompts.append(pieces)
-        running.append((request, plain.tokens, chosen))
+        running.append((request, load, chosen))
         while running and draw.random() < 0.5:
-            request, _, at = running.pop(draw.randrange(len(running)))
+            request, load, at = running.pop(draw.randrange(len(running)))
             request.leave()
             if at in plain.tokens:
-                plain.tokens[at] -= request.load
+                plain.tokens[at] -= load
         assert loads(fleet) == plain.tokens
     assert num_stayed > 50
     for request, *_ in running:
@@ -101,7 +103,7 @@ def test_a_session_alone_always_stays_and_others_spread():
 @pytest.mark.parametrize("beyond", [0, 1])
 def test_a_replica_with_too_much_to_do_gives_the_session_away(beyond):
     fleet, most = make_fleet("a", "b"), 150 + 2 * PIECE_TOKENS  # 1.5 times the other's, and what is found
-    assert fleet.place(RoutedRequest([1, 2], most + beyond)) == "a"
+    assert fleet.place(RoutedRequest([1, 2], most, beyond)) == "a"
     assert fleet.place(RoutedRequest([9], 100)) == "b"
     assert [fleet.place(RoutedRequest([1, 2, *new], 0)) for new in ([3], [4])] == ["ab"[beyond]] * 2
 
@@ -114,12 +116,23 @@ def test_without_prefixes_the_least_loaded_replica_is_chosen_and_nothing_is_held
 
 
 def test_a_replica_that_refused_is_chosen_only_where_there_is_no_other():
-    fleet, request = make_fleet("a", "b"), RoutedRequest([1, 2, 3], 7)
+    fleet, request = make_fleet("a", "b"), RoutedRequest([1, 2, 3], 0, 7)
     assert fleet.place(request) == "a"
     request.refused_by.add("a")
     assert fleet.place(request) == "b" and loads(fleet) == {"a": 0, "b": 7}
     request.refused_by.add("b")
     assert fleet.place(request) in "ab" and sum(loads(fleet).values()) == 7
+
+
+def test_what_a_request_finds_is_no_load():
+    fleet = make_fleet("a")
+    for answer, wanted in ((7, 1000 + 7), (7, 1000 - 2 * PIECE_TOKENS + 7), (0, 1000 - 2 * PIECE_TOKENS)):
+        request = RoutedRequest([1, 2, 1000 + wanted], 1000, answer)
+        fleet.place(request)
+        assert loads(fleet) == {"a": wanted}
+        request.leave()
+    fleet.place(RoutedRequest([1, 2], 100))
+    assert loads(fleet) == {"a": 0}, "never less than nothing"
 
 
 def test_a_request_counts_where_it_was_sent_and_leaves_once():

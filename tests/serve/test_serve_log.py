@@ -10,9 +10,10 @@ import pytest
 from serving import LeavingClient, make_served_checkpoint, serving
 
 from nanoinfer.engine.meter import DecodeTimes
+from nanoinfer.options.serve import LEVELS
 from nanoinfer.serve.ended import EndedRequest, bound_of
 from nanoinfer.serve.load import LOAD_SECONDS, LoadMeter
-from nanoinfer.serve.log import LEVELS, START, logging_to
+from nanoinfer.serve.log import START, logging_to
 from nanoinfer.serve.log_lines import log_request, request_text
 
 ENDED = dict(

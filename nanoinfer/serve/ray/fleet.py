@@ -18,15 +18,17 @@ class RoutedRequest:
 
     Attributes:
         digests: of the pieces of its prompt, in order.
-        load: the tokens for which it counts while it waits or runs.
+        prompt_tokens, answer_tokens: for which it counts while it waits or runs; those of its prompt that lie at the
+            replica do not.
         refused_by: replicas that did not answer it: another one is chosen if there is one.
     """
 
-    def __init__(self, digests: Sequence[int] = (), load: int = 0) -> None:
-        self.digests, self.load = digests, load
+    def __init__(self, digests: Sequence[int] = (), prompt_tokens: int = 0, answer_tokens: int = 0) -> None:
+        self.digests, self.prompt_tokens, self.answer_tokens = digests, prompt_tokens, answer_tokens
         self.refused_by: set[Hashable] = set()
         self._fleet: Fleet | None = None
-        self._place: Place | None = None  # the fleet's, as is this
+        self._place: Place | None = None  # the fleet's, as are these
+        self._load = 0
 
     @property
     def replica(self) -> Hashable | None:
@@ -79,18 +81,19 @@ class Held:
 
 
 class Place:
-    """One replica: what it was sent, and its load, the tokens that wait and run there."""
+    """One replica: its load, tokens that it has to compute; all load that it ever had; digests of what it was sent."""
 
     def __init__(self, replica: Hashable, limit: int) -> None:
-        self.replica, self.held, self.load = replica, Held(limit), 0
+        self.replica, self.held = replica, Held(limit)
+        self.load = self.sent = 0
 
 
 class Fleet:
     """The replicas that there are. Any thread may call it.
 
-    A request goes to the replica that holds most of its prompt among those that may take it: the tokens that wait and
-    run there are at most 1.5 times the least loaded replica's, and what it would find there. Else to the least loaded
-    one; of several that are, to the one that was sent the least, so that prompts spread.
+    A request goes to the replica that holds most of its prompt among those that may take it: the tokens that all who
+    wait and run there have to compute are at most 1.5 times the least loaded replica's, and what it would find there.
+    Else to the least loaded one; of several that are, to the one that had the least so far, so that prompts spread.
 
     Args:
         by_prefix: False: always to the least loaded one.
@@ -143,17 +146,20 @@ class Fleet:
                         chosen, best = place, rank
             if chosen is not None:
                 return chosen
-        return min((place for place in places if place.load == least), key=_num_held)
+        return min((place for place in places if place.load == least), key=_sent)
 
     def _move(self, request: RoutedRequest, place: Place | None) -> None:
         if request._place is not None:
-            request._place.load -= request.load
+            request._place.load -= request._load
         request._place = place
         if place is not None:
-            place.load += request.load
+            found = place.held.depth(request.digests) * PIECE_TOKENS
+            request._load = max(request.prompt_tokens - found, 0) + request.answer_tokens
+            place.load += request._load
+            place.sent += request._load
             if self._by_prefix:
                 place.held.add(request.digests)
 
 
-def _num_held(place: Place) -> int:
-    return len(place.held)
+def _sent(place: Place) -> int:
+    return place.sent

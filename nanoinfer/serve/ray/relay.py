@@ -1,0 +1,225 @@
+"""The thin server before the replicas: it reads a request, has a replica answer it, and passes the answer on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, aclosing
+from functools import partial
+from typing import Protocol
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from nanoinfer.serve.answers import DONE
+from nanoinfer.serve.client import error_response, read_body, while_client_stays
+from nanoinfer.serve.errors import MESSAGES, ApiError, UnavailableError
+from nanoinfer.serve.gate import check_framing, check_origin, check_request
+from nanoinfer.serve.json_body import load
+from nanoinfer.serve.ray.digests import CHARS_PER_TOKEN, digests_of, prompt_text
+from nanoinfer.serve.ray.fleet import RoutedRequest
+from nanoinfer.serve.ray.merged_metrics import merged
+from nanoinfer.serve.request_stream import ReaderLeft
+from nanoinfer.serve.settings import ServerSettings
+from nanoinfer.serve.waiting_bytes import WaitingBytes
+
+logger = logging.getLogger("nanoinfer.serve")
+_LARGE_BODY_BYTES = 65_536  # parsing takes about a millisecond
+_MOST_SENDS = 3  # of a request that may be what its replicas die of
+# What a replica needs to know of a connection; all of it can be sent.
+_SCOPE = (
+    "type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "headers",
+    "client", "server",
+)  # fmt: skip
+_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+_MOST_ANSWER = 256  # tokens for which an answer counts: a limit may be far above what comes
+_RESPONSES = "/v1/responses"
+_WITHOUT_KV = ("/tokenize", "/detokenize", f"{MESSAGES}/count_tokens")
+_HEALTH = ("/health", "/ping")
+
+
+class LostError(Exception):
+    """The replica died, or cannot be reached, before the end of its answer."""
+
+
+class Replicas(Protocol):
+    """How replicas are reached."""
+
+    def answer(self, scope: Scope, body: bytes, routed: RoutedRequest) -> AsyncIterator[list[Message]]:
+        """Choose a replica and yield its answer, as `Replica.answer` does; raise LostError."""
+
+    async def ask_all(self, path: str) -> list[tuple[str, int, bytes]]:
+        """Return what every replica that answers says to `Replica.ask`; raise LostError if there are none."""
+
+
+class Relay:
+    """An ASGI application without an engine.
+
+    What the server of a replica would refuse by a request's head reaches it without the body, which is not read.
+    """
+
+    def __init__(self, replicas: Replicas, settings: ServerSettings) -> None:
+        self._replicas, self._body_timeout = replicas, settings.body_timeout
+        self.waiting = WaitingBytes(settings.max_queue_bytes)
+        self._checks: list[Callable[[Scope], ApiError | None]] = [
+            check_framing,
+            partial(check_origin, allowed=settings.allowed_origins),
+            partial(check_request, api_key=settings.api_key),
+        ]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"].removesuffix("/")
+        if path == "/metrics" and scope["method"] == "GET" or path in _HEALTH:
+            await (await self._of_all(path))(scope, receive, send)
+            return
+        with ExitStack() as charge:
+            try:
+                body = b""
+                if not any(check(scope) for check in self._checks):
+                    request = Request(scope, receive)
+                    body = await read_body(request, self.waiting, charge, timeout=self._body_timeout)
+                await while_client_stays(receive, self._answer(scope, body, _Sender(scope["path"], send, charge)))
+            except ApiError as error:
+                await error_response(error, path)(scope, receive, send)
+            except (ClientDisconnect, ReaderLeft):
+                pass  # nobody reads any more
+
+    async def _answer(self, scope: Scope, body: bytes, sender: _Sender) -> None:
+        """Send a request to a replica and, if that is lost, or says that it is, before the answer began, to another."""
+        routed = await _routed(scope, body)
+        known = {name: scope[name] for name in _SCOPE if name in scope}
+        try:
+            for number in range(1, _MOST_SENDS + 1):
+                try:
+                    async with aclosing(self._replicas.answer(known, body, routed)) as parts:
+                        async for messages in parts:
+                            if _is_unavailable(messages) and routed.replica not in routed.refused_by:
+                                raise LostError(f"it says {messages[-1].get('body', b'')[:200]!r}")
+                            await sender.pass_on(messages)
+                    return
+                except LostError as error:
+                    logger.warning("%s: replica %s is lost: %s", scope["path"], routed.replica, error)
+                    if routed.replica is not None:
+                        routed.refused_by.add(routed.replica)
+                    if sender.has_begun or number == _MOST_SENDS:
+                        await sender.fail(_lost(number))
+                        return
+        finally:
+            routed.leave()
+
+    async def _of_all(self, path: str) -> Response:
+        try:
+            answers = await self._replicas.ask_all(path)
+        except LostError as error:
+            answers = []
+            logger.warning("%s: %s", path, error)
+        if path == "/metrics":
+            texts = {name: body.decode() for name, status, body in answers if status == 200}
+            return Response(merged(texts), media_type="text/plain; version=0.0.4; charset=utf-8")
+        for _, status, body in sorted(answers, key=lambda answer: answer[1] != 200):
+            return Response(body, status, media_type="application/json" if body else None)
+        return error_response(_none_there(), path)
+
+
+class _Sender:
+    """Passes an answer on to the client, or an error in its place or at its end.
+
+    Args:
+        path: of the request; errors have the form of its API.
+        charge: closed when the answer begins, as the request is not sent again.
+
+    Attributes:
+        has_begun: whether the client has got some of the answer. The head and comments of a stream are none.
+    """
+
+    def __init__(self, path: str, send: Send, charge: ExitStack) -> None:
+        self._path, self._send, self._charge = path, send, charge
+        self._head: Message | None = None
+        self.has_begun = False
+
+    async def pass_on(self, messages: list[Message]) -> None:
+        for message in messages:
+            if message["type"] == "http.response.start":
+                if self._head is not None:
+                    continue  # as it was sent before, with comments
+                self._head = message
+            elif not self.has_begun and not (self._is_stream and _is_comment(message)):
+                self.has_begun = True
+                self._charge.close()
+            await self._send(message)
+
+    async def fail(self, error: ApiError) -> None:
+        """End the answer with an error."""
+        if self._head is None:
+            response = error_response(error, self._path)
+            await self._send(
+                {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
+            )
+            await self._send({"type": "http.response.body", "body": response.body})
+        elif self._is_stream:
+            await self._send({"type": "http.response.body", "body": _last_event(self._path, error)})
+        else:
+            raise RuntimeError(str(error))  # behind half an answer: the connection is cut
+
+    @property
+    def _is_stream(self) -> bool:
+        headers = self._head["headers"] if self._head is not None else ()
+        return any(
+            bytes(name).lower() == b"content-type" and b"event-stream" in bytes(value) for name, value in headers
+        )
+
+
+async def _routed(scope: Scope, body: bytes) -> RoutedRequest:
+    """Return what routes a request: nothing, if it computes nothing or cannot be read."""
+    if not body or scope["path"].removesuffix("/") in _WITHOUT_KV:
+        return RoutedRequest()
+    if len(body) > _LARGE_BODY_BYTES:
+        return await asyncio.to_thread(_read, body, load)
+    return _read(body, json.loads)
+
+
+def _read(body: bytes, parse: Callable[[bytes], object]) -> RoutedRequest:
+    try:
+        value = parse(body)
+    except (ValueError, RecursionError):
+        return RoutedRequest()  # its replica says what is wrong
+    text, limit = prompt_text(value), _MOST_ANSWER
+    for name in _LIMITS:
+        asked = value.get(name) if isinstance(value, dict) else None
+        limit = min(limit, asked) if isinstance(asked, int) and asked >= 0 else limit
+    return RoutedRequest(digests_of(text), len(text) // CHARS_PER_TOKEN, limit)
+
+
+def _is_unavailable(messages: list[Message]) -> bool:
+    return any(message.get("status") == UnavailableError.status for message in messages)
+
+
+def _is_comment(message: Message) -> bool:
+    return message.get("more_body", False) and all(
+        not line or line[:1] == b":" for line in message["body"].split(b"\n")
+    )
+
+
+def _last_event(path: str, error: ApiError) -> bytes:
+    """Return the end of a stream that failed, as the API of this path has it."""
+    if path.startswith(MESSAGES):
+        return b"event: error\ndata: " + error.body(path) + b"\n\n"
+    if path.startswith(_RESPONSES):
+        event = {"type": "error", "code": error.code, "message": str(error), "param": None}
+        return b"event: error\ndata: " + json.dumps(event).encode() + b"\n\n"
+    return b"data: " + error.body() + b"\n\n" + DONE
+
+
+def _lost(num_sends: int) -> UnavailableError:
+    return UnavailableError(
+        f"the replica that answered this was lost, and the request was sent {num_sends} "
+        f"{'time' if num_sends == 1 else 'times'}: send it again",
+        code="replica_lost",
+    )
+
+
+def _none_there() -> UnavailableError:
+    return UnavailableError("there is no replica that answers: look into the server's log", code="no_replica")

@@ -1,0 +1,90 @@
+"""What a server is started with, checked before anything is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+
+from fastapi import FastAPI
+
+from nanoinfer.common.units import parse_bytes
+from nanoinfer.config import EngineConfig
+from nanoinfer.engine.engine import LLMEngine
+from nanoinfer.options.engine import engine_arguments
+from nanoinfer.serve.app import create_app
+from nanoinfer.serve.async_engine import AsyncEngine
+from nanoinfer.serve.gate import allowed_origins
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """The settings of an engine, and what `AsyncEngine` and `create_app` say of theirs.
+
+    Attributes:
+        shutdown_timeout: seconds for running requests to end.
+        log_level, log_format: as of `logging_to`.
+    """
+
+    config: EngineConfig
+    served_model_names: list[str]
+    api_key: str | None
+    allowed_origins: list[str]
+    body_timeout: float
+    strict: bool
+    max_queue: int
+    max_queue_bytes: int
+    max_step_seconds: float
+    shutdown_timeout: float
+    log_level: str
+    log_format: str
+
+    def make_engine(self) -> AsyncEngine:
+        """Return an engine that is not started."""
+        return AsyncEngine(
+            lambda: LLMEngine(self.config),
+            max_queue=self.max_queue,
+            max_queue_bytes=self.max_queue_bytes,
+            max_step_seconds=self.max_step_seconds,
+        )
+
+    def make_app(self, engine: AsyncEngine) -> FastAPI:
+        """Return the application for an engine that was started."""
+        return create_app(
+            engine,
+            served_model_names=self.served_model_names,
+            api_key=self.api_key,
+            allowed_origins=self.allowed_origins,
+            body_timeout=self.body_timeout,
+            strict=self.strict,
+        )
+
+
+def settings_of(options: argparse.Namespace) -> ServerSettings:
+    """Return what the options of `nanoinfer serve` say.
+
+    Raises:
+        ValueError: says which option is wrong, and what is allowed.
+    """
+    if options.api_key == "":  # as of a variable that is not set: anybody could guess it
+        raise ValueError("--api-key is empty: give a key, or leave the option out to serve without one")
+    if not options.shutdown_timeout >= 0:  # also where it is NaN
+        raise ValueError(f"--shutdown-timeout is {options.shutdown_timeout}, it must be 0 or more seconds")
+    for name in ("body_timeout", "max_step_seconds"):
+        if not getattr(options, name) > 0:
+            raise ValueError(f"--{name.replace('_', '-')} is {getattr(options, name)}, it must be more than 0 seconds")
+    shows_bar = sys.stderr.isatty() and options.log_format == "text"
+    return ServerSettings(
+        config=EngineConfig(model=options.model, progress_bar=shows_bar, **engine_arguments(options)),
+        served_model_names=options.served_model_name or [options.model],
+        api_key=options.api_key,
+        allowed_origins=allowed_origins(options.allowed_origins),
+        body_timeout=options.body_timeout,
+        strict=options.strict,
+        max_queue=options.max_queue,
+        max_queue_bytes=parse_bytes(options.max_queue_bytes, "--max-queue-bytes"),
+        max_step_seconds=options.max_step_seconds,
+        shutdown_timeout=options.shutdown_timeout,
+        log_level=options.log_level,
+        log_format=options.log_format,
+    )
