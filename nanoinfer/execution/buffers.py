@@ -64,6 +64,7 @@ def _storages(owner: object, seen: set[int]) -> dict[int, int]:
     return found
 
 
+@lru_cache(maxsize=256)
 def split_bytes(spec: ModelSpec, num_ring_slots: int) -> int:
     """Return by how much the buffers grow with each split that a decode step may attend to."""
     sizes = MemoryPlan(max_model_len=1, max_num_seqs=1, max_num_batched_tokens=1, blocks_per_slot=1)

@@ -178,7 +178,7 @@ class Experts(nn.Module):
         if self.is_shared:
             return formats.of(name)
         first = formats.of(f"0.{name}")
-        for number in range(1, self.num_experts):
+        for number in range(1, 1 if formats.has_like_experts else self.num_experts):
             if formats.of(f"{number}.{name}") != first:
                 raise ValueError(
                     f"experts {number} and 0 of a layer have {name} in unlike formats: all experts of a layer must "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from math import prod
 
@@ -120,6 +120,14 @@ class ModelSpec:
     """Bytes of this buffer on a GPU."""
     product_bytes: int = 0
     """The most bytes that a product takes on a CPU, beside this buffer, its arguments and its result."""
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Kept: a plan asks for counted bytes of one spec thousands of times."""
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
     @property
     def has_dense_layers(self) -> bool:

@@ -99,6 +99,8 @@ class Formats(ABC):
 
     notice: str | None = None
     """What a user should know about what is not done with a checkpoint; None: nothing."""
+    has_like_experts: bool = False
+    """Whether it is known that no format depends on the number of an expert: one of a layer stands for all then."""
 
     @abstractmethod
     def of(self, name: str) -> WeightFormat:
@@ -143,6 +145,7 @@ class Formats(ABC):
 class _Below(Formats):
     def __init__(self, formats: Formats, path: str, held: Collection[str] | None) -> None:
         self._formats, self._path, self._held = formats, path, held
+        self.has_like_experts = formats.has_like_experts
 
     def of(self, name: str) -> WeightFormat:
         return self._formats.of(f"{self._path}.{name}".strip("."))
@@ -157,6 +160,7 @@ class Renamed(Formats):
 
     def __init__(self, formats: Formats, names: Mapping[str, str]) -> None:
         self._formats, self._names = formats, names
+        self.has_like_experts = formats.has_like_experts
 
     def of(self, name: str) -> WeightFormat:
         return self._formats.of(renamed(name, self._names))
@@ -184,6 +188,8 @@ class WeightFormat(Formats):
     equal bits, however they are held. A module is a `layers.linear.Linear`; experts take `Dense` and `Packed` formats
     alone, whose bytes their kernels read.
     """
+
+    has_like_experts = True
 
     def of(self, name: str) -> WeightFormat:
         return self

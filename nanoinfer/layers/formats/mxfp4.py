@@ -13,6 +13,7 @@ class MXFP4(Quantization):
     """Experts are packed, but for those that the config leaves out; nothing else is, whatever the config says."""
 
     name = "mxfp4"
+    has_like_experts = True
 
     def __init__(self, settings: dict[str, Any], tensors: CheckpointTensors) -> None:
         super().__init__(settings, tensors)

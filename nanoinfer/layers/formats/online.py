@@ -50,6 +50,7 @@ class Online(Formats):
     def __init__(self, base: Formats, settings: dict[str, Any], quantization: str | None, dtype: torch.dtype) -> None:
         self._base, self._quantization, self.notice = base, quantization, base.notice
         self._quantised = CompressedTensors(settings, CheckpointTensors(dtype))
+        self.has_like_experts = base.has_like_experts  # the settings name projections by the ends of their names
         self.of = cache(self.of)
 
     def of(self, name: str) -> WeightFormat:
