@@ -28,6 +28,7 @@ class MemoryPlan:
         num_expert_slots, expert_bytes: how many experts of a sparse layer may lie on the GPU while all lie in host
             memory, and the bytes of all; 0: each lies on the GPU, or is streamed with its layer.
         slot_rows: the most rows of a step that brings single experts.
+        embedding_bytes: of the embeddings, where these lie in host memory and the GPU reads rows there; else 0.
         max_splits: splits of whole blocks that one decode step may attend to.
         is_taken_as_needed: memory for KV is taken page by page as requests fill it, as on the CPU.
     """
@@ -56,6 +57,7 @@ class MemoryPlan:
     num_expert_slots: int = 0
     expert_bytes: int = 0
     slot_rows: int = 0
+    embedding_bytes: int = 0
     is_taken_as_needed: bool = False
 
     @property
@@ -78,6 +80,11 @@ class MemoryPlan:
     @property
     def host_weight_bytes(self) -> int:
         """Of the weights in host memory."""
+        return self.passing_bytes + self.embedding_bytes
+
+    @property
+    def passing_bytes(self) -> int:
+        """Of the weights in host memory that pass to the GPU, each step or as they are chosen."""
         return self.streamed_bytes + self.expert_bytes
 
     @property
@@ -102,6 +109,8 @@ class MemoryPlan:
         if self.num_expert_slots:
             streamed = f" and {gib(self.place_bytes)} for {self.num_expert_slots} experts of each layer, of "
             streamed += f"{gib(self.expert_bytes)} in host memory"
+        if self.embedding_bytes:
+            streamed += f", embeddings {gib(self.embedding_bytes)} in host memory"
         return (
             f"{gib(self.total_bytes)} of {gib(self.budget_bytes)} GiB of GPU memory: weights {gib(self.weight_bytes)}"
             f"{streamed}, KV cache {gib(self.pool_bytes)}, ring {gib(self.ring_bytes)}, working memory "

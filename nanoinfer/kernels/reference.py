@@ -51,6 +51,11 @@ def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
     return exact.linear(x.float(), weight.float())
 
 
+def gather_rows(table: Tensor, ids: Tensor) -> Tensor:
+    """Return rows of a table, [rows, size]: [N] -> [N, size] in its dtype."""
+    return F.embedding(ids, table)
+
+
 def packed_linear(x, weight, bias=None, *, activation=None, out=None, num_parts=1) -> None:
     """None: the weight must be expanded first."""
 

@@ -107,11 +107,17 @@ class Head(Linear):
 
 
 class Embedding(Head):
-    """A weight [vocab_size, hidden_size]: rows of it by token id, and logits where the head is tied."""
+    """A weight [vocab_size, hidden_size]: rows of it by token id, and logits where the head is tied.
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, is_tied: bool, **options) -> None:
-        super().__init__(hidden_size, vocab_size, **options)
-        self.multiplies = is_tied
+    is_on_host: whether it is allocated on the CPU, for memory that the device reads; not of a tied head.
+    """
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, *, is_tied: bool, is_on_host: bool = False, device, **options
+    ) -> None:
+        assert not (is_tied and is_on_host), "each step reads all of a tied head"
+        super().__init__(hidden_size, vocab_size, device="cpu" if is_on_host else device, **options)
+        self.multiplies, self.operations = is_tied, operations_of(device)
 
     def lookup(self, token_ids: Tensor) -> Tensor:
         """Return the rows of these tokens: [N] int64 -> [N, hidden_size] in the model's dtype."""

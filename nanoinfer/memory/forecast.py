@@ -107,9 +107,12 @@ class Forecast:
             streamed += ", experts that are chosen equally often among it, the worst case"
         if weights:
             streamed += f", {format_size(weights)} of it weights: what does not fit lies in host memory"
+        embeddings = ""
+        if memory.embedding_bytes:
+            embeddings = f"; embeddings, {format_size(memory.embedding_bytes)}, lie in host memory"
         rows = [
             ("GPU memory", f"{format_gib(memory.total_bytes)} of {format_gib(self.budget_bytes)} GiB"),
-            ("  weights", format_size(memory.weight_bytes)),
+            ("  weights", format_size(memory.weight_bytes) + embeddings),
             *([("  places", f"{format_size(memory.place_bytes)}, for layers that are streamed")] if weights else []),
             *([("  experts", f"{format_size(memory.place_bytes)}, {memory.num_expert_slots} of each layer; all "
                              f"{format_size(memory.expert_bytes)} lie in host memory")] if slots else []),

@@ -262,7 +262,7 @@ class Forecaster:
                 reached = f"{then:.1f} ms" if changed.streamed_bytes_per_step else "nothing streams"
                 found.append((now - then, f"{what}: {reached} instead of {now:.1f} ms"))
 
-        missing = -(-(step.kv_bytes - step.resident_kv_bytes + step.memory.host_weight_bytes) // GIB)
+        missing = -(-(step.kv_bytes - step.resident_kv_bytes + step.memory.passing_bytes) // GIB)
         for gib in sorted({1, missing}):
             more = self._with_gpu(gib * GIB).step(context, batch)
             consider(more, f"{gib} GiB more GPU memory")

@@ -36,8 +36,7 @@ _STREAMING_CONTEXT = 8192
 # Share of the budget for the partials and tables of more splits than two for each block: 16 questions about one
 # document of 64k tokens are 4,112 splits of 257 blocks, 70 MiB in a 4B model.
 SHARED_SPLITS_SHARE = 0.01
-# Host memory that is enough for anything.
-_UNLIMITED = 2**60
+_UNLIMITED = 2**60  # of host memory
 
 
 def make_plan(
@@ -78,7 +77,7 @@ def _divide(
     given = budget_bytes, slot_bytes, device, host_available_bytes, may_pin
     least, slots = least_streamed(config, spec), checked_slots(config, spec)
     for tokens in _batched_tokens(config, device):
-        plan = _spend_all(config, spec, tokens, *given, least, slots)
+        plan = _spend_all(config, spec, tokens, *given, least, slots, is_tight=bool(least or slots))
         if plan.num_gpu_blocks < min_blocks(config, plan):
             continue
         fitting.append(plan)
@@ -101,7 +100,9 @@ def _divide(
     return found or _refuse(config, spec, *given)
 
 
-def _with_weights_on_the_host(config: EngineConfig, spec: ModelSpec, *given: int) -> MemoryPlan | None:
+def _with_weights_on_the_host(
+    config: EngineConfig, spec: ModelSpec, *given: int, has_slots: bool = True
+) -> MemoryPlan | None:
     """Return the cheaper of the plans with layers that stream and with experts in slots; None: none fits.
 
     Raises:
@@ -110,7 +111,7 @@ def _with_weights_on_the_host(config: EngineConfig, spec: ModelSpec, *given: int
     too_long: list[TooSmall] = []
     for context in _contexts(config):
         streaming = _streaming_weights(config, spec, context, too_long, *given)
-        slotted = _slotted(config, spec, context, *given)
+        slotted = _slotted(config, spec, context, *given) if has_slots else None
         if slotted is None or streaming is None:
             found = slotted or streaming
         else:
@@ -222,7 +223,8 @@ def _refuse(config: EngineConfig, spec: ModelSpec, *given: int) -> NoReturn:
             plans.append(_spend_all(config, spec, tokens, *given, count))
         except TooSmall:
             break
-    roomy = _with_weights_on_the_host(replace(config, host_memory_limit=None), spec, *given[:3], _UNLIMITED, False)
+    unlimited, room = replace(config, host_memory_limit=None), (*given[:3], _UNLIMITED, given[4])
+    roomy = _with_weights_on_the_host(unlimited, spec, *room, has_slots=False)
     least = min(plans, key=lambda plan: least_bytes(config, plan))
     also = "" if roomy is None else f", or stream more: {host_wanted(config, roomy, given[3])}"
     refuse_gpu(config, least, also)
@@ -235,7 +237,7 @@ def least_streamed(config: EngineConfig, spec: ModelSpec) -> int:
     if wanted > streamable:
         raise TooSmall(
             f"cpu_offload_gb={config.cpu_offload_gb!r} is more than the {format_size(streamable)} of weights that can "
-            "be streamed: embeddings, head, norms and the first layer's queries, keys and values stay on the GPU. Give "
+            "be streamed: the head, norms and the first layer's queries, keys and values stay on the GPU. Give "
             f"at most {streamable / GIB:.2f}, or resident_weights_limit=0 to stream all that can be"
         )
     if config.resident_weights_limit is not None:
@@ -245,10 +247,13 @@ def least_streamed(config: EngineConfig, spec: ModelSpec) -> int:
 
 def _spend_all(
     config: EngineConfig, spec: ModelSpec, tokens: int, budget_bytes: int, slot_bytes: int, device: Device,
-    host_available_bytes: int, may_pin: bool, num_streamed: int, num_expert_slots: int = 0,
+    host_available_bytes: int, may_pin: bool, num_streamed: int, num_expert_slots: int = 0, is_tight: bool = True,
 ) -> MemoryPlan:  # fmt: skip
+    """is_tight: whether embeddings lie in host memory, if they may; not of a tied head, which each step reads."""
     streamed = spread(len(spec.piece_bytes), num_streamed)
-    plan = _spend(config, spec, tokens, budget_bytes, slot_bytes, device, streamed, num_expert_slots)
+    may_leave = device.reads_host_memory and may_pin and not spec.tied_embeddings and config.cpu_offload_gb != 0
+    away = spec.embedding_bytes if is_tight and may_leave else 0
+    plan = _spend(config, spec, tokens, budget_bytes, slot_bytes, device, streamed, num_expert_slots, away)
     return _with_host(config, plan, host_available_bytes)
 
 
@@ -274,6 +279,7 @@ def _spend(
     device: Device,
     streamed: tuple[int, ...],
     num_expert_slots: int,
+    embedding_bytes: int,
 ) -> MemoryPlan:
     layout, max_model_len = spec.layout, config.max_model_len or spec.max_position
     max_num_seqs = config.max_num_seqs or (256 if budget_bytes >= 32 * GIB else 64)
@@ -295,6 +301,7 @@ def _spend(
     scratch_bytes = spec.gpu_scratch_bytes if device.is_fused else spec.scratch_bytes
     host_bytes = sum(spec.piece_bytes[piece] for piece in streamed)
     place_bytes, expert_bytes = sum(place_sizes(spec.piece_bytes, streamed)), 0
+    rope_bytes = spec.rope_bytes(max_model_len)
     if num_expert_slots:
         expert_bytes = spec.sparse.expert_bytes
         place_bytes = pool_bytes(spec.sparse.strides, spec.sparse.num_experts, num_expert_slots)
@@ -306,7 +313,8 @@ def _spend(
         num_expert_slots=num_expert_slots,
         expert_bytes=expert_bytes,
         slot_rows=max(max_batch, max(token_counts, default=0)) if num_expert_slots else 0,
-        weight_bytes=spec.weight_bytes - host_bytes - expert_bytes + scratch_bytes + spec.rope_bytes(max_model_len),
+        embedding_bytes=embedding_bytes,
+        weight_bytes=spec.weight_bytes - host_bytes - expert_bytes - embedding_bytes + scratch_bytes + rope_bytes,
         place_bytes=place_bytes,
         activation_bytes=activation_bytes(spec, max_num_batched_tokens, max_batch, device),
         workspace_bytes=buffer_bytes(spec, sizes, batch_sizes, token_counts, config.num_ring_slots),

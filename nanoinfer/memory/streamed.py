@@ -55,4 +55,4 @@ def link_cost(config: EngineConfig, spec: ModelSpec, context: int, memory: Memor
     """
     rows = [min(context, memory.max_model_len)] * (config.max_num_seqs or 1)
     decode = streamed_bytes(config, spec, memory, rows) + missed_bytes(spec, memory, len(rows))
-    return decode + len(rows) * _PROMPT_TOKENS * memory.host_weight_bytes / memory.max_num_batched_tokens
+    return decode + len(rows) * _PROMPT_TOKENS * memory.passing_bytes / memory.max_num_batched_tokens

@@ -99,7 +99,9 @@ class Decoder(nn.Module):
         traits = self.traits(hf_config)
         options = dict(dtype=spec.dtype, device=device)
         table = dict(is_tied=spec.tied_embeddings, formats=formats.of_embeddings("model.embed_tokens"))
-        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, **table, **options)
+        table |= options | dict(is_on_host=on_host.embeddings)
+        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, **table)
+        self.streamed.take_embeddings(self.embed_tokens)
         self.layers = nn.ModuleList()
         for index, state in enumerate(spec.layers):
             of_layer = Renamed(formats.below(f"model.layers.{index}", held), self.names)

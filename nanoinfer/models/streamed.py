@@ -5,16 +5,16 @@ Either each piece's pass there whole, or a layer's experts one by one, when a ro
 What a piece reads of projections and experts is one run of bytes, in host memory and in one of two places on the GPU,
 which streamed pieces use in turn. A weight's tensors are views into its place, at the same address in each step, so
 graphs and kernels are as ever. The copy engine fills one place while a piece computes from the other. Norms,
-routers' biases, tables and what the first piece reads stay on the GPU: no cut lies before it.
+routers' biases, the head and what the first piece reads stay on the GPU: no cut lies before it. Embeddings may lie in
+host memory for themselves (`host_table.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from types import SimpleNamespace
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +25,12 @@ from nanoinfer.layers.experts import Experts
 from nanoinfer.layers.linear import Linear
 from nanoinfer.models.base import AttentionState, ModelSpec
 from nanoinfer.models.expert_slots import SlotCounts, SlotSet, slot_sets
+from nanoinfer.models.host_table import HostTable
+from nanoinfer.models.module_tensors import ALIGNMENT, move_tensors
 from offload import Cut, KVLayout, Landing
 from offload.memory.host_pool import HostPool
 from offload.memory.pinned import HostArena
 
-ALIGNMENT = 256
-"""Bytes at whose multiples tensors begin in a run, as torch's allocator has it on a GPU."""
 NUM_PLACES = 2
 REMEDY = "have fewer weights streamed (resident_weights_limit, gpu_memory_limit)"
 
@@ -44,11 +44,20 @@ class OnHost:
         num_slots: of each sparse layer's experts, how many may lie on the GPU, while all lie in host memory; 0: experts
             lie where the rest of their layer does. Not beside streamed pieces.
         slot_rows: the most rows of a step that brings experts one by one; larger ones have a layer's streamed together.
+        embeddings: whether the embedding table lies there, which no tied head reads.
     """
 
     pieces: tuple[int, ...] = ()
     num_slots: int = 0
     slot_rows: int = 0
+    embeddings: bool = False
+
+
+class Group(NamedTuple):
+    """Modules whose weights are filled together, and where these lie meanwhile."""
+
+    has: Callable[[nn.Module], bool]
+    device: torch.device
 
 
 @dataclass(eq=False)
@@ -85,6 +94,7 @@ class StreamedWeights:
         on_host: which weights are.
         runs: by number of the piece.
         slot_sets: the pools of experts that have slots.
+        table: the embeddings, if they lie in host memory.
         places: [bytes] uint8 each.
         num_bytes: bytes of the run that each piece would have, of what was taken so far.
         piece_of: the piece of each module that is streamed.
@@ -112,6 +122,7 @@ class StreamedWeights:
             self.runs[piece] = WeightRun(piece, Landing(place, until=piece), memory)
         self.arenas: dict[int, HostArena] = {}
         self.slot_sets: list[SlotSet] = []
+        self.table: HostTable | None = None
         self._layer_of: dict[Experts, int] = {}
 
     # While the model is built
@@ -124,6 +135,11 @@ class StreamedWeights:
                 self._take(self._piece(number, is_before), module)
             elif isinstance(module, Experts):
                 self._layer_of[module] = number
+
+    def take_embeddings(self, module: nn.Module) -> None:
+        """Take the embeddings, if they are to lie in host memory: allocated on the CPU then."""
+        if self.on_host.embeddings:
+            self.table = HostTable(module, self._device)
 
     def share_pools(self, model: nn.Module) -> nn.ParameterList:
         """Give the experts of all layers their memory, and return what stays on the GPU of those without slots."""
@@ -169,38 +185,34 @@ class StreamedWeights:
             tensor.untyped_storage().data_ptr(): self._count(piece, tensor.nbytes)
             for tensor in module.parameters(recurse=False)
         }
-        if piece not in self.on_host.pieces:
-            return
-        self.piece_of[module] = piece
-        place = self.runs[piece].place
-        with torch.no_grad():
-            for tensor in _tensors(vars(module)):
-                begin = begins.get(tensor.untyped_storage().data_ptr())
-                if begin is not None:
-                    begin += place.storage_offset() + tensor.storage_offset() * tensor.element_size()
-                    where = begin // tensor.element_size(), tensor.shape, tensor.stride()
-                    tensor.set_(place.untyped_storage(), *where)
+        if piece in self.on_host.pieces:
+            self.piece_of[module] = piece
+            move_tensors(module, begins, self.runs[piece].place)
 
     # While the weights are filled
 
-    def groups(self, require_pin: bool = False) -> Iterator[Callable[[nn.Module], bool]]:
-        """Yield for each group of modules that are filled together whether a module belongs to it.
+    def groups(self, require_pin: bool = False) -> Iterator[Group]:
+        """Yield each group of modules that are filled together.
 
-        First comes what stays on the GPU, then each run, which is filled in its place. When the next group is asked
-        for, the run's bytes go home, to host memory that is pinned for CUDA.
+        First comes what stays on the GPU, then embeddings in host memory, then each run, which is filled in its place.
+        When the next group is asked for, the run's bytes go home, to host memory that is pinned for CUDA.
 
         Raises:
             MemoryError: there is not as much host memory.
-            PinError: with `require_pin`, the system refused to pin it.
+            PinError: with `require_pin`, or where kernels read it, the system refused to pin it.
         """
-        yield lambda module: module not in self.piece_of
+        table = None if self.table is None else self.table.module
+        yield Group(lambda module: module not in self.piece_of and module is not table, self._device)
+        if self.table is not None:
+            self.table.open(REMEDY)
+            yield Group(lambda module: module is table, torch.device("cpu"))
         pieces = sorted(self.runs)
         require_pin = require_pin or bool(self.slot_sets)  # kernels read no other memory
         for number, piece in enumerate(pieces):
             for one in pieces[number : number + 2]:  # the next one is touched and pinned while this one is filled
                 if one not in self.arenas:
                     self._open(one, require_pin)
-            yield partial(self._is_of, piece)
+            yield Group(partial(self._is_of, piece), self._device)
             run, arena = self.runs[piece], self.arenas[piece]
             arena.wait()
             run.home = arena.segment(0)
@@ -254,6 +266,8 @@ class StreamedWeights:
             run.home = None
         for arena in self.arenas.values():
             arena.close()
+        if self.table is not None:
+            self.table.close()
 
 
 def place_sizes(piece_bytes: Sequence[int], pieces: Sequence[int]) -> list[int]:
@@ -266,20 +280,3 @@ def spread(num_pieces: int, count: int) -> tuple[int, ...]:
     """Return `count` of the pieces 1 to num_pieces - 1, spread evenly: between two, the link has time to go ahead."""
     most = num_pieces - 1
     return tuple(1 + (2 * index + 1) * most // (2 * count) for index in range(count))
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a module's attributes, and of the plain objects that hold some of them."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from _tensors(one)
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _tensors(one)
-    elif isinstance(value, SimpleNamespace):
-        yield from _tensors(vars(value))
-    elif is_dataclass(value) and not isinstance(value, type):
-        for one in fields(value):
-            yield from _tensors(getattr(value, one.name))

@@ -80,7 +80,7 @@ def prompt_logits(model: Decoder, token_ids: list[int]) -> Tensor:
 
     The sequence is one prefill. The keys and values of one layer lie on the model's device, each layer's in turn.
     """
-    spec, device, count = model.spec, next(model.parameters()).device, len(token_ids)
+    spec, device, count = model.spec, model.norm.weight.device, len(token_ids)
     attention = spec.attention
     backend = make_backend("auto", attention, device, offload=False)
     num_blocks = -(-count // attention.block_size)

@@ -63,10 +63,10 @@ def fill_from_files(
         ) as bar,
     ):
         # Beside weights that stay in host memory, files in the page cache would be the same bytes again.
-        drops = model.streamed.runs and total > memory_available_bytes() // 2
+        drops = (model.streamed.runs or model.streamed.table) and total > memory_available_bytes() // 2
         paths = {entry.path for entry in read}
-        for is_wanted in model.streamed.groups(require_pin):
-            _fill(model.checkpoint_views(is_wanted), entries, device, dict(report=bar.update, buffers=buffers))
+        for group in model.streamed.groups(require_pin):
+            _fill(model.checkpoint_views(group.has), entries, group.device, dict(report=bar.update, buffers=buffers))
             if drops:
                 drop_page_cache(paths)
 
@@ -269,14 +269,14 @@ def fill_with_noise(model: Decoder, seed: int, progress: bool, require_pin: bool
     deviation 1: then a row's experts follow from its own token, and tokens drawn at random choose about uniformly.
     Otherwise all rows of a prompt would soon choose the same, as the mean over the prompt is most of each.
     """
-    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
+    generator = torch.Generator(model.norm.weight.device).manual_seed(seed)
     # In the order of the modules, which is that of the pieces, too: streamed or not, a weight has the same values.
     groups = model.streamed.groups(require_pin)
-    is_resident, is_of_run = next(groups), lambda module: False
+    is_resident, is_of_run = next(groups).has, lambda module: False
     modules = list(model.modules())
     for module in tqdm(modules, desc="random weights", delay=_PROGRESS_DELAY_S, disable=not progress):
         while not is_resident(module) and not is_of_run(module):
-            is_of_run = next(groups)
+            is_of_run = next(groups).has
         if isinstance(module, Linear | Experts):
             module.fill_with_noise(generator)
             continue

@@ -53,7 +53,8 @@ def test_small_cards_have_slots_where_layers_or_kv_would_stream(plan, specs_of, 
     found, before = (plan("qwen3-30b-a3b", gib, **INT4, **ASKED, may_pin=may_pin) for may_pin in (True, False))
     assert found.num_expert_slots >= 8 and not found.streamed_pieces and before.num_expert_slots == 0
     ours, theirs = (cost(specs_of("qwen3-30b-a3b"), one, **INT4, **ASKED) for one in (found, before))
-    assert ours < theirs / 2 and found.max_num_batched_tokens >= 4096
+    # Within 6 GiB all of the KV has room beside a small step: less passes so than with a large one and KV that streams.
+    assert ours < theirs / 2 and found.max_num_batched_tokens >= (512 if gib == 6 else 4096)
 
 
 def test_more_memory_means_more_slots_until_all_fits(plan):

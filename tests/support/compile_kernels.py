@@ -104,7 +104,7 @@ from nanoinfer.kernels.attention.shape import KernelShape, can_use_tma, prefill_
 from nanoinfer.kernels.experts.routing import SIGMOID, GatedActivation, Routing
 from nanoinfer.kernels.layer.activation import act_and_mul
 from nanoinfer.kernels.layer.head_steps import HeadSteps
-from nanoinfer.kernels.linear import expand
+from nanoinfer.kernels.linear import expand, gather
 from nanoinfer.kernels.linear.forms import SCALE_WORDS
 from nanoinfer.kernels.linear.packed_weight import empty_packed
 from nanoinfer.kernels.linear.packing import Packing
@@ -316,6 +316,8 @@ def compile_experts() -> None:
     grouped = Routing(num_experts=8, num_chosen=2, scores=SIGMOID, num_groups=4, num_chosen_groups=2)
     layers.choose_experts(floats(4, 8), grouped, floats(8), ints(1), torch.bfloat16)
     layers.wide_linear(zeros(4, 512), zeros(8, 512))
+    for size in (512, 2880):
+        gather.copy_rows(zeros(8, size), torch.zeros(4, dtype=torch.int64))
 
 
 is_brief, *architectures = ("--first-stages" in sys.argv, *(word for word in sys.argv[1:] if word[0] != "-"))

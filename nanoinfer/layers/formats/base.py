@@ -251,7 +251,7 @@ class Dense(WeightFormat):
         return {"weight": module.weight[..., begin:end, :]}
 
     def fill_with_noise(self, module: nn.Module, generator: torch.Generator) -> None:
-        module.weight.normal_(0.0, 0.02, generator=generator)
+        fill_on_its_device(module.weight, generator, lambda values: values.normal_(0.0, 0.02, generator=generator))
 
     def matrix(self, module: nn.Module) -> Tensor:
         return module.weight
@@ -266,10 +266,20 @@ class Dense(WeightFormat):
 
     def lookup(self, module: nn.Module, ids: Tensor) -> Tensor:
         """Return rows of the weight, for embeddings: [N] -> [N, in_features]."""
-        return torch.nn.functional.embedding(ids, module.weight)
+        return module.operations.gather_rows(module.weight, ids)
 
 
 DENSE = Dense()
+
+
+def fill_on_its_device(tensor: Tensor, generator: torch.Generator, fill: Callable[[Tensor], object]) -> None:
+    """Fill a tensor with what a generator draws on its own device, wherever the tensor lies."""
+    if tensor.device == generator.device:
+        fill(tensor)
+    else:
+        values = torch.empty_like(tensor, device=generator.device)
+        fill(values)
+        tensor.copy_(values)
 
 
 class ExpandedFormat(WeightFormat):

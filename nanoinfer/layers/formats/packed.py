@@ -19,7 +19,7 @@ from nanoinfer.kernels.linear.counts import MAX_ROWS
 from nanoinfer.kernels.linear.packed_weight import PackedWeight, empty_packed
 from nanoinfer.kernels.linear.packing import IQ4_VALUES, Packing
 from nanoinfer.kernels.operations import operations_of
-from nanoinfer.layers.formats.base import ExpandedFormat, Filling
+from nanoinfer.layers.formats.base import ExpandedFormat, Filling, fill_on_its_device
 from nanoinfer.layers.formats.bits import E2M1_VALUES
 
 # Weights that are expanded at a time without a kernel, and the most bytes that the steps between codes and matrix take
@@ -120,17 +120,21 @@ class Packed(ExpandedFormat):
     def fill_with_noise(self, module: nn.Module, generator: torch.Generator) -> None:
         packing, packed = self.packing, module.packed
         device, (num_rows, in_features) = packed.codes.device, (module.num_rows, module.in_features)
+
+        def draw(words: Tensor) -> None:
+            words.random_(-(2**15), 2**15, generator=generator)
+
         if packing.kind == "fp8":
             for rows in pieces_of_rows(num_rows, in_features * packed.stacked.numel()):
                 size = *packed.stacked, rows.stop - rows.start, in_features
-                values = torch.randn(size, device=device, generator=generator).to(torch.float8_e4m3fn)
+                values = torch.randn(size, device=generator.device, generator=generator).to(torch.float8_e4m3fn)
                 packed.put_codes(rows.start, values.view(torch.uint8))
         else:
-            packed.codes.random_(-(2**15), 2**15, generator=generator)
+            fill_on_its_device(packed.codes, generator, draw)
             if packing.kind == "int" and packing.scale_words is None:
                 _balance(packed.codes, packing.bits)
             if packed.high_bits is not None:
-                packed.high_bits.random_(-(2**15), 2**15, generator=generator)
+                fill_on_its_device(packed.high_bits, generator, draw)
         if packing.scale_words is not None:
             self._fill_with_even_scales(packed)
             return

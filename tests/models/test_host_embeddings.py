@@ -1,0 +1,81 @@
+"""The embedding table in host memory: the same bits, counted there, and on the GPU where pinning is refused."""
+
+import gc
+from dataclasses import replace
+
+import pytest
+import torch
+from engines import SMALL, make_engine, random_prompts, run, some_params
+from tiny_models import make_checkpoint
+
+from nanoinfer.layers.linear import Embedding
+from nanoinfer.memory.setup import Setup
+from nanoinfer.models import host_table
+from offload.memory.pinned import PinError
+
+UNTIED = SMALL | dict(tie_word_embeddings=False)
+
+
+@pytest.fixture
+def on_host(monkeypatch):
+    """Have plans put embeddings into host memory, as they do for a GPU whose memory is short."""
+    plan = Setup.plan
+
+    def planned(self, config=None, may_pin=True):
+        found = plan(self, config, may_pin)
+        size = self.spec.embedding_bytes * may_pin
+        return replace(found, embedding_bytes=size, weight_bytes=found.weight_bytes - size)
+
+    monkeypatch.setattr(Setup, "plan", planned)
+
+
+def workload():
+    return random_prompts(4, 1, 60, 1), some_params(4, 8, logprobs=3)
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("settings", [{}, dict(head_quantization="int8"), dict(resident_weights_limit=0)], ids=str)
+def test_embeddings_on_the_host_change_no_bit(settings, load_format, tmp_path, request):
+    path = make_checkpoint("qwen3", tmp_path, **UNTIED)
+    settings = settings | dict(load_format=load_format, dtype="bfloat16")
+    wanted = run(make_engine(path, **settings), *workload())
+    request.getfixturevalue("on_host")
+    engine = make_engine(path, **settings)
+    assert run(engine, *workload()) == wanted
+    table = engine.runner.model.streamed.table
+    assert table.module is engine.runner.model.embed_tokens
+    memory = table.arena.segment(0)
+    for tensor in table.module.parameters():
+        assert memory.data_ptr() <= tensor.data_ptr() < memory.data_ptr() + len(memory)
+    assert engine.plan.host_weight_bytes == engine.plan.embedding_bytes + engine.plan.streamed_bytes
+    assert engine.plan.embedding_bytes == sum(one.nbytes for one in table.module.parameters())
+
+
+def test_a_tied_head_stays_on_the_gpu(tmp_path):
+    with pytest.raises(AssertionError, match="each step reads all of a tied head"):
+        Embedding(64, 16, is_tied=True, is_on_host=True, dtype=torch.float32, device="cpu")
+
+
+def test_where_pinning_is_refused_embeddings_stay_on_the_gpu(on_host, monkeypatch, tmp_path):
+    class Arena(host_table.HostArena):
+        def __init__(self, *args, require_pin, **kwargs):
+            assert require_pin
+            raise PinError("the system refused")
+
+    monkeypatch.setattr(host_table, "HostArena", Arena)
+    path = make_checkpoint("qwen3", tmp_path, **UNTIED)
+    with pytest.warns(UserWarning, match="kernels read no other: embeddings stay on the GPU$"):
+        engine = make_engine(path)
+    assert engine.plan.embedding_bytes == 0 and engine.runner.model.streamed.table is None
+    assert len(run(engine, *workload())) == 4
+    with pytest.raises(PinError, match="the system refused"):
+        make_engine(path, pin_host_memory="require")
+
+
+def test_close_gives_their_memory_back(on_host, tmp_path):
+    engine = make_engine(make_checkpoint("qwen3", tmp_path, **UNTIED))
+    arena = engine.runner.model.streamed.table.arena
+    assert arena.num_ready == 1
+    engine.close()
+    gc.collect()
+    assert not arena.num_ready
