@@ -11,7 +11,7 @@ ARGS ?=
 # Processes that run tests.
 JOBS ?= 2
 
-.PHONY: setup lint test fuzz templates-test gguf-test fleet-test bench gpu-test gpu-bench clean
+.PHONY: setup lint test fuzz templates-test gguf-test fleet-test lm-eval-test bench gpu-test gpu-bench clean
 
 setup: $(STAMP)
 
@@ -51,6 +51,12 @@ fleet-test: $(STAMP)
 	$(PIP) install -q -c constraints.txt -e '.[test,ray]'
 	FLEET=1 $(TEST_ENV) $(VENV)/bin/python -m pytest tests/fleet -W ignore::DeprecationWarning $(ARGS)
 
+# lm-evaluation-harness, in an environment of its own, against a server with the packaged model: minutes.
+lm-eval-test: $(STAMP)
+	test -d $(VENV)-lm-eval || $(VENV)/bin/python -m venv $(VENV)-lm-eval
+	$(VENV)-lm-eval/bin/pip install -q 'lm_eval[api]==0.4.13' transformers
+	$(TEST_ENV) $(VENV)/bin/python tools/lm_eval_recall.py --lm-eval $(VENV)-lm-eval/bin/lm_eval $(ARGS)
+
 bench: $(STAMP)
 	$(VENV)/bin/python bench_offload.py $(ARGS)
 
@@ -67,4 +73,4 @@ gpu-bench:
 	$(PYTHON) tools/gpu_bench.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-lm-eval build dist *.egg-info
