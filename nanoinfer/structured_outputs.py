@@ -12,7 +12,9 @@ from nanoinfer.common.errors import UnknownNameError, shown, unknown
 from nanoinfer.common.unsupported import STRUCTURED, check_keywords
 
 MAX_CHARS = 2**20
-"""Most characters of a schema, an expression, a grammar, tags or all choices together."""
+"""Most characters of a schema, a grammar, tags or all choices together."""
+MAX_REGEX_CHARS = 2**15
+"""Most characters of a regular expression: the time that each mask takes grows with it."""
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _EXAMPLE = 'structured_outputs=StructuredOutputsParams(json={"type": "object"})'
 
@@ -75,10 +77,10 @@ class StructuredOutputsParams:
             for name in ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"):
                 if getattr(self, name):
                     raise ValueError(f"structured_outputs.{name} goes with JSON, not with {given[0]}: leave it out")
-        size = sum(map(len, self.choice)) if self.choice else len(getattr(self, given[0]) if given[0] in _TEXTS else "")
-        if size > MAX_CHARS:
+        most = MAX_REGEX_CHARS if self.regex else MAX_CHARS
+        if self.num_chars > most:
             raise ValueError(
-                f"structured_outputs.{given[0]} has {size} characters, {MAX_CHARS} are possible: give a shorter one"
+                f"structured_outputs.{given[0]} has {self.num_chars} characters, {most} are possible: give fewer"
             )
 
     @property
@@ -87,12 +89,15 @@ class StructuredOutputsParams:
         return next(name for name in _KINDS if getattr(self, name) is not None)
 
     @property
+    def num_chars(self) -> int:
+        """How long what was given is."""
+        given = getattr(self, self.kind)
+        return sum(map(len, given if isinstance(given, tuple) else (given,) if isinstance(given, str) else ()))
+
+    @property
     def is_json(self) -> bool:
         """Whether JSON comes, so that it matters what may stand between its parts."""
         return self.kind in ("json", "json_object", "structural_tag")
-
-
-_TEXTS = ("json", "regex", "grammar", "structural_tag")
 
 
 def checked(given: Any) -> StructuredOutputsParams | None:

@@ -14,6 +14,7 @@ LAYERS = (
     "nanoinfer.devices",
     "nanoinfer.structured_outputs",
     "nanoinfer.outputs nanoinfer.sampling_params nanoinfer.config",
+    "nanoinfer.structured",
     "nanoinfer.sampling nanoinfer.gguf nanoinfer.parsers",
     "nanoinfer.requests",
     "nanoinfer.kernels",

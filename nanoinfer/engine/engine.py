@@ -13,6 +13,7 @@ import torch
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.intake import Intake
+from nanoinfer.engine.masks import MaskMaker
 from nanoinfer.engine.meter import LaunchedStep, StepMeter
 from nanoinfer.engine.modes import Modes
 from nanoinfer.engine.planner import StepPlanner
@@ -101,7 +102,7 @@ class LLMEngine:
             change the logits there. None: no call.
         samples_late: call `on_logits` and launch the sampling only when the tokens of the step before were read, so
             that what is uploaded may depend on them. The layers run meanwhile. Of the sequences some may have ended
-            with the token just read; theirs will be dropped.
+            with the token just read; theirs will be dropped. A step with a grammar does so in any case.
         intake: checks prompts, also those of a closed engine.
         modes: which mode is current, and what each can hold.
         alone, drop: methods of `Turns`.
@@ -121,6 +122,7 @@ class LLMEngine:
         self.planner = StepPlanner(self.kv_cache, built.end_token_ids)
         self.on_logits: Callable[[list[Sequence], torch.Tensor], None] | None = None
         self.samples_late = False
+        self._masks = MaskMaker(self.vocab_size)
         self.scheduler = Scheduler(
             self.kv_cache,
             self.admission,
@@ -269,7 +271,7 @@ class LLMEngine:
         plan = self.planner.begin_step(batch)
         layers = self.runner.execute(plan, timeline)
         launched = LaunchedStep(batch, layers, begin, copied.streamed_bytes - streamed_before, timeline)
-        if not self.samples_late:
+        if not (self.samples_late or any(sequence.matcher for sequence in batch.sampled)):
             self._sample(launched)
         self.planner.end_step(batch, plan)
         if layers.streamed_bytes is not None:
@@ -281,7 +283,10 @@ class LLMEngine:
 
     def _sample(self, step: LaunchedStep) -> None:
         on_logits = None if self.on_logits is None else partial(self.on_logits, step.batch.sampled)
-        step.tokens = self.runner.sample(step.unsampled, on_logits)
+        masks, failed = self._masks.make(step.batch.sampled)
+        for sequence, error in failed:
+            self._outputs += self.work.requests[sequence.request_id].fail(error)
+        step.tokens = self.runner.sample(step.unsampled, on_logits, masks)
         step.unsampled = None  # its tensors lie where the next step needs room
 
     def _take(self, step: LaunchedStep, behind: LaunchedStep | None = None) -> None:
@@ -347,28 +352,7 @@ class LLMEngine:
                 self.modes.switch(mode, running)
 
     def stats(self) -> dict[str, int | float | str | list[str]]:
-        """Return counters since the engine was made, and the state of both pools.
-
-        `link_gbps` is the bytes of all streaming decode steps divided by their whole time, compute included, in GB/s
-        (10^9). It is the bandwidth that was used, not the bandwidth that the link is capable of.
-
-        `num_mixed_steps` is the number of prefill steps that also computed the next tokens of running sequences, and
-        `num_mixed_tokens` is the number of these tokens; the figures of decode steps do not include them.
-        `prefill_graph_steps` counts prefill steps whose layers ran from graphs, `prefill_graph_hit_rate` is their share
-        of all prefill steps, and `prefill_padded_tokens` counts the padding added to small steps.
-
-        `host_blocks_*` count the blocks of the host pool, and those that are kept for sequences that gave way.
-        `kv_resident_share` is the share of the running sequences' full KV blocks that lay on the GPU in the newest
-        step. `link_busy_fraction`, `compute_busy_fraction` (of the time of decode steps) and `copy_wait_seconds` are
-        estimates from a sample of the steps. `host_seconds` is the part of `decode_seconds` in which the host did not
-        wait for the device. `bound`, `advice` and `notes` say what bound the decode steps, what would help, and which
-        settings had no effect.
-
-        `experts_read_per_layer` is how many experts of a layer the rows of a decode step chose together on average, and
-        `expert_bytes_per_step` their bytes in all layers. `prefill_experts_read` sums up over layers and prefill steps.
-        `expert_hits`, `expert_fetches`, `expert_evictions`, `expert_fetched_bytes` say what steps of few rows found on
-        the GPU with `expert_slots`, and `expert_slots_by_layer` for each layer, of steps that have run.
-        """
+        """Return counters since the engine was made, and the state of both pools; `statistics` says which."""
         with self.changing():
             self.kv_cache.tables.lifetimes.reclaim()
             self.runner.offload.drop_prefetch(self.kv_cache.tables.lifetimes.take_gone())
@@ -396,5 +380,6 @@ class LLMEngine:
                 request.abort()
             self.runner.close()
             self.modes.close()  # prompts can still be checked
+            self.intake.close()
             for name in _PARTS:
                 delattr(self, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase
@@ -17,6 +18,8 @@ from nanoinfer.requests.sequence import Sequence
 from nanoinfer.sampling.limits import TokenLimits
 from nanoinfer.sampling.settings import MAX_BANNED
 from nanoinfer.sampling_params import Advised, SamplingParams
+from nanoinfer.structured.compiler import GrammarCompiler
+from nanoinfer.structured.matcher import Matcher
 
 
 class Intake:
@@ -28,6 +31,7 @@ class Intake:
         self._vocab_size, self._max_model_len = built.runner.spec.vocab_size, built.runner.plan.max_model_len
         self._random = random.Random(built.config.seed)  # seeds of requests that give none
         self._known_limits = lru_cache(maxsize=64)(token_limits)  # many requests ask for the same
+        self._grammars = GrammarCompiler(self._end_token_ids, self._vocab_size)
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """Return the checked token ids of a prompt.
@@ -63,13 +67,19 @@ class Intake:
             tokenizer: one that this thread may use; None: the engine's.
 
         Raises:
-            RequestError: a token is outside the vocabulary, bad words are too long or cannot be read.
+            RequestError: a token is outside the vocabulary, bad words are too long or cannot be read, or no text can
+                have the form that is asked for.
+            ImportError: a form is asked for, and llguidance is not installed.
         """
-        if not params.logit_bias and params.allowed_token_ids is None and not params.bad_words:
-            return None
-        bias = tuple(sorted((params.logit_bias or {}).items()))
-        tokenizer = self._tokenizer if tokenizer is None else tokenizer
-        return self._known_limits(bias, params.allowed_token_ids, params.bad_words, tokenizer, self._vocab_size)
+        tokenizer, limits = self._tokenizer if tokenizer is None else tokenizer, None
+        if params.logit_bias or params.allowed_token_ids is not None or params.bad_words:
+            bias = tuple(sorted((params.logit_bias or {}).items()))
+            fields = bias, params.allowed_token_ids, params.bad_words
+            limits = self._known_limits(*fields, tokenizer, self._vocab_size)
+        if params.structured_outputs is not None:
+            grammar = self._grammars.compile(params.structured_outputs, tokenizer)
+            limits = replace(limits or TokenLimits(), grammar=grammar)
+        return limits
 
     def make_request(
         self,
@@ -82,15 +92,14 @@ class Intake:
         """Make a request with all its sequences; see `LLMEngine.add_request`."""
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params is a {type(params).__name__}: give SamplingParams(...)")
-        if params.structured_outputs is not None:
-            raise RequestError("structured_outputs is not supported yet: leave it out", field="structured_outputs")
         if params.stop and self._tokenizer is None:
             message = f"stop={list(params.stop)} is text, but there is no tokenizer: give stop_token_ids"
             raise RequestError(message, field="stop")
         token_ids = self.tokenize(prompt) if token_ids is None else token_ids
         limits = self.limits(params) if limits is None else limits
         max_tokens = self._max_tokens(params, len(token_ids))
-        banned = self._end_token_ids.union(params.stop_token_ids or ()) if params.min_tokens else ()
+        ends, grammar = self._end_token_ids.union(params.stop_token_ids or ()), limits and limits.grammar
+        banned = ends if params.min_tokens and grammar is None else ()
         num_banned = sum(token_id < self._vocab_size for token_id in banned)
         if num_banned > MAX_BANNED:
             raise RequestError(
@@ -106,10 +115,16 @@ class Intake:
         request = Request(request_id, text, token_ids, params, self._tokenizer, self._end_token_ids)
         for index in range(params.n):
             seed = self._random.getrandbits(64) if params.seed is None else (params.seed + index) % 2**64
-            sequence = Sequence(self.num_sequences, request_id, index, token_ids, params, seed, max_tokens, limits)
+            matcher = None if grammar is None else Matcher(grammar, ends, params.min_tokens)
+            given = token_ids, params, seed, max_tokens, limits, matcher
+            sequence = Sequence(self.num_sequences, request_id, index, *given)
             self.num_sequences += 1
             request.add_sequence(sequence)
         return request
+
+    def close(self) -> None:
+        """End what runs beside this process. Prompts can still be checked."""
+        self._grammars.close()
 
     def _max_tokens(self, params: SamplingParams, num_prompt_tokens: int) -> int:
         """Return the most tokens that each completion may have: the requested number, cut to max_model_len.

@@ -159,8 +159,9 @@ class StepPlanner:
                     step=sequence.num_sampled,
                     penalty_token_ids=tuple(sequence.token_ids) if params.repetition_penalty != 1 else (),
                     output_token_ids=sequence.output_token_ids,
-                    end_token_ids=self._end_token_ids.union(params.stop_token_ids or ()),
-                    limits=sequence.limits,
+                    # A grammar's masks ban what would end it too early.
+                    end_token_ids=() if sequence.matcher else self._end_token_ids.union(params.stop_token_ids or ()),
+                    limits=None if sequence.limits is None else sequence.limits.in_line,
                 )
                 found.append((sequence.row, settings))
                 self._settings_of[sequence.row] = sequence.sequence_id

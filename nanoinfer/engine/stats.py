@@ -13,7 +13,28 @@ Engine = Any  # an `LLMEngine`, whose file imports this one
 
 
 def statistics(engine: Engine) -> dict[str, int | float | str | dict | list[str]]:
-    """Return what `LLMEngine.stats` describes."""
+    """Return counters since the engine was made, and the state of both pools.
+
+    `link_gbps` is the bytes of all streaming decode steps divided by their whole time, compute included, in GB/s
+    (10^9). It is the bandwidth that was used, not the bandwidth that the link is capable of.
+
+    `num_mixed_steps` is the number of prefill steps that also computed the next tokens of running sequences, and
+    `num_mixed_tokens` is the number of these tokens; the figures of decode steps do not include them.
+    `prefill_graph_steps` counts prefill steps whose layers ran from graphs, `prefill_graph_hit_rate` is their share
+    of all prefill steps, and `prefill_padded_tokens` counts the padding added to small steps.
+
+    `host_blocks_*` count the blocks of the host pool, and those that are kept for sequences that gave way.
+    `kv_resident_share` is the share of the running sequences' full KV blocks that lay on the GPU in the newest
+    step. `link_busy_fraction`, `compute_busy_fraction` (of the time of decode steps) and `copy_wait_seconds` are
+    estimates from a sample of the steps. `host_seconds` is the part of `decode_seconds` in which the host did not
+    wait for the device. `bound`, `advice` and `notes` say what bound the decode steps, what would help, and which
+    settings had no effect.
+
+    `experts_read_per_layer` is how many experts of a layer the rows of a decode step chose together on average, and
+    `expert_bytes_per_step` their bytes in all layers. `prefill_experts_read` sums up over layers and prefill steps.
+    `expert_hits`, `expert_fetches`, `expert_evictions`, `expert_fetched_bytes` say what steps of few rows found on
+    the GPU with `expert_slots`, and `expert_slots_by_layer` for each layer, of steps that have run.
+    """
     runner, meter, decoded = engine.runner, engine.meter, engine.runner.decode_program.counters
     decode, prefill = meter.times, engine.runner.prefill_program.pieces.counters
     gpu_blocks, host_blocks = engine.kv_cache.tables.gpu_blocks, engine.kv_cache.tables.lifetimes.host_blocks

@@ -15,6 +15,7 @@ from nanoinfer.execution.prefill import PrefillProgram
 from nanoinfer.execution.read_back import ReadBack
 from nanoinfer.execution.recurrent import RecurrentStates
 from nanoinfer.execution.resources import Resources
+from nanoinfer.execution.token_masks import TokenMasks
 from nanoinfer.models.base import ModelSpec
 from offload import Places, Ring
 
@@ -27,7 +28,8 @@ def buffer_bytes(
 
     batch_sizes, token_counts: what is captured, of decode and of small prefill steps.
     """
-    runtime = SimpleNamespace(device=torch.device("meta"), staging=lambda count, dtype: None, event=lambda: None)
+    parts = dict(staging=lambda count, dtype: None, event=lambda: None, stream=lambda name: None)
+    runtime = SimpleNamespace(device=torch.device("meta"), **parts)
     config = SimpleNamespace(graph_batch_sizes=lambda *most: batch_sizes, graph_num_tokens=lambda *most: token_counts)
     resources = Resources(
         config=config,
@@ -45,7 +47,8 @@ def buffer_bytes(
     )
     decode = DecodeProgram(resources)
     read_back = ReadBack(runtime, None, len(decode.tokens), fault="")
-    held = [decode, PrefillProgram(resources), read_back, resources.states]
+    masks = TokenMasks(runtime, None, sizes.max_num_seqs, spec.vocab_size)
+    held = [decode, PrefillProgram(resources), read_back, resources.states, masks]
     return sum(_storages(held, {id(resources.places.bytes)}).values())
 
 

@@ -133,6 +133,9 @@ class DecodeProgram:
         for size in [size for size in self.batch_sizes if size <= MAX_ROWS] + beyond[:1] + beyond[-1:]:
             self.run_pieces(pieces, size, whole_rows=False)
             self.sample(size)
+        mask = torch.full((1, 1 + -(-self.logits.shape[1] // 32)), -1, dtype=torch.int32, device=self.logits.device)
+        mask[0, 0] = 0
+        self.rows.operations.apply_masks(self.logits[:1], mask)
 
     def works(self, may_offload: bool) -> Iterator[GraphWork]:
         """Yield the work to capture, the largest batch first, so that the memory that all graphs share grows only once.

@@ -30,6 +30,7 @@ from nanoinfer.execution.read_back import PendingTokens, ReadBack
 from nanoinfer.execution.recurrent import RecurrentStates
 from nanoinfer.execution.resources import Resources
 from nanoinfer.execution.stream_shares import stream_shares
+from nanoinfer.execution.token_masks import TokenMasks
 from nanoinfer.layers.expert_pools import reads_of
 from nanoinfer.layers.linear import Head, Linear, keep_matrices
 from nanoinfer.models.base import ModelSpec
@@ -125,6 +126,7 @@ class ModelRunner:
         if (reads := reads_of(model)) is not None:
             reads.zero_()  # nobody asked for what was read so far
         self.read_back = ReadBack(runtime, self.compute, self.decode_program.tokens.numel(), logits_fault, reads)
+        self._token_masks = TokenMasks(runtime, self.compute, plan.max_num_seqs, spec.vocab_size)
         self.graph_memory: tuple[int, int] | None = None  # bytes in use before, and that plus what all captures took
         runtime.synchronize()  # tables were filled on another stream than the one that will write them
 
@@ -261,12 +263,18 @@ class ModelRunner:
             step.shares = self._shares(step, plan.num_members)
         return UnsampledStep(plan, step, prefill, timeline, logits, step.shares if step.plan.transfers else None)
 
-    def sample(self, launched: UnsampledStep, on_logits: Callable[[torch.Tensor], None] | None = None) -> PendingTokens:
+    def sample(
+        self,
+        launched: UnsampledStep,
+        on_logits: Callable[[torch.Tensor], None] | None = None,
+        masks: np.ndarray | None = None,
+    ) -> PendingTokens:
         """Launch the sampling of a step and the copies of its tokens to the host.
 
         Args:
             on_logits: called with the logits of the sampled rows, [sampled rows, vocab_size], for work on the compute
                 stream between the layers and the sampling; not called if there are none.
+            masks: which tokens rows may take, as for `TokenMasks.apply`; None: all.
         """
         plan, prefill, logits = launched.plan, launched.prefill, launched.logits
         sampling, tokens = self.decode_program.sampling, self.decode_program.tokens[: len(logits)]
@@ -275,6 +283,8 @@ class ModelRunner:
             if len(logits):
                 if on_logits is not None:
                     on_logits(logits)
+                if masks is not None:
+                    self._token_masks.apply(logits, masks)
                 if prefill is None:
                     launched.step.sample()
                 else:

@@ -17,6 +17,7 @@ from nanoinfer.kernels.linear.packed import packed_linear as packed_linear
 from nanoinfer.kernels.linear.rows import linear as linear
 from nanoinfer.kernels.linear.rows import linear_parts as linear_parts
 from nanoinfer.kernels.linear.rows import wide_linear as wide_linear
+from nanoinfer.kernels.step.masks import apply_masks as apply_masks
 from nanoinfer.kernels.step.rows import step_inputs as step_inputs
 from nanoinfer.kernels.step.rows import update_rows as update_rows
 from nanoinfer.kernels.step.sample import sample_rows as sample_rows

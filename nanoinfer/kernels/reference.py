@@ -16,6 +16,7 @@ from nanoinfer.kernels.experts.reference import expert_mlp as expert_mlp
 from nanoinfer.kernels.experts.reference import place_experts as place_experts
 from nanoinfer.kernels.experts.reference import shared_mlp as shared_mlp
 from nanoinfer.kernels.layer.head_steps import HeadSteps
+from nanoinfer.sampling.reference import apply_masks as apply_masks
 from nanoinfer.sampling.reference import sample_rows as sample_rows
 
 

@@ -75,10 +75,12 @@ class Request:
         if logprobs is not None:
             self._take_logprobs(sequence, token_id, logprobs)
         params, num_generated = self.params, sequence.num_generated
-        if num_generated >= params.min_tokens:
+        # Where there is a grammar, what ends comes only where the grammar may end, and too early only where it must.
+        has_grammar = sequence.matcher is not None
+        if has_grammar or num_generated >= params.min_tokens:
             if token_id in (params.stop_token_ids or ()):
                 sequence.finish_reason, sequence.stop_reason = "stop", token_id
-            elif token_id in self.end_token_ids and not params.ignore_eos:
+            elif token_id in self.end_token_ids and (has_grammar or not params.ignore_eos):
                 sequence.finish_reason = "stop"
         if sequence.finish_reason is None or params.include_stop_str_in_output:
             delta, stop = sequence.detokenizer.append([token_id])

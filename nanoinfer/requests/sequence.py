@@ -9,6 +9,7 @@ from nanoinfer.outputs import Logprob
 from nanoinfer.requests.detokenizer import Detokenizer
 from nanoinfer.sampling.limits import TokenLimits
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.structured.matcher import Matcher
 
 
 class SequenceState(enum.Enum):
@@ -46,6 +47,7 @@ class Sequence:
     seed: int
     max_tokens: int  # params.max_tokens, cut to what max_model_len leaves
     limits: TokenLimits | None = None  # what params ask of the choice of tokens
+    matcher: Matcher | None = None  # how far it has come in its grammar, if it has one
     token_ids: list[int] = field(init=False)
     num_tokens: int = field(init=False)
     max_num_tokens: int = field(init=False)

@@ -15,12 +15,13 @@ in the step before. The last place of a word, once it matches, blocks the word's
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
 
 from nanoinfer.sampling_params import MAX_BIASED
+from nanoinfer.structured.matcher import Grammar
 
 MAX_BAD_TOKENS = 2048
 """Most tokens in all bad words of several tokens of a row. Those of one token are bits in a mask: any number."""
@@ -67,6 +68,14 @@ class TokenLimits:
     """The only ids that may come; None: all."""
     words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that must not come: behind all but the last of its tokens, the last one is banned."""
+
+    grammar: Grammar | None = None
+    """What the tokens must follow. Its masks are made on the host, step by step; no line holds them."""
+
+    @cached_property
+    def in_line(self) -> TokenLimits | None:
+        """What a row's line holds of it; None: nothing."""
+        return replace(self, grammar=None) if self.bias or self.words or self.allowed is not None else None
 
     @property
     def banned(self) -> set[int]:

@@ -91,6 +91,14 @@ def sample_rows(logits: torch.Tensor, rows: torch.Tensor, state, tokens: torch.T
     lengths.index_copy_(0, rows, lengths[rows] + is_real)
 
 
+def apply_masks(logits: torch.Tensor, lines: torch.Tensor) -> None:
+    """Put -infinity into the logits of tokens that may not come, as `nanoinfer.kernels.step.masks` does."""
+    rows = lines[:, 0].long()
+    chosen = logits[rows]
+    stays = _bits(lines[:, 1:])[:, : logits.shape[1]] | ~(chosen < torch.inf)
+    logits[rows] = chosen.masked_fill_(~stays, -torch.inf)
+
+
 def gather(state, rows: torch.Tensor) -> SamplingBatch:
     """Return rows of `state` (a `SamplingState`), [B] int32. This reads the state, so it waits for the device."""
     rows, vocab_size = rows.long(), state.counts.shape[1]

@@ -166,7 +166,7 @@ def test_what_forbids_every_token_ends_that_request_only(path, enable_cpu_offloa
     assert [outcome(requests[0])] == alone
     ((tokens, _, reason),) = outcome(requests[1])
     assert tokens == [5] and reason == "error" and isinstance(requests[1].failure, RequestError)
-    assert requests[1].error.startswith("no token is left to go on with: allowed_token_ids, bad_words and min_tokens")
+    assert requests[1].error.startswith("no token is left to go on with: allowed_token_ids, bad_words, min_tokens")
     assert_pools_as_before(engine)
 
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from engines import COMMON, SMALL, make_engine, random_prompts, run, some_params
 from remote import executing_process, make_parted_engine
+from structured import make_structured_checkpoint
 from tiny_models import make_checkpoint
 
-from nanoinfer import EngineConfig
+from nanoinfer import EngineConfig, SamplingParams
 
 MODES = {
     "offload": dict(enable_cpu_offload=True, num_gpu_blocks_override=14, enable_prefix_caching=True),
@@ -46,6 +47,22 @@ def test_two_processes_give_the_tokens_of_one(connection, tmp_path, mode, monkey
         assert bool(lifetimes.num_deferred_host) == (mode != "preempted")
     finally:
         engine.close()
+
+
+def test_masks_pass_from_one_process_to_the_other(connection, tmp_path, monkeypatch):
+    path = make_structured_checkpoint(tmp_path)
+    params = [
+        SamplingParams(temperature=1, seed=seed, max_tokens=12, structured_outputs=dict(regex="[a-f]{3,9}"))
+        for seed in range(3)
+    ]
+    engine, prompts = make_engine(path, skip_tokenizer_init=False), random_prompts(3, 5, 40)
+    wanted = run(engine, prompts, params)
+    parted = make_parted_engine(connection, EngineConfig(model=path, **COMMON), monkeypatch)
+    parted.intake = engine.intake  # the side that plans has no tokenizer of its own here
+    try:
+        assert run(parted, prompts, params) == wanted
+    finally:
+        parted.close()
 
 
 class SilentRunner:

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 from nanoinfer import SamplingParams, StructuredOutputsParams
 from nanoinfer.common.errors import UnknownNameError
-from nanoinfer.structured_outputs import MAX_CHARS
+from nanoinfer.structured_outputs import MAX_CHARS, MAX_REGEX_CHARS
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
 
@@ -71,7 +71,11 @@ def test_what_was_given_is_kept_as_text_or_a_tuple_and_in_its_order():
         (dict(regex="a", disable_any_whitespace=True), "disable_any_whitespace goes with JSON, not with regex"),
         (dict(choice=["a"], whitespace_pattern=" "), "whitespace_pattern goes with JSON, not with choice"),
         (dict(json=SCHEMA, disable_any_whitespace=True, whitespace_pattern=" "), "give one of them"),
-        (dict(regex="a" * (MAX_CHARS + 1)), "structured_outputs.regex has 1048577 characters, 1048576 are possible"),
+        (
+            dict(grammar="a" * (MAX_CHARS + 1)),
+            "structured_outputs.grammar has 1048577 characters, 1048576 are possible",
+        ),
+        (dict(regex="a" * (MAX_REGEX_CHARS + 1)), "structured_outputs.regex has 32769 characters, 32768 are possible"),
         (dict(choice=["a" * MAX_CHARS, "b"]), "structured_outputs.choice has 1048577 characters"),
         (dict(regex="a", backend="xgrammar"), "backend='xgrammar' is not supported, but for 'auto': llguidance"),
     ],

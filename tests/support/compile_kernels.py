@@ -108,6 +108,7 @@ from nanoinfer.kernels.linear import expand, gather
 from nanoinfer.kernels.linear.forms import SCALE_WORDS
 from nanoinfer.kernels.linear.packed_weight import empty_packed
 from nanoinfer.kernels.linear.packing import Packing
+from nanoinfer.kernels.step import masks as step_masks
 from nanoinfer.kernels.step import rows as step_rows
 from nanoinfer.kernels.step import sample
 from nanoinfer.layers.expert_pools import share_pools
@@ -271,9 +272,10 @@ def compile_step() -> None:
     wide = torch.zeros(4, dtype=torch.int64)
     state = wide, ints(4), ints(4, 9)
     step_rows.update_rows(ints(2, 12), state, -1)
-    step_rows.step_inputs(ints(4), state, (wide, ints(4), wide, wide), 256)
-    merge.store_partials(zeros(4, 32, 128), floats(4, 32), ints(4, 4), ints(1), floats(4, 32, 128), floats(4, 32))
     vocab_size = 8_192 if is_brief else 151_936
+    step_rows.step_inputs(ints(4), state, (wide, ints(4), wide, wide), 256)
+    step_masks.apply_masks(zeros(2, vocab_size), ints(2, 1 + vocab_size // 32))
+    merge.store_partials(zeros(4, 32, 128), floats(4, 32), ints(4, 4), ints(1), floats(4, 32, 128), floats(4, 32))
     state, rows = make_state([RowSampling(temperature=1.0)] * 2, vocab_size, sample)
     state.sample(zeros(2, vocab_size), rows, torch.zeros(2, dtype=torch.int64))
     link = DeviceLink("cpu", has_instructions=gpu.target.has_instructions)

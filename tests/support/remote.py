@@ -38,8 +38,8 @@ def execute_steps(connection, config: EngineConfig) -> None:
             pending[plan.number] = runner.execute(plan)
             return pending[plan.number].streamed_bytes
 
-        def sample(number):
-            pending[number] = runner.sample(pending[number])
+        def sample(number, masks):
+            pending[number] = runner.sample(pending[number], masks=masks)
 
         def num_sequences():
             return sum(isinstance(one, Sequence) for one in gc.get_objects())
@@ -110,8 +110,8 @@ class RemoteRunner(Remote):
     def execute(self, plan, timeline=None):
         return SimpleNamespace(number=plan.number, streamed_bytes=self.ask("execute", plan))
 
-    def sample(self, launched, on_logits=None):
-        self.ask("sample", launched.number)
+    def sample(self, launched, on_logits=None, masks=None):
+        self.ask("sample", launched.number, masks)
         done = SimpleNamespace(query=lambda rule: True)
         read = partial(self.ask, "read", launched.number)
         return SimpleNamespace(read=read, done=done, made=None, experts_read=0)

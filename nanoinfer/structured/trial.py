@@ -1,0 +1,87 @@
+"""Grammars are compiled for trial in a process of their own, which may end or be ended without harm."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+_SCRIPT = Path(__file__).with_name("check.py")
+_LIMIT_SECONDS = 3.0
+_WAIT_SECONDS = 60.0
+_SIMPLER = "give a simpler one, with fewer references and patterns"
+
+
+class Trial:
+    """Compiles for trial, one grammar after the other. Threads may share it.
+
+    Args:
+        special: the tokenizer's special tokens, which grammars may name.
+        num_tokens: how many it has; grammars may name them by number.
+        limit_seconds: how much of a CPU's time a grammar may take.
+
+    Attributes:
+        process: the one that compiles now; None: it is started with the next grammar.
+    """
+
+    def __init__(self, special: Sequence[str], num_tokens: int, limit_seconds: float = _LIMIT_SECONDS) -> None:
+        self._tokens, self._limit_seconds = dict(special=list(special), num_tokens=num_tokens), limit_seconds
+        self._lock = threading.Lock()
+        self.process: subprocess.Popen | None = None
+
+    def fault(self, grammar: str, schema: Any = None) -> tuple[str, str | None] | None:
+        """Return what is wrong with a grammar, and the part of its schema that is at fault, if there is one; None:
+        nothing is."""
+        asked, answer = json.dumps({"grammar": grammar, "schema": schema} | self._tokens), ""
+        with self._lock:
+            if self.process is None or self.process.poll() is not None:
+                self._start()
+            process = self.process
+            timer = threading.Timer(_WAIT_SECONDS, process.kill)  # it ends by itself, where the system has such limits
+            timer.start()
+            try:
+                process.stdin.write(asked + "\n")
+                process.stdin.flush()
+                answer = process.stdout.readline()
+            except OSError:  # it has ended: the pipe is broken
+                pass
+            finally:
+                timer.cancel()
+                if not answer.endswith("\n"):  # another one must not be taken for the next grammar's
+                    self._end()
+        if not answer.endswith("\n"):
+            is_late = process.returncode in (-signal.SIGKILL, -getattr(signal, "SIGXCPU", signal.SIGKILL))
+            took = f"takes more than {self._limit_seconds:g} s" if is_late else "takes too much memory or is too deep"
+            return f"it {took} to compile: {_SIMPLER}", None
+        found = json.loads(answer)
+        return None if found["error"] is None else (found["error"], found["path"])
+
+    def _start(self) -> None:
+        how = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        # It finds llguidance where this process does, and takes no file beside it for another module.
+        paths = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONIOENCODING": "utf-8"}
+        command = [sys.executable, "-P", str(_SCRIPT), str(self._limit_seconds)]
+        self.process = subprocess.Popen(command, env=paths, encoding="utf-8", **how)
+
+    def _end(self) -> None:
+        process, self.process = self.process, None
+        if process is not None:
+            with suppress(subprocess.TimeoutExpired):  # it may be about to end, and its code says why
+                process.wait(0.05)
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                with suppress(OSError):  # what was written is read by nobody
+                    pipe.close()
+
+    def close(self) -> None:
+        """End the process; the next grammar starts another one."""
+        with self._lock:
+            self._end()
