@@ -159,7 +159,8 @@ INSTEAD: dict[str, str] = _by_name(
         "ts tensor_split sm split_mode tp pp dp": "one GPU per engine: leave it out",
         "lora lora_scaled lora_modules": "merge the adapter into the weights",
         "md model_draft draft draft_max": "there is no speculative decoding: leave it out",
-        "grammar grammar_file json_schema j": "check the text, and ask again where it does not fit",
+        "grammar grammar_file json_schema j": "a request to nanoinfer serve may have response_format, and "
+        "SamplingParams structured_outputs",
         "jinja": "templates are always in Jinja: leave it out",
         "cnv conversation i interactive": "nanoinfer chat MODEL is a conversation",
         "f file": "pipe the file into the command: < FILE",

@@ -69,7 +69,6 @@ class Intake:
         Raises:
             RequestError: a token is outside the vocabulary, bad words are too long or cannot be read, or no text can
                 have the form that is asked for.
-            ImportError: a form is asked for, and llguidance is not installed.
         """
         tokenizer, limits = self._tokenizer if tokenizer is None else tokenizer, None
         if params.logit_bias or params.allowed_token_ids is not None or params.bad_words:

@@ -35,7 +35,7 @@ _SAMPLERS = "there are temperature, top_k, top_p, min_p and the penalties"
 # Fields of OpenAI's, vLLM's and other servers' APIs that would change the answer and are not supported: the values that
 # mean the same as leaving the field out, and what to do.
 UNSUPPORTED = SAMPLING | by_advice({
-    "only text is generated": dict(response_format=({"type": "text"},), modalities=(["text"],), audio=()),
+    "only text is generated": dict(modalities=(["text"],), audio=()),
     "use chat_template_kwargs if the model's chat template has a switch": dict(
         reasoning_effort=(), think=(), enable_thinking=(), thinking=(), reasoning=(), reasoning_budget=(-1,),
     ),
@@ -44,7 +44,7 @@ UNSUPPORTED = SAMPLING | by_advice({
     "the prefix cache is one for all requests": dict(cache_salt=()),
     "use /v1/completions with a finished prompt": dict(continue_final_message=(False,), raw=(False,), template=("",)),
     "give sampling fields beside the messages": dict(options=({},)),
-    "check the text, and ask again where it does not fit": dict(
+    "give response_format or structured_outputs": dict(
         format=("",), grammar=("",), json_schema=(), regex=("",), ebnf=("",),
     ),
     _SAMPLERS: dict(

@@ -13,6 +13,7 @@ from nanoinfer.common.unsupported import Table
 from nanoinfer.requests.prompts import conversation
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.serve.errors import BadRequestError
+from nanoinfer.serve.forms import form_of
 
 MAX_COMPLETIONS = 128  # prompts times n of one HTTP request
 MAX_STOP_STRINGS = 64  # every token's text is searched for each of them
@@ -76,8 +77,13 @@ class GenerationRequest(Body):
     stop_token_ids: Annotated[list[Count], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: Annotated[list[Count], Field(max_length=MAX_ALLOWED_TOKEN_IDS)] | None = None
-    structured_outputs: dict[str, Any] | None = None
     bad_words: Annotated[list[str], Field(max_length=MAX_BAD_WORDS)] | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -142,12 +148,13 @@ class GenerationRequest(Body):
         """Return the client's sampling parameters, with `defaults` for fields that the client left out."""
         names = [field.name for field in dataclasses.fields(SamplingParams)]
         fields = {name: getattr(self, name) for name in names if name != "detokenize"}  # answers are text
-        fields |= {"max_tokens": self.token_limit, "logprobs": self.num_logprobs}
+        form_field, form = form_of(vars(self))
+        fields |= {"max_tokens": self.token_limit, "logprobs": self.num_logprobs, "structured_outputs": form}
         try:
             return SamplingParams(**defaults | {name: value for name, value in fields.items() if value is not None})
         except ValueError as error:
             message = str(error)
-            name = message.split(" ", 1)[0]
+            name = form_field if message.startswith("structured_outputs") else message.split(" ", 1)[0]
             raise BadRequestError(message, param=name if name in type(self).model_fields else None) from error
 
 

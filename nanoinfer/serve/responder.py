@@ -12,12 +12,14 @@ from typing import Any, TypeVar
 from fastapi import Request
 from fastapi.responses import Response
 
+from nanoinfer.common.errors import RequestError
 from nanoinfer.sampling_params import Advised, SamplingParams
 from nanoinfer.serve.answers import Answer
 from nanoinfer.serve.async_engine import AsyncEngine
 from nanoinfer.serve.client import EventStream, read_body, while_client_stays, whole_answer
 from nanoinfer.serve.errors import BadRequestError
 from nanoinfer.serve.fields import Fields, checked, parse
+from nanoinfer.serve.forms import form_of
 from nanoinfer.serve.protocol import Body, ChatRequest, GenerationRequest
 from nanoinfer.serve.request_stream import RequestStream
 from nanoinfer.serve.tokenizing import Prompt
@@ -109,7 +111,12 @@ class Responder:
             del body  # the answer may take long
             if not answer.may_be_shorter:
                 _check_length(answer.request, answer.prompts, engine.plan.max_model_len)
-            limits, is_streamed = await engine.prompts.limits(params), bool(answer.request.stream)
+            try:
+                limits, is_streamed = await engine.prompts.limits(params), bool(answer.request.stream)
+            except RequestError as error:
+                if error.field == "structured_outputs":  # the client may have given it by another name
+                    raise BadRequestError(str(error), param=form_of(vars(answer.request))[0]) from error
+                raise
             wants_deltas = is_streamed or answer.wants_deltas
             how = dict(name=answer.name, wants_deltas=wants_deltas, arrival=arrival, charge=charge)
             stream = RequestStream(answer.prompts, params, limits, **how)

@@ -31,8 +31,8 @@ class PromptTokenizer:
 
     Each thread does one piece of work after another. A long text is cut into pieces where that is possible, and each
     piece is queued when the one before it is done, so several long texts take turns. If no cut is known, a text is one
-    piece, and huge texts have a separate thread. Work whose caller was cancelled is not begun. One more thread serves
-    /tokenize and /detokenize, which are no part of a generation, and two threads read large bodies.
+    piece, and huge texts have a separate thread, as have grammars. Work whose caller was cancelled is not begun. One
+    more thread serves /tokenize and /detokenize, which are no part of a generation, and two threads read large bodies.
 
     Args:
         tokenizer: the engine's tokenizer. It is copied, because tokenizers of the Rust library refuse to be changed on
@@ -52,7 +52,7 @@ class PromptTokenizer:
         self._renders_first = renders is PreTrainedTokenizerBase.apply_chat_template
         self.threads = {
             name: ThreadPoolExecutor(1, f"nanoinfer-tokenizer-{name}")
-            for name in ("short", "long", "huge", "aside", "bodies", "huge-bodies")
+            for name in ("short", "long", "huge", "grammars", "aside", "bodies", "huge-bodies")
         }
 
     @property
@@ -88,6 +88,8 @@ class PromptTokenizer:
 
     async def limits(self, params: SamplingParams) -> TokenLimits | None:
         """Return what the params ask of the choice of tokens. Raises as `Intake.limits`."""
+        if params.structured_outputs is not None:  # seconds, at worst
+            return await self._on("grammars", lambda: self.intake.limits(params, self.tokenizer))
         if not params.bad_words and params.allowed_token_ids is None:
             return self.intake.limits(params)
         size = sum(map(len, params.bad_words)) + _WORD_CHARS * len(params.bad_words)

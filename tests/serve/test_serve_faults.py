@@ -201,8 +201,8 @@ CHAT_REFUSED = {
         dict(messages=[{"role": "user", "content": "w1", "tool_calls": [{}]}]), "tool_calls is not", "messages",
     ),
     "format": (
-        dict(messages=[{"role": "user", "content": "w1"}], response_format={"type": "json_object"}),
-        "only text is generated", "response_format",
+        dict(messages=[{"role": "user", "content": "w1"}], response_format={"type": "xml"}),
+        "response_format is {'type': 'xml'}: give", "response_format",
     ),
     "top_logprobs": (
         dict(messages=[{"role": "user", "content": "w1"}], top_logprobs=2), "needs logprobs=true", "top_logprobs",

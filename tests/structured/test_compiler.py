@@ -259,5 +259,5 @@ def test_what_it_lacks_is_named(monkeypatch):
     with pytest.raises(RequestError, match="cannot be used with this tokenizer, which llguidance cannot read: "):
         make_compiler().compile(params, Slow())
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(ImportError, match=r"structured_outputs needs llguidance.*pip install -e '.\[structured\]'"):
+    with pytest.raises(RequestError, match=r"structured_outputs needs llguidance.*pip install -e '.\[structured\]'"):
         make_compiler().compile(params, TOKENIZER)
