@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from nanoinfer.common.units import GIB
+from nanoinfer.common.units import GIB, format_size
 from nanoinfer.engine.meter import DecodeTimes
 from nanoinfer.models.base import SparseSpec
 from nanoinfer.models.expert_slots import SlotCounts
 
+# Of the chosen experts; the others then take little of a step.
+_ENOUGH_FOUND = 0.99
 Engine = Any  # an `LLMEngine`, whose file imports this one
 
 
@@ -133,6 +135,14 @@ def advice(engine: Engine, times: DecodeTimes) -> str:
         return (
             f"{per_step / GIB:.2f} GiB of {what} stream in each step of {step_ms:.1f} ms at {gbps:.1f} GB/s: {fewer}"
             f"raise {limit}, by {per_step / GIB:.2f} GiB to keep all of it; each GiB saves {GIB / gbps / 1e6:.1f} ms"
+        )
+    brought = slot_figures(engine.runner.model.streamed.slot_counts())
+    is_short = brought["expert_fetches"] and brought["expert_hit_rate"] < _ENOUGH_FOUND
+    if is_short and not engine.runner.device.is_host:
+        one_more = engine.plan.expert_bytes / engine.runner.spec.sparse.num_experts
+        return (
+            f"steps of {step_ms:.1f} ms wait for experts that are not on the GPU: raise gpu_memory_limit, by "
+            f"{format_size(one_more)} for one more of each layer, or take fewer bits for the weights"
         )
     if times.bound == "device memory":
         return (

@@ -121,7 +121,8 @@ def _host_memory(device: torch.device) -> Found:
         return text, None
     return (
         text,
-        "less than the GPU has, for KV blocks: end what is not needed, or raise the container's limit",
+        "less than the GPU has, for KV blocks and for weights that do not fit there: end what is not needed, or raise "
+        "the container's limit",
     )
 
 
@@ -153,8 +154,8 @@ def _pinning(device: torch.device) -> Found:
         seconds, pinned = time.perf_counter() - begin, arena.pinned_bytes
     if not pinned:
         return "refused", (
-            "the system does not pin host memory, and copies are several times as slow: under WSL2 raise the memory in "
-            ".wslconfig (docs/troubleshooting.md)"
+            "the system does not pin host memory: copies are several times as slow, and the GPU reads neither experts "
+            "nor embeddings there: under WSL2 raise the memory in .wslconfig (docs/troubleshooting.md)"
         )
     return f"{format_gib(num_bytes)} GiB in {seconds:.2f} s", None
 

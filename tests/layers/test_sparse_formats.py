@@ -12,6 +12,7 @@ from online import expert_matrices, make
 from online import load as load_online
 from quantised import CASES, gptq, write
 from safetensors.torch import load_file, save_file
+from tiny_models import make_checkpoint
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 from transformers_reference import greedy_tokens
 
@@ -24,6 +25,7 @@ from nanoinfer.layers.formats.online import QuantisedWhileRead
 from nanoinfer.layers.formats.scaled import PackedScaled
 from nanoinfer.weights import fill
 from nanoinfer.weights.load import load_model, read_checkpoint
+from nanoinfer.weights.quantize import quantised_while_read
 from nanoinfer.weights.write import quantise_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:the checkpoint was made for quantised activations")
@@ -208,3 +210,20 @@ def test_tensors_of_all_experts_of_a_layer_are_read_and_filled_together(written,
     assert calls["put_codes"] == attention + experts
     assert (calls["read_tensors"], calls["host_buffers"]) == (2, 1), "wide ones, and all others, which are small"
     assert calls["_format_of"] == 1, "all are of one group, and a model is built more than once"
+
+
+def test_formats_that_know_no_number_of_an_expert_are_asked_once_a_layer(tmp_path, monkeypatch):
+    """And those of which it is not known are asked for each."""
+    path = make_checkpoint("qwen3_moe", tmp_path, **SPARSE)
+    asked, of = [], CompressedTensors.of
+
+    def noting(self, name):
+        asked.append(name)
+        return of(self, name)
+
+    monkeypatch.setattr(CompressedTensors, "of", noting)
+    checkpoint = quantised_while_read(read_checkpoint(path), "int8", None)
+    assert checkpoint.formats.has_like_experts and {name.split(".")[-2] for name in asked if ".experts." in name} == {
+        "0"
+    }
+    assert not CompressedTensors.has_like_experts

@@ -10,6 +10,7 @@ from gguf_models import write_gguf
 from simulated import SimulatedRuntime
 from tiny_models import make_checkpoint
 
+from nanoinfer.common.units import format_size
 from nanoinfer.kernels.experts import reference
 from nanoinfer.memory.setup import Setup
 from nanoinfer.models import streamed
@@ -281,3 +282,16 @@ def test_layers_with_experts_of_unlike_types_have_pools_of_their_own(tmp_path):
         assert len(engine.runner.model.streamed.slot_sets) == len(set(sparse.strides))
         assert engine.plan.place_bytes == pool_bytes(sparse.strides, sparse.num_experts, options["expert_slots"])
         assert_pools_as_before(engine)
+
+
+def test_the_advice_is_about_experts_that_are_waited_for(path_of, monkeypatch):
+    prompts, params = workload(2, 30)
+    engine = make_engine(path_of("qwen3_moe", **SMALL), expert_slots=3, enable_cpu_offload=False, max_num_seqs=4)
+    run(engine, prompts, params)
+    assert "at the CPU's speed" in engine.stats()["advice"]
+    monkeypatch.setattr(type(engine.runner.device), "is_host", False)
+    one_more = format_size(engine.plan.expert_bytes / engine.runner.spec.sparse.num_experts)
+    wanted = (
+        f"wait for experts that are not on the GPU: raise gpu_memory_limit, by {one_more} for one more of each layer"
+    )
+    assert wanted in engine.stats()["advice"]

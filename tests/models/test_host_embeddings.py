@@ -1,15 +1,13 @@
 """The embedding table in host memory: the same bits, counted there, and on the GPU where pinning is refused."""
 
 import gc
-from dataclasses import replace
 
 import pytest
 import torch
-from engines import SMALL, make_engine, random_prompts, run, some_params
+from engines import SMALL, have_embeddings_on_host, make_engine, random_prompts, run, some_params
 from tiny_models import make_checkpoint
 
 from nanoinfer.layers.linear import Embedding
-from nanoinfer.memory.setup import Setup
 from nanoinfer.models import host_table
 from offload.memory.pinned import PinError
 
@@ -18,15 +16,7 @@ UNTIED = SMALL | dict(tie_word_embeddings=False)
 
 @pytest.fixture
 def on_host(monkeypatch):
-    """Have plans put embeddings into host memory, as they do for a GPU whose memory is short."""
-    plan = Setup.plan
-
-    def planned(self, config=None, may_pin=True):
-        found = plan(self, config, may_pin)
-        size = self.spec.embedding_bytes * may_pin
-        return replace(found, embedding_bytes=size, weight_bytes=found.weight_bytes - size)
-
-    monkeypatch.setattr(Setup, "plan", planned)
+    have_embeddings_on_host(monkeypatch)
 
 
 def workload():

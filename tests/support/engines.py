@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from simulated import SimulatedRuntime
 
 from nanoinfer import EngineConfig, LLMEngine, SamplingParams
 from nanoinfer.engine.recovery import Work
+from nanoinfer.memory.setup import Setup
 from nanoinfer.step.plan import NO_BLOCK
 from offload import Runtime
 
@@ -57,6 +59,18 @@ def make_engine(path: Path, runtime: Runtime | None = None, **arguments) -> LLME
     if isinstance(runtime, SimulatedRuntime):
         engine.work.__class__ = SimulatedWork
     return engine
+
+
+def have_embeddings_on_host(monkeypatch) -> None:
+    """Have plans put embeddings into host memory, as they do for a GPU whose memory is short."""
+    plan = Setup.plan
+
+    def planned(self, config=None, may_pin=True):
+        found = plan(self, config, may_pin)
+        size = self.spec.embedding_bytes * may_pin
+        return replace(found, embedding_bytes=size, weight_bytes=found.weight_bytes - size)
+
+    monkeypatch.setattr(Setup, "plan", planned)
 
 
 class SimulatedWork(Work):
