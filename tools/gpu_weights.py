@@ -14,7 +14,7 @@ from nanoinfer.memory.floors import measure_floors
 INT4 = dict(quantization="int4", head_quantization="int8")
 COLUMNS = {
     "case": "{case}",
-    "ms a step": "{seconds_per_token:,.3f}",
+    "ms a step": "{seconds_per_token!m:,.3f}",
     "x floor": "{ratio_to_floor:,.3f}",
     "GiB streamed": "{streamed_gib:,.2f}",
     "x resident": "{ratio_to_resident:,.3f}",
