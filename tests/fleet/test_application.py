@@ -43,7 +43,7 @@ def test_prefixes_may_be_left_out():
     [
         ({}, "no model is given: add model=MODEL"),
         (SMALL | {"port": "1"}, "port is Ray's own"),
-        (SMALL | {"replica": "1"}, "unknown option --replica"),
+        (SMALL | {"replcas": "1"}, "unknown option --replcas: did you mean --replicas?"),
         (SMALL | {"replicas": "0"}, "--replicas is '0'"),
         (SMALL | {"max-queue-bytes": "x"}, "--max-queue-bytes"),
         (SMALL | {"dtype": "int3"}, "dtype"),

@@ -37,21 +37,15 @@ def messages_of(session, turn):
     return messages
 
 
-async def held_sessions(ask, seed):
-    """The answers by (session, turn): turns in order, 16 sessions at once, whoever is next."""
-    draw, answers = random.Random(seed), {}
-    waiting = {session: 0 for session in range(SESSIONS)}
-    running: dict[asyncio.Task, int] = {}
-    while waiting or running:
-        while waiting and len(running) < 16:
-            session = draw.choice(sorted(waiting))
-            running[asyncio.create_task(ask(session, waiting.pop(session)))] = session
-        done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            session = running.pop(task)
-            turn, answers[session, turn] = (found := task.result())[0], found[1]
-            if turn + 1 < TURNS:
-                waiting[session] = turn + 1
+async def held_sessions(ask):
+    """The answers by (session, turn): all sessions at once, their turns in order."""
+    answers = {}
+
+    async def hold(session):
+        for turn in range(TURNS):
+            answers[session, turn] = await ask(session, turn)
+
+    await asyncio.gather(*(hold(session) for session in range(SESSIONS)))
     return answers
 
 
@@ -60,7 +54,7 @@ def asker(client):
         body = HOW | dict(messages=messages_of(session, turn), logprobs=turn == 0)
         response = await client.post("/v1/chat/completions", json=body)
         assert response.status_code == 200, response.text
-        return turn, response.json()
+        return response.json()
 
     return ask
 
@@ -71,7 +65,7 @@ def wanted(path):
 
     async def run():
         async with serving(path, **ENGINE) as served:
-            return await held_sessions(asker(served.client), seed=1)
+            return await held_sessions(asker(served.client))
 
     return asyncio.run(run())
 
@@ -97,7 +91,7 @@ def test_sessions_stay_where_their_kv_is_and_answers_are_one_servers(url, path, 
 
     async def run():
         async with client_of(url) as client:
-            answers = await held_sessions(asker(client), seed=2)
+            answers = await held_sessions(asker(client))
             return answers, await samples(client, "prompt_tokens_total")
 
     answers, tokens = asyncio.run(run())
@@ -112,7 +106,7 @@ def test_without_prefixes_half_of_the_turns_come_to_the_other_replica(url, path,
 
     async def run():
         async with client_of(url) as client:
-            return await held_sessions(asker(client), seed=2)
+            return await held_sessions(asker(client))
 
     answers = asyncio.run(run())
     check_answers(answers, wanted)

@@ -21,7 +21,7 @@ from nanoinfer.options.parser import Parser
 from nanoinfer.options.serve import add_arguments, replicas_of
 from nanoinfer.serve.ray.application import application
 
-ENGINE = dict(block_size=32, dtype="float32", max_num_seqs=16, max_num_batched_tokens=512, max_model_len=1024)
+ENGINE = dict(block_size=32, dtype="float32", max_num_seqs=48, max_num_batched_tokens=512, max_model_len=1024)
 APP = "fleet"
 
 

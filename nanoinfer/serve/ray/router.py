@@ -15,6 +15,10 @@ class PrefixRouter(RequestRouter):
     Whoever calls says when a request has left, so Ray's own notes of that are not used.
     """
 
+    # Ray asks a replica for its queue before it sends what was chosen for it. In Ray's 0.1 s a busy one may not answer,
+    # and the request would go where its KV does not lie.
+    queue_len_response_deadline_s = 2.0
+
     def initialize_state(self, **arguments: Any) -> None:
         """Called by Ray before all others, with the arguments of `Fleet`."""
         self._fleet = Fleet(**arguments)
