@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from nanoinfer.options.engine import add_engine_options
 from nanoinfer.options.parser import Parser
@@ -110,6 +111,15 @@ def replicas_of(options: argparse.Namespace) -> Replicas:
         if not number >= 0:
             raise ValueError(f"{name} is {number}, it must be 0 or more")
     return Replicas(least=least, most=most, num_cpus=num_cpus, num_gpus=num_gpus, by_prefix=options.route_by_prefix)
+
+
+def server_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Return by name what each server is told, and not how many there are: another number starts none of them anew."""
+    return {
+        name: value
+        for name, value in vars(options).items()
+        if name not in ("ray", *_FLEET) and (value is None or isinstance(value, (str, int, float, list, dict)))
+    }
 
 
 def check_alone(options: argparse.Namespace) -> None:

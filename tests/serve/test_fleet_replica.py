@@ -11,7 +11,7 @@ import pytest
 from serving import MODEL, make_served_checkpoint
 
 from nanoinfer.options.parser import Parser
-from nanoinfer.options.serve import add_arguments, check_alone, replicas_of
+from nanoinfer.options.serve import add_arguments, check_alone, replicas_of, server_options
 from nanoinfer.serve.errors import UnavailableError
 from nanoinfer.serve.ray import replica as replica_module
 from nanoinfer.serve.ray.replica import Replica, get_scope
@@ -25,10 +25,6 @@ def options_of(words="", model="any"):
     return parser.parse_args([str(model), *words.split()], argparse.Namespace())
 
 
-def plain(options):
-    return {name: value for name, value in vars(options).items() if name not in ("parser", "check_engine")}
-
-
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     return make_served_checkpoint(tmp_path_factory.mktemp("model"))
@@ -36,7 +32,7 @@ def path(tmp_path_factory):
 
 def test_a_replica_answers_and_is_healthy_until_its_engine_ends(path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as Ray says; where the replicas were started nothing was said
-    replica = Replica(plain(options_of(WORDS, path)), None, "r1")
+    replica = Replica(server_options(options_of(WORDS, path)), None, "r1")
     assert "OMP_NUM_THREADS" not in os.environ
     scope = get_scope("/v1/completions") | {"method": "POST", "headers": [(b"content-type", b"application/json")]}
     body = json.dumps(dict(model=MODEL, prompt="w20 w21", max_tokens=3, ignore_eos=True)).encode()
@@ -103,7 +99,7 @@ def test_a_number_of_replicas_that_cannot_be_is_refused(number):
     with pytest.raises(
         ValueError, match=f"--replicas is '{number}', it must be a number from 1 on, or two such as 1-4"
     ):
-        replicas_of(argparse.Namespace(**plain(options_of("--ray")) | {"replicas": number}))
+        replicas_of(options_of(f"--ray --replicas={number}"))
 
 
 @pytest.mark.parametrize("name", ["--replica-cpus", "--replica-gpus"])
@@ -111,6 +107,11 @@ def test_less_than_no_processors_are_refused(name):
     for value in ("-1", "nan"):
         with pytest.raises(ValueError, match=f"{name} is {float(value)}, it must be 0 or more"):
             replicas_of(options_of(f"--ray {name}={value}"))
+
+
+def test_each_server_is_told_the_same_however_many_there_are():
+    found = [server_options(options_of(f"--ray --strict {words}")) for words in ("", "--replicas 3 --replica-gpus 0.5")]
+    assert found[0] == found[1] and found[0]["strict"] and found[0]["model"] == "any"
 
 
 def test_options_of_several_servers_are_refused_for_one():

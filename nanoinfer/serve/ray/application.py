@@ -12,7 +12,7 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
 from nanoinfer.options.parser import Parser
-from nanoinfer.options.serve import Replicas, add_arguments, replicas_of
+from nanoinfer.options.serve import Replicas, add_arguments, replicas_of, server_options
 from nanoinfer.serve.ray.ingress import Ingress
 from nanoinfer.serve.ray.replica import Replica
 from nanoinfer.serve.ray.router import PrefixRouter
@@ -35,7 +35,7 @@ class _Named(Replica):
 
 def application(options: argparse.Namespace, replicas: Replicas) -> serve.Application:
     """Return what `serve.run` starts. options: of `nanoinfer serve`, checked by `settings_of`."""
-    plain = {name: value for name, value in vars(options).items() if _is_plain(value)}
+    told = server_options(options)
     num_gpus = replicas.num_gpus
     if num_gpus is None:
         num_gpus = 1.0 if ray.is_initialized() and ray.cluster_resources().get("GPU", 0) >= 1 else 0.0
@@ -63,7 +63,7 @@ def application(options: argparse.Namespace, replicas: Replicas) -> serve.Applic
         **shared,
     )
     ingress = serve.deployment(Ingress, name="Ingress", ray_actor_options=dict(num_cpus=0), **shared)
-    return ingress.bind(replica.bind(plain, os.environ.get("OMP_NUM_THREADS")), plain)
+    return ingress.bind(replica.bind(told, os.environ.get("OMP_NUM_THREADS")), told)
 
 
 def app(arguments: dict[str, Any]) -> serve.Application:
@@ -97,7 +97,3 @@ def app(arguments: dict[str, Any]) -> serve.Application:
 class _Arguments(Parser):
     def error(self, message: str) -> None:
         raise ValueError(message)
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, (str, int, float, list, dict))
