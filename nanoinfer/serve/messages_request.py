@@ -129,6 +129,7 @@ class MessagesRequest(CountRequest):
     min_p: float | None = None
     seed: int | None = None
     repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
     ignore_eos: bool | None = None
     request_id: str | None = None
     stream: bool | None = None

@@ -5,13 +5,16 @@ import contextlib
 import json
 import shutil
 from pathlib import Path
+from typing import Literal
 
 import anthropic
 import httpx
 import httpx2
 import openai
 import pytest
+from pydantic import BaseModel, Field
 from serving import MODEL, make_served_checkpoint, serving
+from structured import make_structured_checkpoint
 
 USER = [{"role": "user", "content": "w31 w32"}]
 GREEDY = dict(extra_body=dict(temperature=0, ignore_eos=True))
@@ -267,3 +270,31 @@ def test_an_error_within_a_stream_has_the_form_of_its_api(path):
     event = json.loads(data.removeprefix("data: "))
     assert name == "event: response.failed" and event["type"] == "response.failed"
     assert event["response"]["status"] == "failed" and "out of luck" in event["response"]["error"]["message"]
+
+
+class Weather(BaseModel):
+    kind: Literal["sun", "rain"]
+    degrees: int = Field(ge=-99, le=99)
+    sure: bool
+
+
+def test_both_apis_give_the_form_that_is_asked_for(tmp_path):
+    path = make_structured_checkpoint(tmp_path)
+
+    async def ask():
+        async with clients(path) as (served, client, other):
+            bias = {str(space): -100 for space in served.engine.tokenizer.convert_tokens_to_ids(["Ġ", "Ċ", "č", "ĉ"])}
+            how = dict(model=MODEL, extra_body=dict(temperature=1, seed=3, logit_bias=bias))
+            asked = dict(input="a question", max_output_tokens=200, text_format=Weather, **how)
+            parsed = await client.responses.parse(**asked)
+            async with client.responses.stream(**asked) as stream:
+                async for _ in stream:
+                    pass
+                streamed = await stream.get_final_response()
+            form = {"type": "json_schema", "schema": Weather.model_json_schema()}
+            asked = dict(messages=[{"role": "user", "content": "a question"}], max_tokens=200, **how)
+            return parsed, streamed, await other.messages.create(**asked, output_config={"format": form})
+
+    parsed, streamed, message = asyncio.run(ask())
+    assert isinstance(parsed.output_parsed, Weather) and streamed.output_parsed == parsed.output_parsed
+    assert message.stop_reason == "end_turn" and Weather.model_validate_json(message.content[0].text)
