@@ -14,7 +14,7 @@ from nanoinfer.common.other_names import MEANT
 from nanoinfer.common.unsupported import FIRST_COME, LEAVE_OUT, SAMPLING, by_advice, refusal
 from nanoinfer.serve import json_body
 from nanoinfer.serve.errors import BadRequestError
-from nanoinfer.serve.protocol import Body, StreamOptions
+from nanoinfer.serve.protocol import Body, GenerationRequest, StreamOptions
 
 logger = logging.getLogger("nanoinfer.serve")
 B = TypeVar("B", bound=Body)
@@ -34,7 +34,7 @@ IGNORED = frozenset(
 _SAMPLERS = "there are temperature, top_k, top_p, min_p and the penalties"
 # Fields of OpenAI's, vLLM's and other servers' APIs that would change the answer and are not supported: the values that
 # mean the same as leaving the field out, and what to do.
-UNSUPPORTED = SAMPLING | by_advice({
+UNSUPPORTED = {name: row for name, row in SAMPLING.items() if name not in GenerationRequest.model_fields} | by_advice({
     "only text is generated": dict(modalities=(["text"],), audio=()),
     "use chat_template_kwargs if the model's chat template has a switch": dict(
         reasoning_effort=(), think=(), enable_thinking=(), thinking=(), reasoning=(), reasoning_budget=(-1,),
