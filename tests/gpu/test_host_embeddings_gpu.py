@@ -45,10 +45,10 @@ def test_embeddings_on_the_host_change_no_bit(quantization, head, tmp_path):
     with closing(LLMEngine(EngineConfig(model=tmp_path, **options))) as engine:
         wanted = run(engine, prompts, params)
         assert engine.plan.embedding_bytes == 0
-    for more in (dict(resident_weights_limit="100MiB"), dict(resident_weights_limit=0, enforce_eager=True)):
+    for more in (dict(resident_weights_limit=0), dict(resident_weights_limit=0, enforce_eager=True)):
         config = EngineConfig(model=tmp_path, **options | more)
         with closing(LLMEngine(config)) as engine:
-            assert engine.plan.embedding_bytes == Setup(config, torch.device("cuda")).spec.embedding_bytes
+            assert engine.plan.embedding_bytes == Setup(config, torch.device("cuda", 0)).spec.embedding_bytes
             assert engine.runner.model.streamed.table is not None
             assert not any(one.is_cuda for one in engine.runner.model.embed_tokens.parameters())
             assert run(engine, prompts, params) == wanted, more
