@@ -92,7 +92,7 @@ def played(engine, params):
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.sampled("resident-0", "offload-0", "resident, eager-1", "offload, eager-1")
+@pytest.mark.sampled("resident-0", "offload-0", "offload, eager-0")
 def test_finished_answers_have_their_form_and_every_mode_gives_the_bits_of_a_request_alone(path, wanted, variant, seed):
     schemas, params, alone = wanted(seed)
     engine = make_engine(path, WarmUpRuntime(seed=seed), **ARGUMENTS | VARIANTS[variant])
@@ -168,7 +168,7 @@ def test_log_probabilities_are_those_of_the_masked_distribution(engine):
 )
 def test_what_ends_a_completion_goes_with_a_form(engine, given, texts, reason):
     end = engine.tokenizer.convert_tokens_to_ids(END)
-    for seed in range(4):
+    for seed in range(2):
         params = SamplingParams(**dict(seed=seed, structured_outputs=dict(choice=["yes", "no"])) | given)
         for tokens, _, found in run(engine, [PROMPTS[5]], [params])[0]:
             assert found == reason and text_of(engine, tokens).split("s")[0] in [text.split("s")[0] for text in texts]
@@ -239,6 +239,7 @@ def test_unsound_logits_are_noticed_where_the_mask_would_hide_them(engine):
 
 
 @pytest.mark.parametrize("mode", ["resident", "offload", "switching"])
+@pytest.mark.sampled("resident", "switching")
 def test_preemption_aborts_and_switches_change_no_bit(path, wanted, mode):
     _, params, alone = wanted(0)
     how = dict(enable_cpu_offload=mode == "offload" or "auto" if mode != "resident" else False)
@@ -295,7 +296,7 @@ def test_an_interrupt_at_lines_of_masks_ends_the_requests_of_that_step_only(engi
     _, params, alone = wanted(0)
     lines, found = interrupted(engine, params)
     assert found == alone and {file for file, _ in lines} == {file for file, _ in lines if file.endswith(FILES)}
-    chosen = sorted(lines) if fuzz else random.Random(0).sample(sorted(lines), 2)
+    chosen = sorted(lines) if fuzz else random.Random(1).sample(sorted(lines), 1)
     for line in chosen:
         _, found = interrupted(engine, params, line, 1 + lines[line] // 2)
         assert_pools_as_before(engine)

@@ -22,6 +22,7 @@ from nanoinfer import EngineConfig, LLMEngine, SamplingParams
 from nanoinfer.models.shapes import write_shape
 
 NUM_STEPS = 60
+MASKS = ("masked_fill", "apply_masks")  # kernels that apply one
 CASES = {"1 x 1024": (1, {}), "8 x 1024": (8, {}), "8 x 1024, streamed": (8, dict(enable_cpu_offload=True))}
 WAYS = {"-": (False, None), "mask": (True, None), "log-probabilities": (False, 20), "both": (True, 20)}
 
@@ -36,7 +37,7 @@ def pauses(events: list[dict]) -> list[float]:
             continue
         masks = []
         for before in reversed(device[:place]):
-            if before["cat"] == "kernel" and "masked_fill" not in before["name"]:
+            if before["cat"] == "kernel" and not any(name in before["name"] for name in MASKS):
                 end, idle = before["ts"] + before["dur"], 0.0
                 for work in (*reversed(masks), event):  # an upload may begin while the layers still run
                     idle += max(0.0, work["ts"] - end)

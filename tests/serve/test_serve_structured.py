@@ -55,11 +55,10 @@ def test_the_openai_client_parses_what_pydantic_asks_for(path):
             client = openai.AsyncOpenAI(base_url="http://server/v1", api_key="none", http_client=transport)
             bias = {str(space): -100 for space in served.engine.tokenizer.convert_tokens_to_ids(["Ġ", "Ċ", "č", "ĉ"])}
             asked = dict(model=MODEL, messages=USER, temperature=1, max_tokens=200, logit_bias=bias)
-            for seed in range(2):
-                found = await client.chat.completions.parse(**asked, seed=seed, response_format=Answer)
-                answer = found.choices[0].message.parsed
-                assert found.choices[0].finish_reason == "stop" and isinstance(answer, Answer)
-                assert answer == Answer.model_validate_json(found.choices[0].message.content)
+            found = await client.chat.completions.parse(**asked, seed=1, response_format=Answer)
+            answer = found.choices[0].message.parsed
+            assert found.choices[0].finish_reason == "stop" and isinstance(answer, Answer)
+            assert answer == Answer.model_validate_json(found.choices[0].message.content)
             async with client.chat.completions.stream(**asked, seed=1, response_format=Answer) as stream:
                 async for _ in stream:
                     pass
