@@ -102,7 +102,7 @@ class EngineConfig:
             and 512 that are at most `max_num_batched_tokens` (or a quarter of it, if that is None, too, and was cut to
             below 2048 for lack of memory); on the CPU no counts, because padding would cost more than it saves. []: no
             counts.
-        attention_backend: "auto", "triton", "torch" or "flash_attn".
+        attention_backend: "auto", "triton", "torch", "flash_attn", or one that the package of the device brings.
         enable_prefix_caching: keep the KV of prompts for others that begin alike.
         seed: seed of requests that give none, and of dummy weights.
         load_format: "auto" (safetensors) or "dummy" (random weights from the config alone).
@@ -172,7 +172,7 @@ class EngineConfig:
             self._one_of("head_quantization", ("int8",))
         self._one_of("generation_config", ("auto", "vllm"))
         self._one_of("load_format", ("auto", "dummy"))
-        self._one_of("attention_backend", ("auto", "triton", "torch", "flash_attn"))
+        self._check("attention_backend", isinstance(self.attention_backend, str), 'text, such as "auto"')
         self._one_of("pin_host_memory", ("auto", "require"))
         if self.max_model_len == -1:  # vLLM's word for what fits
             object.__setattr__(self, "max_model_len", None)

@@ -98,18 +98,20 @@ def halves_of_word(word, half: tl.constexpr, FORM: tl.constexpr):
         word += (FORM.fold << 7) * 65537
         zero = (zero_word >> 16 * half).to(tl.int16).to(FORM.product, bitcast=True)
         return (word >> 16 * half).to(tl.int16).to(FORM.product, bitcast=True), zero
-    scale = (word + (FORM.fold << 7) >> 16 * half).to(tl.int16).to(FORM.product, bitcast=True)
-    bits = word >> 16
-    if FORM.expansion < 0:
-        return scale, bits >> (4 if FORM.product == tl.bfloat16 else 0) & 15
-    if FORM.fold_products:
-        word += FORM.fold << 7
-        return scale, tl.inline_asm_elementwise(
-            _PRODUCT_OF_HALVES, "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
-        ).to(tl.int16).to(FORM.product, bitcast=True)
-    if FORM.product == tl.bfloat16 and FORM.fold == 0:
-        bits = bits >> 4 & 15 | -0x3D00  # minus (128 + zero)
-    return scale, bits.to(tl.int16).to(FORM.product, bitcast=True)
+    else:
+        scale = (word + (FORM.fold << 7) >> 16 * half).to(tl.int16).to(FORM.product, bitcast=True)
+        bits = word >> 16
+        if FORM.expansion < 0:
+            return scale, bits >> (4 if FORM.product == tl.bfloat16 else 0) & 15
+        elif FORM.fold_products:
+            word += FORM.fold << 7
+            return scale, tl.inline_asm_elementwise(
+                _PRODUCT_OF_HALVES, "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
+            ).to(tl.int16).to(FORM.product, bitcast=True)
+        else:
+            if FORM.product == tl.bfloat16 and FORM.fold == 0:
+                bits = bits >> 4 & 15 | -0x3D00  # minus (128 + zero)
+            return scale, bits.to(tl.int16).to(FORM.product, bitcast=True)
 
 
 @triton.jit
