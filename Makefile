@@ -11,7 +11,7 @@ ARGS ?=
 # Processes that run tests.
 JOBS ?= 2
 
-.PHONY: setup lint test fuzz templates-test gguf-test fleet-test lm-eval-test bench gpu-test gpu-bench clean
+.PHONY: setup lint test fuzz amd-test templates-test gguf-test fleet-test lm-eval-test bench gpu-test gpu-bench clean
 
 setup: $(STAMP)
 
@@ -37,6 +37,10 @@ test: $(STAMP)
 # What `make test` takes a sample of, whole: seeds, cases, an exception at every line of a step. An hour.
 fuzz: $(STAMP)
 	$(TEST_ENV) $(VENV)/bin/python -m pytest tests --fuzz -m sampled -n $(JOBS) --dist worksteal $(ARGS)
+
+# All kernels for AMD's GPUs, down to their instructions: minutes for each.
+amd-test: $(STAMP)
+	$(TEST_ENV) $(VENV)/bin/python -m pytest tests/kernels/test_kernels_compile.py --fuzz -k gfx $(ARGS)
 
 # TEMPLATES=DIR: a chat with each template (*.jinja) of this folder asks what transformers would ask.
 templates-test: $(STAMP)

@@ -35,17 +35,21 @@ def run_compiler(script: str, cache: Path, *arguments: str) -> str:
 
 
 def test_the_compiler_takes_every_kernel(tmp_path):
-    """All on Ampere, and what Hopper has in another form, up to the layouts of tiles."""
-    compiled = run_compiler("compile_kernels.py", tmp_path, "--first-stages", "86", "90")
-    assert {name.split()[1] for name in compiled.splitlines()} == kernel_names()
+    """All on Ampere, what Hopper has in another form, and a sample of what AMD's GPUs have, up to the layouts of tiles."""
+    compiled = run_compiler("compile_kernels.py", tmp_path, "--first-stages", "86", "90", "gfx1100")
+    by_gpu = {}
+    for line in compiled.splitlines():
+        by_gpu.setdefault(line.split()[0], set()).add(line.split()[1])
+    assert by_gpu["86"] == kernel_names() and by_gpu.keys() == {"86", "90", "gfx1100"}
+    assert {"prefill_kernel", "decode_partial_kernel", "packed_linear_kernel"} < by_gpu["gfx1100"]
 
 
-@pytest.mark.parametrize("architecture", [80, 86, 89, 90, 120])
+@pytest.mark.parametrize("architecture", ["80", "86", "89", "90", "120", "gfx942", "gfx1100", "gfx1201"])
 @pytest.mark.sampled()
 def test_every_kernel_compiles(architecture, tmp_path):
     wanted = kernel_names()
-    compiled = run_compiler("compile_kernels.py", tmp_path, str(architecture))
-    assert {tuple(line.split()) for line in compiled.splitlines()} == {(str(architecture), name) for name in wanted}
+    compiled = run_compiler("compile_kernels.py", tmp_path, architecture)
+    assert {tuple(line.split()) for line in compiled.splitlines()} == {(architecture, name) for name in wanted}
 
 
 def test_a_weight_takes_the_instructions_that_the_docs_say(tmp_path, fuzz):

@@ -1,4 +1,4 @@
-"""The toy's attention, which takes lengths on the host, as Ascend's does: it reads them back, so no graph may hold it."""
+"""The toy's attention, which takes lengths on the host, as Ascend's does: it reads them back, in no graph."""
 
 from __future__ import annotations
 

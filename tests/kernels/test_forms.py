@@ -1,0 +1,76 @@
+"""Where a device lacks something, kernels have another form: of the same bits, chosen by what is there."""
+
+import pytest
+import torch
+from exact_interpreter import make_interpreter_exact
+
+triton = pytest.importorskip("triton")
+if not triton.knobs.runtime.interpret:
+    pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
+
+from packings import PACKINGS
+
+from nanoinfer.devices.cuda import target_of_architecture
+from nanoinfer.devices.target import INTERPRETER
+from nanoinfer.kernels.attention.shape import can_use_tma
+from nanoinfer.kernels.launch import pdl
+from nanoinfer.kernels.linear import forms, launches, rows
+from nanoinfer.kernels.linear.packed_weight import empty_packed
+from nanoinfer.kernels.linear.packing import Packing
+
+HOPPER, ADA = (
+    target_of_architecture(capability, 132, 228 * 1024, kib * 1024) for capability, kib in (((9, 0), 227), ((8, 9), 99))
+)
+AMD = [target_of_architecture(name, 100, 64 * 1024, 64 * 1024) for name in ("gfx942", "gfx1100", "gfx1201")]
+
+
+def as_if_on(monkeypatch, target) -> None:
+    for module in (pdl, forms, launches, rows):
+        monkeypatch.setattr(module, "target_of", lambda device: target)
+
+
+def test_products_have_the_bits_of_those_whose_tiles_a_copy_unit_loads(monkeypatch):
+    make_interpreter_exact(monkeypatch)
+    loads, generator = [], torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(size, 192, generator=generator).bfloat16() for size in (40, 70))
+    kernel = rows.tile_linear_kernel
+
+    class Watched:
+        def __getitem__(self, grid):
+            return lambda *args, **kwargs: (loads.append(kwargs["TMA"]), kernel[grid](*args, **kwargs))
+
+    monkeypatch.setattr(rows, "tile_linear_kernel", Watched())
+    found = []
+    for target in (HOPPER, ADA, *AMD):
+        monkeypatch.setattr(rows, "target_of", lambda device, target=target: target)
+        monkeypatch.setattr(launches, "target_of", lambda device, target=target: target)
+        found.append(rows.linear(x, weight))
+    assert loads == [True, False, False, False, False]
+    assert all(torch.equal(found[0], other) for other in found[1:]) and found[0].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["int4 in pairs of groups", "int4 with zeros", "int8 by row", "fp8 by row", "mxfp4"])
+@pytest.mark.parametrize("target", AMD, ids=["gfx942", "gfx1100", "gfx1201"])
+def test_without_ptx_packed_weights_are_expanded_as_in_the_interpreter(name, target, monkeypatch):
+    weight = empty_packed(Packing(**PACKINGS[name]), 64, 512, "cpu")
+    want = forms.form_of(weight, torch.device("cpu"), torch.bfloat16)
+    assert want.expansion == -2 and want.fold == 0
+    as_if_on(monkeypatch, target)
+    assert forms.form_of(weight, torch.device("cpu"), torch.bfloat16) == want
+    as_if_on(monkeypatch, HOPPER)
+    assert forms.form_of(weight, torch.device("cpu"), torch.bfloat16) != want
+
+
+def test_a_launch_names_dependent_launches_only_where_there_are_some(monkeypatch):
+    x = torch.empty(1)
+    assert pdl.launch_options(x) == dict(PDL=False, enable_fp_fusion=True)
+    for target in (INTERPRETER, ADA, *AMD):
+        monkeypatch.setattr(pdl, "target_of", lambda device, target=target: target)
+        assert pdl.launch_options(x, fuses=False) == dict(PDL=False, enable_fp_fusion=False)
+    monkeypatch.setattr(pdl, "target_of", lambda device: HOPPER)
+    assert pdl.launch_options(x) == dict(PDL=True, launch_pdl=True, enable_fp_fusion=True)
+
+
+def test_attention_loads_tiles_by_address_where_there_is_no_copy_unit():
+    assert can_use_tma(HOPPER, 128, torch.bfloat16) and not can_use_tma(HOPPER, 80, torch.bfloat16)
+    assert not any(can_use_tma(target, 128, torch.bfloat16) for target in (INTERPRETER, ADA, *AMD))
