@@ -25,6 +25,8 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.engine.engine import LLMEngine
 from nanoinfer.engine.stats import run_line
 from nanoinfer.outputs import RequestOutput, StreamOutput
+from nanoinfer.parsers.answer_format import AnswerFormat
+from nanoinfer.parsers.tools import checked_tools, shown_tools
 from nanoinfer.requests.prompts import Prompt, as_list, conversation, encode_chat
 from nanoinfer.requests.request import Request
 from nanoinfer.sampling_params import SamplingParams
@@ -195,6 +197,7 @@ class LLM:
         continue_final_message: bool = False,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
         **unsupported: Any,
     ) -> list[RequestOutput]:
         """Complete conversations through the tokenizer's chat template.
@@ -206,6 +209,7 @@ class LLM:
             continue_final_message: go on with the last message; give add_generation_prompt=False with it.
             chat_template: in place of the tokenizer's, in Jinja.
             chat_template_kwargs: variables of the template, such as {"enable_thinking": False}.
+            tools: in OpenAI's form, which the template shows to the model. Its calls come as text.
 
         Raises:
             ValueError: there is no tokenizer, it has no chat template, or the template refuses the messages; or a name
@@ -213,11 +217,15 @@ class LLM:
         """
         _refuse(unsupported, CHAT, LLM.chat)
         are_many = isinstance(messages, list | tuple) and messages and isinstance(messages[0], list | tuple)
+        form = AnswerFormat.of_tokenizer(self.engine.tokenizer)
+        if tools:
+            checked_tools(tools)
         prompts = [
             encode_chat(
                 self.engine.tokenizer,
-                conversation(one),
+                form.messages(conversation(one)),
                 chat_template_kwargs,
+                tools=shown_tools(tools),
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 chat_template=chat_template,

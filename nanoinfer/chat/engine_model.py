@@ -43,7 +43,9 @@ class EngineModel:
             RequestError (a ValueError): the template refuses the messages, or there is no room for an answer.
         """
         tokenizer = self._llm.get_tokenizer()
-        prompt = encode_chat(tokenizer, conversation(messages), settings.variables, tokenize=False)
+        prompt = encode_chat(
+            tokenizer, self.format.messages(conversation(messages)), settings.variables, tokenize=False
+        )
         token_ids = encode(tokenizer, prompt, add_special_tokens=False)
         params = replace(settings.params, skip_special_tokens=not self.format.sees_special(with_tools=False))
         for left in list(self._llm.engine.work.requests):  # of an answer that an interrupt ended before it began

@@ -11,7 +11,6 @@ from nanoinfer.chat.settings import Settings
 from nanoinfer.common.units import counted
 from nanoinfer.parsers.answer_format import AnswerFormat
 from nanoinfer.parsers.events import Event, Reasoning
-from nanoinfer.parsers.thinking import prompt_messages
 
 Kind = Literal["thinking", "answer"]
 Piece = tuple[Kind, str]
@@ -135,7 +134,8 @@ class Session:
             ValueError: the template or the engine refuses the messages.
         """
         said = [*self.conversation.messages, {"role": "user", "content": question}]
-        messages = prompt_messages(self.conversation.system, said, self.model.format.thinking)
+        system = self.conversation.system
+        messages = said if system is None else [{"role": "system", "content": system}, *said]
         return Answer(self.model.run(messages, self.settings), self.model.format)
 
     def keep(self, question: str, answer: Answer) -> bool:

@@ -168,6 +168,6 @@ INSTEAD: dict[str, str] = _by_name(
         "metrics": "/metrics is always there: leave it out",
         "embedding embeddings pooling rerank reranking": "models generate text only",
         "ssl_keyfile ssl_certfile ssl_key_file ssl_cert_file": "put a proxy that has them before the server",
-        "enable_auto_tool_choice tool_call_parser": "tools are not supported",
+        "enable_auto_tool_choice": "requests may always have tools: leave it out",
     }
 )

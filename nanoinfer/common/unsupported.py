@@ -61,7 +61,7 @@ ENGINE: Table = by_advice({
     ),
     "there is no speculative decoding": dict(speculative_model=(), speculative_config=(), num_speculative_tokens=(0,)),
     _ONE_BACKEND: dict(guided_decoding_backend=("auto", "guidance"), structured_outputs_config=({},)),
-    "the text is returned as it is generated": dict(reasoning_parser=("",)),
+    "it is an option of nanoinfer serve; LLM returns the text as it is generated": dict(reasoning_parser=("",)),
     _TEXT_ONLY: dict(limit_mm_per_prompt=({},), mm_processor_kwargs=({},), allowed_local_media_path=("",)),
     LEAVE_OUT: dict(
         tokenizer_mode=("auto",), num_scheduler_steps=(1,), logits_processors=([],), enable_prompt_adapter=(False,)
@@ -98,9 +98,6 @@ GENERATE: Table = by_advice({
 })  # fmt: skip
 
 CHAT: Table = GENERATE | by_advice({
-    "render the conversation with get_tokenizer().apply_chat_template() and complete it with generate()": dict(
-        tools=([],)
-    ),
     "contents are text": dict(chat_template_content_format=("auto", "string")),
     _TEXT_ONLY: dict(mm_processor_kwargs=({},)),
 })  # fmt: skip

@@ -37,6 +37,11 @@ def add_arguments(parser: Parser) -> None:
         "--max-queue-bytes", default="256MiB", metavar="SIZE",
         help="bytes of waiting requests beyond which the answer is 429 (%(default)s)",
     )  # fmt: skip
+    for name, what in (("tool-call", "how the model calls tools"), ("reasoning", "how it writes what it thinks")):
+        clients.add_argument(
+            f"--{name}-parser", default="auto", metavar="NAME",
+            help=f'{what}: vLLM\'s name of the parser, "auto": by the chat template, "none": not at all (%(default)s)',
+        )  # fmt: skip
     clients.add_argument(
         "--strict", action="store_true",
         help="refuse fields of requests with names that no API has (default: ignore them, with a line in the log)",

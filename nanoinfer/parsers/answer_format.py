@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nanoinfer.common.errors import nearest
+from nanoinfer.common.errors import choose
 from nanoinfer.parsers.base import Reader, ToolReader
 from nanoinfer.parsers.events import CallArguments, CallBegun, CallEnded, Event, Reasoning, Text
+from nanoinfer.parsers.grammar import SHAPES, CallGrammar
 from nanoinfer.parsers.harmony import HarmonyReader
 from nanoinfer.parsers.hermes import HermesReader
+from nanoinfer.parsers.history import template_messages
 from nanoinfer.parsers.llama3 import Llama3Reader
 from nanoinfer.parsers.mistral import MistralReader
 from nanoinfer.parsers.specials import SpecialFilter, Specials, unguarded
@@ -36,7 +38,7 @@ _WRITTEN: dict[str, tuple[str, ...]] = {
     "qwen3_coder": ("<tool_call>", "<function=", "<parameter="),
     "glm45": ("<tool_call>", "<arg_key>", "<arg_value>"),
     "mistral": ("[TOOL_CALLS]",),
-    "hermes": ("<tool_call>", "arguments"),
+    "hermes": ("<tool_call>", '"name', "arguments"),
     "llama3_json": ("<|start_header_id|>", '"parameters": '),
 }
 
@@ -48,6 +50,12 @@ def tool_parser_of(template: str) -> str | None:
     return next((name for name, texts in _WRITTEN.items() if all(text in template for text in texts)), None)
 
 
+def check_parsers(tool_parser: str, reasoning_parser: str) -> None:
+    """Raise ValueError if there is no such parser."""
+    choose("--tool-call-parser", tool_parser, (AUTO, NONE, *TOOL_READERS))
+    choose("--reasoning-parser", reasoning_parser, (AUTO, NONE, *MARKERS))
+
+
 @dataclass(frozen=True)
 class AnswerFormat:
     """How a model writes.
@@ -56,18 +64,24 @@ class AnswerFormat:
         tool_parser: the name of how it calls tools; None: no parser for that is known.
         thinking: None: what is thought is a part of the answer.
         special_ids: all special tokens of the vocabulary.
+        shows_tools: whether the template tells the model of tools.
+        added_ids: all tokens that were added to the vocabulary, the special ones among them.
+        call_shape: the name of how calls are written, for their grammar; None: as `tool_parser`.
     """
 
     tool_parser: str | None = None
     thinking: Thinking | None = None
     special_ids: Mapping[str, int] = field(default_factory=dict)
+    shows_tools: bool = False
+    added_ids: Mapping[str, int] = field(default_factory=dict)
+    call_shape: str | None = None
 
     @classmethod
     def of(
         cls,
         template: str,
         special_ids: Mapping[str, int] | None = None,
-        vocabulary: Collection[str] = (),
+        vocabulary: Mapping[str, int] | None = None,
         *,
         tool_parser: str = AUTO,
         reasoning_parser: str = AUTO,
@@ -82,27 +96,28 @@ class AnswerFormat:
         Raises:
             ValueError: there is no such parser.
         """
-        for name, given, known in (
-            ("tool_call_parser", tool_parser, TOOL_READERS),
-            ("reasoning_parser", reasoning_parser, MARKERS),
-        ):
-            if given not in (AUTO, NONE, *known):
-                meant = nearest(given, known)
-                hint = f" (did you mean {meant!r}?)" if meant else ""
-                raise ValueError(f"{name}={given!r} is not known{hint}: choose from {', '.join((AUTO, NONE, *known))}")
+        check_parsers(tool_parser, reasoning_parser)
         found = tool_parser_of(template) if tool_parser == AUTO else None if tool_parser == NONE else tool_parser
         if reasoning_parser == NONE:
             thinking = None
         else:
-            thinking = Thinking.of(template, vocabulary, MARKERS.get(reasoning_parser))
-        return cls(found, thinking, dict(special_ids or {}))
+            thinking = Thinking.of(template, vocabulary or (), MARKERS.get(reasoning_parser))
+        special_ids = dict(special_ids or {})
+        shape = found
+        if found == "mistral":
+            shape = "mistral_id" if "[CALL_ID]" in template else found if "[ARGS]" in template else "mistral_list"
+        return cls(found, thinking, special_ids, "tools" in template, special_ids | dict(vocabulary or {}), shape)
 
     @classmethod
     def of_tokenizer(cls, tokenizer: Any, **parsers: str) -> AnswerFormat:
-        """Find out from a tokenizer of transformers; `parsers` as of `of`."""
+        """Find out from a tokenizer of transformers; None: there is none. `parsers` as of `of`."""
+        if tokenizer is None:
+            return cls.of("", **parsers)
         template = getattr(tokenizer, "chat_template", None) or ""
         if isinstance(template, dict):  # several, by name
             template = "\n".join(template.values())
+        if not isinstance(template, str):
+            template = ""
         added = getattr(tokenizer, "added_tokens_decoder", {})
         special = {token.content: token_id for token_id, token in added.items() if token.special}
         for text in tokenizer.all_special_tokens:
@@ -113,6 +128,16 @@ class AnswerFormat:
     def is_harmony(self) -> bool:
         """Whether all of an answer is written as messages in channels."""
         return self.thinking is not None and self.thinking.markers.begin == HARMONY
+
+    def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return checked messages as the template wants them; raises as `template_messages`."""
+        return template_messages(
+            messages,
+            self.thinking,
+            is_mistral=self.tool_parser == "mistral",
+            is_harmony=self.is_harmony,
+            one_call=self.is_harmony or self.tool_parser in ("llama3_json", "llama4_json"),
+        )
 
     def sees_special(self, with_tools: bool) -> bool:
         """Whether the text of an answer must have its special tokens, as some of them mean something."""
@@ -146,6 +171,29 @@ class AnswerFormat:
         if not specials.kept:
             specials = Specials()
         return OutputParser(reader, SpecialFilter(specials, drops=drops_special), max_calls)
+
+    def call_grammar(
+        self, prompt: str, tools: Sequence[Tool], *, must_call: bool = True, is_parallel: bool = True
+    ) -> str:
+        """Return a grammar of llguidance, in Lark, for an answer that calls tools with arguments by their schemas.
+
+        Args:
+            prompt: as of `parser`.
+            must_call: all of the answer, but for what is thought, are calls. Else it is text with calls in it, and
+                the arguments of those tools follow their schemas that are strict.
+        """
+        thinking = None
+        if self.is_harmony:
+            thinking = f"{HARMONY}", "<|end|><|start|>assistant"
+        elif self.thinking is not None:
+            thinking = self.thinking.markers.begin, self.thinking.markers.end[0]
+        if thinking is not None and prompt.rstrip().endswith(thinking[1].strip()):
+            thinking = None  # the prompt has what is thought, and it is nothing
+        begun = thinking is not None and prompt.rstrip().endswith(thinking[0].rstrip())
+        shape = SHAPES[self.call_shape or self.tool_parser]
+        how = dict(is_thinking=begun, must_call=must_call, is_parallel=is_parallel)
+        grammar = CallGrammar(shape, self.added_ids, thinking, **how)
+        return grammar.of(tools, (lambda tool: False) if must_call else (lambda tool: not tool.is_strict))
 
     def _specials(self, with_tools: bool) -> Specials:
         meant: tuple[str, ...] = ()

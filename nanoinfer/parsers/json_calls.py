@@ -104,7 +104,9 @@ class JsonCallReader(ToolReader):
                 self._forgive()
                 if self._has_begun:
                     self._end()
-            if not self._has_begun:
+            if self._has_begun:
+                self._argue(self._call.rest())
+            else:
                 self._say_as_it_is("".join(self._raw) + self._held)
         elif self._step == self._astray:
             self._argue(self._held)

@@ -46,10 +46,9 @@ class JsonValue:
         text, self._given = "".join(self._given), []
         return text
 
-    def end(self) -> None:
-        """Nothing follows: a number at the top ends."""
-        if self._part and not self._in_string and not self._closers:
-            self._end_atom()
+    def rest(self) -> str:
+        """Return what was read and is not known to be right yet: the begin of a number or of an escape."""
+        return self._part
 
     def _string(self, text: str, at: int) -> int:
         if self._part:
@@ -168,6 +167,10 @@ class JsonCall:
         text, self._ready = "".join(self._ready), []
         return text
 
+    def rest(self) -> str:
+        """Return what was read of the arguments and is not known to be right yet."""
+        return self._value.rest() if self._value is not None and self._is_passed else ""
+
     @property
     def is_between(self) -> bool:
         """Whether nothing but the end of the object is missing."""
@@ -260,6 +263,9 @@ class NamedArguments:
 
     def arguments(self) -> str:
         return self._value.given()
+
+    def rest(self) -> str:
+        return self._value.rest()
 
 
 def object_text(text: str) -> str | None:

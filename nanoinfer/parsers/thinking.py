@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from nanoinfer.parsers.base import Reader, first, num_held
 from nanoinfer.parsers.events import Event, Reasoning
@@ -168,16 +167,3 @@ class ThinkingReader(Reader):
         if found is None or found[1] != self._markers.begin or not self._held[: found[0]].strip():
             return found
         return first(self._held, self._markers.dropped)
-
-
-def prompt_messages(
-    system: str | None, messages: Collection[Mapping[str, str]], thinking: Thinking
-) -> list[dict[str, Any]]:
-    """Return a conversation as a model's template wants it."""
-    found = [] if system is None else [{"role": "system", "content": system}]
-    for message in messages:
-        if message["role"] == "assistant":
-            found.append(thinking.message(message["content"], message.get("reasoning_content")))
-        else:
-            found.append({"role": message["role"], "content": message["content"]})
-    return found

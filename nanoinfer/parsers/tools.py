@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from nanoinfer.common.errors import RequestError, did_you_mean, shown
+
+MAX_TOOLS = 1024
+MAX_DEPTH = 100  # of a schema: templates and grammars go through it by recursion
+_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
+_FORM = '{"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}'
 
 
 @dataclass(frozen=True)
@@ -24,3 +32,92 @@ class Tool:
 def named(tools: Sequence[Tool], name: str) -> Tool | None:
     """Return the tool of this name, if there is one."""
     return next((tool for tool in tools if tool.name == name), None)
+
+
+def checked_tools(given: Any) -> list[Tool]:
+    """Return the tools of a request.
+
+    Raises:
+        RequestError: they are not in OpenAI's form, too many, or two have one name.
+    """
+    if not isinstance(given, list | tuple):
+        raise _wrong(f"tools is {shown(given)}: give a list of {_FORM}")
+    if len(given) > MAX_TOOLS:
+        raise _wrong(f"there are {len(given)} tools, {MAX_TOOLS} are possible: give fewer")
+    tools: dict[str, Tool] = {}
+    for place, one in enumerate(given):
+        where = f"tools[{place}]"
+        function = one.get("function") if isinstance(one, Mapping) else None
+        if not isinstance(function, Mapping) or one.get("type") != "function":
+            raise _wrong(f"{where} is {shown(one)}: only functions are tools here, give {_FORM}")
+        name = function.get("name")
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise _wrong(f"{where}.function.name is {shown(name)}: give up to 128 letters, digits, _, . and -")
+        if name in tools:
+            raise _wrong(f"{where}.function.name is {name!r}, as that of another tool: give each a name of its own")
+        parameters, strict = function.get("parameters"), function.get("strict")
+        if not isinstance(parameters, Mapping | None):
+            raise _wrong(f"{where}.function.parameters is {shown(parameters)}: give a JSON Schema, an object")
+        if not isinstance(strict, bool | None):
+            raise _wrong(f"{where}.function.strict is {shown(strict)}: give true or false")
+        if is_deeper(parameters, MAX_DEPTH):
+            raise _wrong(f"{where}.function.parameters has more than {MAX_DEPTH} levels: give a flatter schema")
+        tools[name] = Tool(name, parameters or {}, bool(strict))
+    return list(tools.values())
+
+
+def shown_tools(given: Any) -> list[dict[str, Any]] | None:
+    """Return checked tools as templates are shown them: of these some read what need not be there. None: no tools."""
+    blank = {"description": "", "parameters": {"type": "object", "properties": {}}}
+    found = []
+    for one in given or ():
+        told = {name: value for name, value in one["function"].items() if value is not None}
+        found.append({**one, "function": {**told, **{name: blank[name] for name in blank if name not in told}}})
+    return found or None
+
+
+def is_deeper(value: Any, depth: int) -> bool:
+    """Whether objects and lists are nested in more than so many levels."""
+    level = [value]
+    for _ in range(depth + 1):
+        level = [
+            inner
+            for one in level
+            if isinstance(one, Mapping | list | tuple)
+            for inner in (one.values() if isinstance(one, Mapping) else one)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def checked_choice(given: Any, tools: Sequence[Tool]) -> str | Tool:
+    """Return "none", "auto", "required", or the one tool that must be called.
+
+    Raises:
+        RequestError: it is none of these, or no tool has the name.
+    """
+    if given is None:
+        return "auto" if tools else "none"
+    name = given if isinstance(given, str) else None
+    if name in ("none", "auto") or name == "required" and tools:
+        return name if tools else "none"
+    if name == "required":
+        raise RequestError('tool_choice is "required", but there are no tools: give tools', field="tool_choice")
+    function = given.get("function") if isinstance(given, Mapping) and given.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        raise RequestError(
+            f'tool_choice is {shown(given)}: give "none", "auto", "required", or {{"type": "function", "function": '
+            '{"name": ...}}',
+            field="tool_choice",
+        )
+    tool = named(tools, name)
+    if tool is None:
+        hint = did_you_mean(name, [one.name for one in tools])
+        raise RequestError(f"tool_choice names {shown(name)}, which no tool is called{hint}", field="tool_choice")
+    return tool
+
+
+def _wrong(message: str) -> RequestError:
+    return RequestError(message, field="tools")

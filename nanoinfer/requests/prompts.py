@@ -86,6 +86,7 @@ def encode_chat(
     messages: list[dict[str, Any]],
     variables: Mapping[str, Any] | None = None,
     *,
+    tools: list[dict[str, Any]] | None = None,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     chat_template: str | None = None,
@@ -96,6 +97,7 @@ def encode_chat(
     Args:
         messages: as `conversation` returns them.
         variables: variables of the template, such as `enable_thinking`; the user chooses the names.
+        tools: that the model may call, in OpenAI's form, for the template to describe.
         continue_final_message: leave the last message open, for the answer to go on with; then there is no generation
             prompt.
         chat_template: in place of the tokenizer's, in Jinja.
@@ -133,6 +135,7 @@ def encode_chat(
         )
     wanted = dict(add_generation_prompt=add_generation_prompt, tokenize=tokenize, return_dict=False)
     wanted |= dict(continue_final_message=continue_final_message, chat_template=chat_template)
+    wanted |= {} if not tools else dict(tools=tools)
     try:
         found = tokenizer.apply_chat_template(messages, **wanted, **(variables or {}))
     except Exception as error:  # a template is a program from the checkpoint and may raise anything

@@ -51,4 +51,4 @@ def add_agents(app: FastAPI, responder: Responder) -> None:
         _, chat = await responder.parsed_chat(CountRequest, body)
         responder.model_name(chat.model)
         prompts = responder.engine.prompts
-        return await prompts.aside(lambda: counted(chat, prompts))
+        return await prompts.aside(lambda: counted(chat, prompts, responder.form))

@@ -8,8 +8,11 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator
 from operator import itemgetter
+from typing import Any
 
-from nanoinfer.outputs import Logprob
+from nanoinfer.outputs import Logprob, StreamOutput
+from nanoinfer.parsers.answer_format import OutputParser
+from nanoinfer.parsers.events import CallArguments, CallBegun, CallEnded, Event, Message, Reasoning, Text, ToolCall
 from nanoinfer.serve.errors import ApiError
 from nanoinfer.serve.protocol import GenerationRequest
 from nanoinfer.serve.request_stream import Output
@@ -60,6 +63,8 @@ class Answer:
         self._num_generated = 0
         self._num_cached = [0] * len(prompts)
         self._started: set[int] = set()  # choices that already had an output
+        self._called: set[int] = set()  # completions that call tools
+        self.parsers: list[OutputParser] = []  # of a conversation: one for each completion
 
     def whole(self, outputs: Iterable[Output]) -> bytes:
         """Return the body of the whole answer; each output is a whole completion."""
@@ -105,12 +110,14 @@ class Answer:
             self._num_generated += len(token_ids)
             if output.finished:
                 self._num_cached[place] = output.metrics.num_cached_tokens
-            elif self._may_be_silent and not output.text_delta and entries is None:
-                continue  # part of a character, or of what may be a stop string
+            said = self.said(output)
+            if not output.finished and self._may_be_silent and not said and entries is None:
+                continue  # part of a character, or of what may be a stop string or the begin of a call
             is_first = index not in self._started
             self._started.add(index)
-            text = self._echoed[place] + output.text_delta if is_first and self._echoed else output.text_delta
-            choice = {"index": index, **self.content(text, is_whole), "finish_reason": output.finish_reason}
+            if is_first and self._echoed:
+                said = self._echoed[place] + said
+            choice = {"index": index, **self.content(said, is_whole), "finish_reason": self.finish_reason(output)}
             choice["logprobs"] = None if entries is None else self.logprobs(index, token_ids, entries)
             if output.finished:
                 choice["stop_reason"] = output.stop_reason
@@ -120,9 +127,30 @@ class Answer:
                     choice["prompt_token_ids"] = self.prompts[place][1]
             yield choice
 
-    def content(self, text: str, is_whole: bool) -> dict:
-        """Return the fields of a choice that hold its text."""
+    def said(self, output: StreamOutput) -> Any:
+        """Return what a completion gained, for `content`; nothing is false."""
+        return output.text_delta
+
+    def content(self, said: Any, is_whole: bool) -> dict:
+        """Return the fields of a choice that hold what it says."""
         raise NotImplementedError
+
+    def read(self, output: StreamOutput) -> list[Event]:
+        """Return what a completion of a conversation gained: what was thought and said, and calls of tools."""
+        parser = self.parsers[output.index]
+        events = parser.push(output.text_delta, output.token_ids_delta)
+        if output.finished:
+            events += parser.finish()
+        if any(isinstance(event, CallBegun) for event in events):
+            self._called.add(output.index)
+        if self.request.include_reasoning is False:
+            events = [event for event in events if not isinstance(event, Reasoning)]
+        return events
+
+    def finish_reason(self, output: StreamOutput) -> str | None:
+        """Return why a completion has ended; None: it goes on."""
+        calls = output.index in self._called and output.finish_reason == "stop"
+        return "tool_calls" if calls else output.finish_reason
 
     def logprobs(self, index: int, token_ids: list[int], entries: list[dict[int, Logprob]]) -> dict:
         """Return the log-probabilities of a choice's next tokens."""
@@ -148,8 +176,8 @@ class CompletionAnswer(Answer):
         super().__init__(*arguments)
         self._offsets: dict[int, int] = {}  # by choice: characters of the tokens so far
 
-    def content(self, text: str, is_whole: bool) -> dict:
-        return {"text": text}
+    def content(self, said: str, is_whole: bool) -> dict:
+        return {"text": said}
 
     def logprobs(self, index: int, token_ids: list[int], entries: list[dict[int, Logprob]]) -> dict:
         offset = self._offsets.get(index, 0)
@@ -186,8 +214,20 @@ class ChatAnswer(Answer):
             for index in range(self.n)
         )
 
-    def content(self, text: str, is_whole: bool) -> dict:
-        return {"message": {"role": "assistant", "content": text}} if is_whole else {"delta": {"content": text}}
+    def said(self, output: StreamOutput) -> list[Event]:
+        return [event for event in self.read(output) if not isinstance(event, CallEnded)]
+
+    def content(self, said: list[Event], is_whole: bool) -> dict:
+        text = "".join(event.text for event in said if isinstance(event, Text))
+        thought = "".join(event.text for event in said if isinstance(event, Reasoning))
+        fields: dict[str, Any] = {"reasoning_content": thought, "reasoning": thought} if thought else {}
+        if is_whole:
+            if calls := [_call(call) for call in Message().add(said).tool_calls]:
+                fields["tool_calls"] = calls
+            return {"message": {"role": "assistant", "content": text or (None if calls else ""), **fields}}
+        if calls := _call_deltas(said):
+            fields["tool_calls"] = calls
+        return {"delta": {"content": text, **fields} if text or not said else fields}
 
     def logprobs(self, index: int, token_ids: list[int], entries: list[dict[int, Logprob]]) -> dict:
         top = self.request.num_logprobs
@@ -198,6 +238,22 @@ class ChatAnswer(Answer):
                 for token_id, entry in zip(token_ids, entries, strict=True)
             ]
         }
+
+
+def _call(call: ToolCall) -> dict:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _call_deltas(events: Iterable[Event]) -> list[dict]:
+    """Return what calls gained: the first piece of one has its id and name."""
+    deltas: dict[int, dict] = {}
+    for event in events:
+        if isinstance(event, CallBegun):
+            deltas[event.index] = {"index": event.index, **_call(ToolCall(event.id, event.name))}
+        elif isinstance(event, CallArguments):
+            delta = deltas.setdefault(event.index, {"index": event.index, "function": {"arguments": ""}})
+            delta["function"]["arguments"] += event.text
+    return list(deltas.values())
 
 
 def _token_name(token_id: int, logprob: Logprob) -> str:

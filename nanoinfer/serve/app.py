@@ -18,6 +18,7 @@ from starlette.requests import ClientDisconnect
 import nanoinfer
 from nanoinfer.common.errors import RequestError
 from nanoinfer.common.other_names import NO_PATHS, PATHS
+from nanoinfer.parsers.answer_format import AnswerFormat
 from nanoinfer.serve.agents import add_agents
 from nanoinfer.serve.answers import ChatAnswer, CompletionAnswer
 from nanoinfer.serve.async_engine import AsyncEngine
@@ -35,6 +36,7 @@ from nanoinfer.serve.responder import TOO_LONG, Prepared, Responder
 from nanoinfer.serve.token_answers import MAX_TOKENIZING_BYTES, detokenized, tokenized
 from nanoinfer.serve.tokenizing import PromptTokenizer
 
+Work = Callable[[Any, PromptTokenizer, AnswerFormat], bytes]
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as in OpenAI's API
 _PROMPT_FIELDS = {"/v1/responses": "input", "/detokenize": "tokens"}
 _PROMPT_FIELDS |= dict.fromkeys(("/v1/chat/completions", MESSAGES, f"{MESSAGES}/count_tokens"), "messages")
@@ -49,6 +51,8 @@ def create_app(
     allowed_origins: Sequence[str] = (),
     body_timeout: float = DEFAULT_BODY_SECONDS,
     strict: bool = False,
+    tool_call_parser: str = "auto",
+    reasoning_parser: str = "auto",
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> FastAPI:
     """Make the application for an engine that was started, and that the caller closes.
@@ -59,6 +63,7 @@ def create_app(
         allowed_origins: origins of web pages that may use the server, in the form that browsers send; "*": all.
         body_timeout: seconds in which a request's body must arrive.
         strict: refuse fields with names that no API has, instead of ignoring them with a line in the log.
+        tool_call_parser, reasoning_parser: as of `AnswerFormat.of`.
         sleep: waits for so many seconds between two looks at whether a stream is silent.
     """
     metrics = ServerMetrics(engine)
@@ -91,7 +96,10 @@ def create_app(
     app.add_exception_handler(ReaderLeft, _client_left)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _unexpected_error)
-    responder = Responder(engine, served_model_names, Fields(refuses_unknown=strict), body_timeout, sleep)
+    form = AnswerFormat.of_tokenizer(
+        engine.prompts.tokenizer, tool_parser=tool_call_parser, reasoning_parser=reasoning_parser
+    )
+    responder = Responder(engine, served_model_names, Fields(refuses_unknown=strict), form, body_timeout, sleep)
     _add_generation(app, responder)
     add_agents(app, responder)
     _add_tokenizing(app, responder)
@@ -151,11 +159,11 @@ def _add_tokenizing(app: FastAPI, responder: Responder) -> None:
     async def detokenize(request: Request) -> Response:
         return await reply(request, DetokenizeRequest, detokenized)
 
-    async def reply(request: Request, kind: type[Body], work: Callable[[Any, PromptTokenizer], bytes]) -> Response:
+    async def reply(request: Request, kind: type[Body], work: Work) -> Response:
         async def answer(body: bytes) -> bytes:
             asked, prompts = await responder.parsed(kind, body), responder.engine.prompts
             responder.model_name(asked.model)
-            return await prompts.aside(lambda: work(asked, prompts))
+            return await prompts.aside(lambda: work(asked, prompts, responder.form))
 
         return await responder.reply(request, answer, MAX_TOKENIZING_BYTES)
 

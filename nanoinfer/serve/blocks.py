@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from nanoinfer.outputs import StreamOutput
 from nanoinfer.parsers.events import CallArguments, CallBegun, CallEnded, Event, Reasoning, Text
 from nanoinfer.serve.answers import Answer
 from nanoinfer.serve.errors import ApiError
@@ -124,9 +123,6 @@ class BlockAnswer(Answer):
                 self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
                 is_whole = self.finish_reason == "stop" and self._open is not None and self._open.kind != "call"
                 yield from self._close(is_whole=is_whole)
-
-    def read(self, output: StreamOutput) -> Iterable[Event]:
-        return [Text(output.text_delta)] if output.text_delta else []
 
     def _take(self, event: Event) -> Iterator[Fields]:
         match event:

@@ -37,7 +37,7 @@ _SAMPLERS = "there are temperature, top_k, top_p, min_p and the penalties"
 UNSUPPORTED = {name: row for name, row in SAMPLING.items() if name not in GenerationRequest.model_fields} | by_advice({
     "only text is generated": dict(modalities=(["text"],), audio=()),
     "use chat_template_kwargs if the model's chat template has a switch": dict(
-        reasoning_effort=(), think=(), enable_thinking=(), thinking=(), reasoning=(), reasoning_budget=(-1,),
+        think=(), enable_thinking=(), thinking=(), reasoning=(), reasoning_budget=(-1,),
     ),
     "give the server --chat-template FILE": dict(chat_template=()),
     FIRST_COME: dict(priority=(0,)),
@@ -54,11 +54,14 @@ UNSUPPORTED = {name: row for name, row in SAMPLING.items() if name not in Genera
         no_repeat_ngram_size=(0,), encoder_repetition_penalty=(1,), guidance_scale=(1,), negative_prompt=("",),
         num_beams=(1,), adaptive_target=(-1,),
     ),
+    "give tools and tool_choice, in /v1/chat/completions": dict(functions=([],), function_call=("none",)),
+    "use /v1/chat/completions": dict(
+        tools=([],), tool_choice=("none", "auto"), reasoning_effort=(), include_reasoning=(True, False),
+    ),
     "merge the adapter into the weights": dict(lora=([],), lora_path=(), lora_request=()),
     LEAVE_OUT: dict(
-        suffix=("",), tools=([],), tool_choice=("none", "auto"), functions=([],), function_call=("none",),
-        prediction=(), verbosity=(), web_search_options=(), documents=([],), images=([],), prompt_embeds=(),
-        input_prefix=("",), input_suffix=("",), n_keep=(0,),
+        suffix=("",), prediction=(), verbosity=(), web_search_options=(), documents=([],), images=([],),
+        prompt_embeds=(), input_prefix=("",), input_suffix=("",), n_keep=(0,),
     ),
 })  # fmt: skip
 

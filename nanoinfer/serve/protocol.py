@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from nanoinfer.common.errors import shown
 from nanoinfer.common.unsupported import Table
+from nanoinfer.parsers.answer_format import AnswerFormat
 from nanoinfer.requests.prompts import conversation
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.serve.errors import BadRequestError
@@ -201,6 +202,7 @@ class _Conversation(Body):
     messages: list[Any]  # checked in this class: pydantic would hold Python's lock while it checks them
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Any] | None = None
 
     def check(self) -> None:
         super().check()
@@ -218,19 +220,25 @@ class _Conversation(Body):
             "add_generation_prompt": self.add_generation_prompt is not False,
         }
 
-    def conversation(self) -> list[dict[str, Any]]:
-        """Return the messages for the chat template. Raises as `prompts.conversation`, or BadRequestError."""
+    def conversation(self, form: AnswerFormat) -> list[dict[str, Any]]:
+        """Return the messages for the chat template of a model.
+
+        Raises as `prompts.conversation` and `AnswerFormat.messages`, or BadRequestError.
+        """
         for place, message in enumerate(self.messages):
-            for name in ("tool_calls", "function_call", "audio"):
-                if message.get(name):
-                    raise BadRequestError(f"messages[{place}].{name} is not supported: only text is", param="messages")
-        return conversation(self.messages)
+            if message.get("audio"):
+                raise BadRequestError(f"messages[{place}].audio is not supported: only text is", param="messages")
+        return form.messages(conversation(self.messages))
 
 
 class ChatRequest(_Conversation, GenerationRequest):
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     logprobs: bool | None = None
     top_logprobs: Count | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    include_reasoning: bool | None = None
 
     def check(self) -> None:
         super().check()
@@ -266,7 +274,7 @@ class TokenizeRequest(_Conversation):
             raise BadRequestError("give prompt or messages, one of them", param="prompt")
         given, other, names = "messages", "prompt", ("add_special_tokens",)
         if self.messages is None:
-            given, other, names = "prompt", "messages", ("add_generation_prompt", "chat_template_kwargs")
+            given, other, names = "prompt", "messages", ("add_generation_prompt", "chat_template_kwargs", "tools")
         for name in names:
             if (value := getattr(self, name)) is not None:
                 raise BadRequestError(

@@ -13,6 +13,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from nanoinfer.common.errors import RequestError
+from nanoinfer.parsers.answer_format import AnswerFormat
 from nanoinfer.sampling_params import Advised, SamplingParams
 from nanoinfer.serve.answers import Answer
 from nanoinfer.serve.async_engine import AsyncEngine
@@ -23,6 +24,7 @@ from nanoinfer.serve.forms import form_of
 from nanoinfer.serve.protocol import Body, ChatRequest, GenerationRequest
 from nanoinfer.serve.request_stream import RequestStream
 from nanoinfer.serve.tokenizing import Prompt
+from nanoinfer.serve.tool_use import PROMPT_END_TOKENS, ToolUse
 from nanoinfer.serve.waiting_bytes import MAX_BODY_BYTES
 
 _LARGE_BODY_BYTES = 65_536  # parsing takes about a millisecond
@@ -38,6 +40,7 @@ class Responder:
     Args:
         names: that clients may use for the model; an answer has the name that its request used.
         fields: which names of fields requests may have.
+        form: how the model writes its answers.
         body_timeout: seconds in which a request's body must arrive.
         sleep: as for `EventStream`.
     """
@@ -47,10 +50,11 @@ class Responder:
         engine: AsyncEngine,
         names: Sequence[str],
         fields: Fields,
+        form: AnswerFormat,
         body_timeout: float,
         sleep: Callable[[float], Awaitable[None]],
     ) -> None:
-        self.engine, self.names = engine, list(names)
+        self.engine, self.names, self.form = engine, list(names), form
         self._fields, self._body_timeout, self._pause = fields, body_timeout, sleep
 
     def model_name(self, asked: str | None) -> str:
@@ -92,12 +96,18 @@ class Responder:
             num_bytes: size of the conversation as it was received.
             answer: the answer's class.
         """
-        model = self.model_name(asked.model)
+        model, form, prompts = self.model_name(asked.model), self.form, self.engine.prompts
+        use = ToolUse.of(asked, form)
         # None: what the prompt leaves.
         params = asked.sampling_params({"max_tokens": None} | self.engine.sampling_defaults)
-        prompts = self.engine.prompts
-        prompt = await prompts.tokenize_chat(asked.conversation, asked.template_arguments, num_bytes)
+        arguments = use.template_arguments(asked, form)
+        prompt = await prompts.tokenize_chat(partial(asked.conversation, form), arguments, num_bytes)
         made = answer(asked, model, [prompt], prompts.has_text)
+        end = await prompts.text_of((None, prompt[1][-PROMPT_END_TOKENS:]))
+        params, drops = use.constrained(params, form, end), params.skip_special_tokens
+        made.parsers = [use.parser(form, end, drops_special=drops) for _ in range(params.n)]
+        if form.sees_special(bool(use.tools)):
+            params = replace(params, skip_special_tokens=False)
         if made.may_be_shorter and params.max_tokens is not None:
             params = replace(params, max_tokens=Advised(params.max_tokens))
         return made, params
@@ -114,8 +124,9 @@ class Responder:
             try:
                 limits, is_streamed = await engine.prompts.limits(params), bool(answer.request.stream)
             except RequestError as error:
-                if error.field == "structured_outputs":  # the client may have given it by another name
-                    raise BadRequestError(str(error), param=form_of(vars(answer.request))[0]) from error
+                if error.field == "structured_outputs":  # the client may have given it by another name, or as tools
+                    field = form_of(vars(answer.request))[0] or "tools"
+                    raise BadRequestError(str(error), param=field) from error
                 raise
             wants_deltas = is_streamed or answer.wants_deltas
             how = dict(name=answer.name, wants_deltas=wants_deltas, arrival=arrival, charge=charge)

@@ -12,6 +12,7 @@ from nanoinfer.common.units import parse_bytes
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.engine import LLMEngine
 from nanoinfer.options.engine import engine_arguments
+from nanoinfer.parsers.answer_format import check_parsers
 from nanoinfer.serve.app import create_app
 from nanoinfer.serve.async_engine import AsyncEngine
 from nanoinfer.serve.gate import allowed_origins
@@ -32,6 +33,8 @@ class ServerSettings:
     allowed_origins: list[str]
     body_timeout: float
     strict: bool
+    tool_call_parser: str
+    reasoning_parser: str
     max_queue: int
     max_queue_bytes: int
     max_step_seconds: float
@@ -57,6 +60,8 @@ class ServerSettings:
             allowed_origins=self.allowed_origins,
             body_timeout=self.body_timeout,
             strict=self.strict,
+            tool_call_parser=self.tool_call_parser,
+            reasoning_parser=self.reasoning_parser,
         )
 
 
@@ -73,6 +78,7 @@ def settings_of(options: argparse.Namespace) -> ServerSettings:
     for name in ("body_timeout", "max_step_seconds"):
         if not getattr(options, name) > 0:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(options, name)}, it must be more than 0 seconds")
+    check_parsers(options.tool_call_parser, options.reasoning_parser)
     shows_bar = sys.stderr.isatty() and options.log_format == "text"
     return ServerSettings(
         config=EngineConfig(model=options.model, progress_bar=shows_bar, **engine_arguments(options)),
@@ -81,6 +87,8 @@ def settings_of(options: argparse.Namespace) -> ServerSettings:
         allowed_origins=allowed_origins(options.allowed_origins),
         body_timeout=options.body_timeout,
         strict=options.strict,
+        tool_call_parser=options.tool_call_parser,
+        reasoning_parser=options.reasoning_parser,
         max_queue=options.max_queue,
         max_queue_bytes=parse_bytes(options.max_queue_bytes, "--max-queue-bytes"),
         max_step_seconds=options.max_step_seconds,

@@ -9,19 +9,25 @@ from __future__ import annotations
 import json
 
 from nanoinfer.common.errors import RequestError
+from nanoinfer.parsers.answer_format import AnswerFormat
+from nanoinfer.parsers.tools import checked_tools, shown_tools
 from nanoinfer.requests.prompts import encode, encode_chat
 from nanoinfer.serve.protocol import ChatRequest, DetokenizeRequest, TokenizeRequest
 from nanoinfer.serve.tokenizing import PromptTokenizer
+from nanoinfer.serve.tool_use import ToolUse
 
 MAX_TOKENIZING_BYTES = 4 * 2**20
 _PIECE = 16_384  # ids or characters, about a millisecond of work
 
 
-def tokenized(asked: TokenizeRequest, prompts: PromptTokenizer) -> bytes:
+def tokenized(asked: TokenizeRequest, prompts: PromptTokenizer, form: AnswerFormat) -> bytes:
     """Return the token ids of a text or a conversation; their number is not limited."""
     tokenizer = prompts.tokenizer
     if asked.messages is not None:
-        tokens = encode_chat(tokenizer, asked.conversation(), **asked.template_arguments)
+        if asked.tools is not None:
+            checked_tools(asked.tools)
+        arguments = asked.template_arguments | {"tools": shown_tools(asked.tools)}
+        tokens = encode_chat(tokenizer, asked.conversation(form), **arguments)
     else:
         tokens = encode(tokenizer, asked.prompt, add_special_tokens=asked.add_special_tokens is not False)
     strs = json_bytes(tokenizer.convert_ids_to_tokens(tokens)) if asked.return_token_strs else b"null"
@@ -29,13 +35,14 @@ def tokenized(asked: TokenizeRequest, prompts: PromptTokenizer) -> bytes:
     return b'{"count":%d,"max_model_len":%d,"tokens":%s,"token_strs":%s}' % parts
 
 
-def counted(asked: ChatRequest, prompts: PromptTokenizer) -> bytes:
+def counted(asked: ChatRequest, prompts: PromptTokenizer, form: AnswerFormat) -> bytes:
     """Return how many tokens a conversation has, in the form of Anthropic's API."""
-    tokens = encode_chat(prompts.tokenizer, asked.conversation(), **asked.template_arguments)
+    arguments = ToolUse.of(asked, form).template_arguments(asked, form)
+    tokens = encode_chat(prompts.tokenizer, asked.conversation(form), **arguments)
     return b'{"input_tokens":%d}' % len(tokens)
 
 
-def detokenized(asked: DetokenizeRequest, prompts: PromptTokenizer) -> bytes:
+def detokenized(asked: DetokenizeRequest, prompts: PromptTokenizer, form: AnswerFormat) -> bytes:
     """Return the text of token ids, special tokens included."""
     if prompts.tokenizer is None:
         raise RequestError("there is no tokenizer: start the server with one", field="prompt")

@@ -6,7 +6,6 @@ from transformers import PreTrainedTokenizerFast
 
 from nanoinfer.parsers.answer_format import AnswerFormat
 from nanoinfer.parsers.events import Reasoning, Text
-from nanoinfer.parsers.thinking import Thinking, prompt_messages
 from nanoinfer.requests.prompts import encode_chat
 
 QWEN3 = (  # as in Qwen3: what was thought before the newest question is left out
@@ -39,7 +38,7 @@ SAID = [
 def rendered(template, **variables):
     fast = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"x": 0}, unk_token="x")))
     fast.chat_template = template
-    messages = prompt_messages("S", SAID, Thinking.of(template))
+    messages = AnswerFormat.of(template).messages([{"role": "system", "content": "S"}, *SAID])
     return encode_chat(fast, messages, variables, tokenize=False)
 
 
@@ -114,7 +113,7 @@ def test_what_cannot_become_a_marker_is_shown_at_once():
 def test_markers_and_field_follow_from_template_and_tokenizer(
     template, special, vocabulary, begin, sees_special, field
 ):
-    form = AnswerFormat.of(template, dict.fromkeys(special, 0), vocabulary)
+    form = AnswerFormat.of(template, dict.fromkeys(special, 0), dict.fromkeys(vocabulary, 0))
     assert (form.thinking.markers.begin, form.thinking.field) == (begin, field)
     assert form.sees_special(with_tools=False) == sees_special
 
@@ -136,7 +135,7 @@ def test_a_parser_is_named_or_refused_with_the_nearest_name():
     assert AnswerFormat.of(QWEN3, reasoning_parser="none").parser("").push("<think>x") == [Text("<think>x")]
     named = AnswerFormat.of("plain", reasoning_parser="mistral").parser("")
     assert named.push("[THINK]x[/THINK]y") == [Reasoning("x"), Text("y")]
-    with pytest.raises(ValueError, match=r"reasoning_parser='qwen' is not known \(did you mean 'qwen3'\?\): choose"):
+    with pytest.raises(ValueError, match=r"--reasoning-parser 'qwen' is not known \(did you mean 'qwen3'\?\): choose"):
         AnswerFormat.of(QWEN3, reasoning_parser="qwen")
-    with pytest.raises(ValueError, match=r"tool_call_parser='hermess' .*'hermes'"):
+    with pytest.raises(ValueError, match=r"--tool-call-parser 'hermess' .*'hermes'"):
         AnswerFormat.of(QWEN3, tool_parser="hermess")

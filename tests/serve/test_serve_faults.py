@@ -192,13 +192,16 @@ CHAT_REFUSED = {
     "no content": (dict(messages=[{"role": "user"}]), "messages[0].content is None", "messages"),
     "image": (dict(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "only text is", "messages"),
     "refused by the template": (dict(messages=[{"role": "nobody", "content": ""}]), "no such role", "messages"),
-    "tools": (dict(messages=[{"role": "user", "content": "w1"}], tools=[{}]), "tools=[{}] is not", "tools"),
+    "tools": (
+        dict(messages=[{"role": "user", "content": "w1"}], tools=[{}]), "tools[0] is {}: only functions are tools",
+        "tools",
+    ),
     "tool choice": (
-        dict(messages=[{"role": "user", "content": "w1"}], tool_choice="required"), "tool_choice='required' is not",
+        dict(messages=[{"role": "user", "content": "w1"}], tool_choice="required"), "but there are no tools",
         "tool_choice",
     ),
     "tool calls": (
-        dict(messages=[{"role": "user", "content": "w1", "tool_calls": [{}]}]), "tool_calls is not", "messages",
+        dict(messages=[{"role": "assistant", "tool_calls": [{}]}]), "tool_calls[0] is {}", "messages",
     ),
     "format": (
         dict(messages=[{"role": "user", "content": "w1"}], response_format={"type": "xml"}),

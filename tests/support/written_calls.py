@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tokenizers import AddedToken
 from trained_tokenizers import make_tokenizer
 
 from nanoinfer.parsers.answer_format import AnswerFormat
@@ -58,8 +60,8 @@ STYLES = {
 }
 _WORDS = (
     "the", "a cat", "naïve", "漢字", "🦊", "\n", "\n\n", "  ", '"', "\\", "'", "{", "}", "[1, 2", "\t", "<|x|>",
-    "[TOOL", "null", "5", ";", "€", "\\u00e9", "def f():", "<b>", "<tool_call>", "</tool_call>", "<function", "</parameter> so",
-    "</arg_value> so",
+    "[TOOL", "null", "5", ";", "€", "\\u00e9", "def f():", "<b>", "<tool_call>", "</tool_call>", "<function",
+    "</parameter> so", "</arg_value> so",
 )  # fmt: skip
 KINDS = {
     "text": {"type": "string"},
@@ -80,7 +82,7 @@ def text_of(draw: random.Random) -> str:
     return "".join(draw.choice(_WORDS) + draw.choice(("", " ")) for _ in range(draw.randrange(6)))
 
 
-def arguments_of(draw: random.Random) -> dict:
+def arguments_of(draw: random.Random, kinds: tuple[str, ...]) -> dict:
     values = {
         "text": lambda: text_of(draw),
         "count": lambda: draw.randrange(-99, 10**9),
@@ -90,15 +92,15 @@ def arguments_of(draw: random.Random) -> dict:
         "more": lambda: {"a": [{"b": text_of(draw)}, None, True], text_of(draw): {}} if draw.random() < 0.7 else {},
         "maybe": lambda: draw.choice((None, 7)),
     }
-    names = draw.sample(sorted(values), draw.randrange(4))
-    return {name: values[name]() for name in names}
+    names = draw.sample(kinds, min(len(kinds), draw.randrange(4)))
+    return {name: values[name]() for name in sorted(names, key=kinds.index)}  # as grammars have them
 
 
-def message_of(draw: random.Random, style: Style) -> dict:
+def message_of(draw: random.Random, style: Style, kinds: tuple[str, ...] = tuple(KINDS)) -> dict:
     calls = [
         {
             "id": f"{draw.randrange(10**9):09}", "type": "function",
-            "function": {"name": draw.choice(TOOLS).name, "arguments": arguments_of(draw)},
+            "function": {"name": draw.choice(TOOLS).name, "arguments": arguments_of(draw, kinds)},
         }
         for _ in range(draw.randrange(1, style.max_calls + 1))
     ]  # fmt: skip
@@ -109,8 +111,9 @@ def message_of(draw: random.Random, style: Style) -> dict:
 class Writer:
     """Writes answers as a template does."""
 
-    def __init__(self, style: Style) -> None:
+    def __init__(self, style: Style, added: Sequence[str] = ()) -> None:
         self.style, self.tokenizer = style, make_tokenizer("qwen")
+        self.tokenizer.add_tokens([AddedToken(text, normalized=False) for text in added])
         self.tokenizer.bos_token, self.tokenizer.eos_token = "<s>", "</s>"
         self.tokenizer.chat_template = style.text()
         self.form = AnswerFormat.of_tokenizer(self.tokenizer)

@@ -1,0 +1,209 @@
+"""Grammars of calls, in llguidance's Lark: answers by one call tools as the model writes it, with arguments that fit.
+
+A token that was added to a vocabulary is no text to llguidance, and is named by its id.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nanoinfer.parsers.schema_types import is_text, types_of
+from nanoinfer.parsers.tools import Tool
+
+# As templates write JSON, and so models: with blanks of any number some never end.
+_SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_ANY = r"/(.|\n)*/"
+# What stands for more than itself in a shape, as a part of a rule.
+_PLACED = {"{id}": "CALL_ID", "{maybe id}": r'(", \"id\": \"" CALL_ID "\"")?', "{maybe blank}": '" "?'}
+_FINAL, _PREAMBLE = "<|channel|>final<|message|>", "<|channel|>commentary<|message|>"  # of gpt-oss
+_NEXT = "<|end|><|start|>assistant"
+_PLACES = re.compile("(" + "|".join(map(re.escape, _PLACED)) + ")")
+
+
+@dataclass(frozen=True)
+class CallShape:
+    """How a parser's calls are written around their arguments.
+
+    Attributes:
+        begin: with `{name}`; the first characters are those behind which a call follows. `{id}` is an id, `{maybe id}`
+            a member "id" that may be there, `{maybe blank}` a blank.
+        other_begin: another way to begin, which the model knows from its template.
+        between: what stands between two calls; None: there is one call.
+        first, last: what stands before the first call and behind the last one.
+        value: of arguments that stand between tags, each by itself: the texts before the key, before and behind the
+            value; None: the arguments are a JSON object.
+    """
+
+    begin: str
+    end: str
+    between: str | None = "\n"
+    first: str = ""
+    last: str = ""
+    value: tuple[str, str, str] | None = None
+    other_begin: str | None = None
+
+
+_XML = ("<parameter=", ">\n", "\n</parameter>\n")
+SHAPES: dict[str, CallShape] = {
+    "hermes": CallShape('<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>"),
+    "qwen3_coder": CallShape("<tool_call>\n<function={name}>\n", "</function>\n</tool_call>", value=_XML),
+    "seed_oss": CallShape(
+        "<seed:tool_call>\n<function={name}>\n", "</function>\n</seed:tool_call>",
+        value=("<parameter=", ">", "</parameter>\n"),
+    ),
+    "glm45": CallShape(
+        "<tool_call>{name}\n", "</tool_call>", value=("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n")
+    ),
+    "llama3_json": CallShape('{"name": "{name}", "parameters": ', "}", "; "),
+    "mistral": CallShape("[TOOL_CALLS]{name}[ARGS]", "", ""),
+    "mistral_id": CallShape("[TOOL_CALLS]{name}[CALL_ID]{id}[ARGS]", "", ""),
+    "mistral_list": CallShape(
+        '{"name": "{name}", "arguments": ', "{maybe id}}", ", ", "[TOOL_CALLS]{maybe blank}[", "]"
+    ),
+    "openai": CallShape(
+        "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", "", None,
+        other_begin=" to=functions.{name}<|channel|>commentary json<|message|>",
+    ),
+}  # fmt: skip
+SHAPES |= {"qwen3_xml": SHAPES["qwen3_coder"], "glm47": SHAPES["glm45"], "llama4_json": SHAPES["llama3_json"]}
+
+
+class CallGrammar:
+    """Writes the grammar of one request.
+
+    Args:
+        shape: how calls are written.
+        token_ids: of all tokens that were added to the vocabulary, by their texts.
+        thinking: the texts before and behind what is thought; None: nothing is.
+        is_thinking: the prompt has the first of them already.
+        must_call: an answer consists of calls. Else it is text in which there may be some.
+        is_parallel: there may be several.
+    """
+
+    def __init__(
+        self,
+        shape: CallShape,
+        token_ids: Mapping[str, int],
+        thinking: tuple[str, str] | None = None,
+        *,
+        is_thinking: bool = False,
+        must_call: bool = True,
+        is_parallel: bool = True,
+    ) -> None:
+        self._shape, self._token_ids, self._thinking = shape, token_ids, thinking
+        self._is_thinking, self._must_call, self._is_parallel = is_thinking, must_call, is_parallel
+        names = sorted(filter(None, token_ids), key=len, reverse=True)
+        self._added = re.compile("(" + ("|".join(map(re.escape, names)) or "(?!)") + ")")
+        self._rules: list[str] = []
+
+    def of(self, tools: Sequence[Tool], is_free: Callable[[Tool], bool] = lambda tool: False) -> str:
+        """Return the grammar of calls of some tools; `is_free`: whose arguments may be any object."""
+        shape, self._rules = self._shape, ["CALL_ID: /[a-zA-Z0-9]{9}/"]
+        trigger, is_lazy = self._trigger(), False
+        if not self._must_call and shape.between is not None:
+            is_lazy = self._added.match(trigger) is None
+        calls = []
+        for place, tool in enumerate(tools):
+            arguments = f"a{place}"
+            self._arguments(arguments, {} if is_free(tool) else tool.parameters)
+            begins = [one.replace("{name}", tool.name) for one in (shape.begin, shape.other_begin) if one]
+            if is_lazy and not shape.first:
+                begins = [one.removeprefix(trigger) for one in begins]
+            texts = " | ".join(map(self._text, begins))
+            self._rules.append(f"c{place}: ({texts}) {arguments} {self._text(shape.end)}")
+            calls.append(f"c{place}")
+        self._rules.append("call: " + " | ".join(calls))
+        several = shape.between is not None and self._is_parallel
+        first, many = shape.first, "*" if several else "?"
+        if is_lazy:
+            first = first.removeprefix(trigger)
+            self._rules.append(f"free[lazy]: /(.|\\n)*{_escaped(trigger)}/")
+        more = f" ({self._text(shape.between)} call)*" if several and (first or self._must_call) else ""
+        said = f"{self._text(first)} call{more} {self._text(shape.last)}"
+        if self._must_call:
+            return self._grammar(f"{self._thought()} {said}")
+        self._rules.append(f"TEXT: {_ANY}")
+        if shape.between is None:
+            preamble = f"({self._text(_PREAMBLE)} TEXT? {self._text(_NEXT)})?"
+            return self._grammar(f"{self._thought()} {preamble} (call | {self._text(_FINAL)} TEXT?)")
+        if is_lazy:
+            self._rules.append(f"TAIL: {_ANY} & ~/(.|\\n)*{_escaped(trigger)}(.|\\n)*/")
+            return self._grammar(f"{self._thought(tokens_only=True)} (free {said}){many} TAIL?")
+        return self._grammar(f"{self._thought(tokens_only=True)} TEXT? ({said} TEXT?){many}")
+
+    def _grammar(self, start: str) -> str:
+        return "\n".join([f"start: {start}", *self._rules]) + "\n"
+
+    def _trigger(self) -> str:
+        """The text that no text but a call may have."""
+        return (self._shape.first or self._shape.begin).partition("{")[0].strip() or '{"name": "'
+
+    def _thought(self, *, tokens_only: bool = False) -> str:
+        """What is thought before the answer. `tokens_only`: what stands between texts is part of the answer's text."""
+        if self._thinking is None:
+            return ""
+        begin, end = self._thinking
+        is_token = self._added.match(end) is not None
+        if tokens_only and not (is_token and (self._is_thinking or self._added.match(begin))):
+            return ""
+        if is_token:
+            inner = f"THOUGHT? {self._text(end)}"
+            self._rules.append(f"THOUGHT: {_ANY}")
+        else:
+            inner = "thought"
+            self._rules.append(f"thought[lazy]: /(.|\\n)*{_escaped(end)}/")
+        self._rules.append("BLANKS: /[ \\n]{1,4}/")
+        return f"{inner} BLANKS?" if self._is_thinking else f"({self._text(begin)} {inner} BLANKS?)?"
+
+    def _arguments(self, name: str, parameters: Mapping[str, Any]) -> None:
+        schema = dict(parameters)
+        schema.setdefault("type", "object")
+        schema.setdefault("x-guidance", _SPACES)
+        if self._shape.value is None:
+            self._rules.append(f"{name}: %json {json.dumps(schema)}")
+            return
+        parts, properties = [], schema.get("properties")
+        needed = schema.get("required") or ()
+        for place, (key, one) in enumerate(properties.items() if isinstance(properties, Mapping) else ()):
+            before, middle, behind = self._shape.value
+            rule = f"{name}v{place}"
+            self._value(rule, one, schema, behind)
+            part = f"{self._text(before + key + middle)} {rule}"
+            parts.append(part if key in needed else f"({part})?")
+        self._rules.append(f"{name}: {' '.join(parts)}" if parts else f'{name}: ""')
+
+    def _value(self, rule: str, schema: Any, root: Mapping[str, Any], behind: str) -> None:
+        """A value between tags: strings as they are, up to the tag; other types as JSON."""
+        choices = schema.get("enum") if isinstance(schema, Mapping) else None
+        if isinstance(choices, list) and choices:
+            texts = [one if isinstance(one, str) else json.dumps(one) for one in choices]
+            self._rules.append(f"{rule}: ({' | '.join(map(json.dumps, texts))}) {self._text(behind)}")
+        elif not is_text(types_of(schema, root)):
+            defined = {key: root[key] for key in ("$defs", "definitions") if key in root}
+            self._rules.append(f"{rule}: %json {json.dumps({**defined, 'x-guidance': _SPACES, **schema})}")
+            self._rules[-1] = f"{rule}j" + self._rules[-1][len(rule) :]
+            self._rules.append(f"{rule}: {rule}j {self._text(behind)}")
+        elif self._added.search(behind):  # text cannot have such tokens
+            head, token, rest = self._added.split(behind, maxsplit=1)
+            self._rules.append(f"{rule.upper()}: {_ANY}")
+            self._rules.append(f"{rule}: {rule.upper()}? {self._text(head)} {self._text(token + rest)}")
+        else:
+            self._rules.append(f"{rule}[lazy]: /(.|\\n)*{_escaped(behind)}/")
+
+    def _text(self, text: str) -> str:
+        """Return a text as a part of a rule, tokens that were added by their ids."""
+        found = []
+        for piece in _PLACES.split(text):
+            parts = [part for part in self._added.split(piece) if part] if piece not in _PLACED else []
+            found += [f"<[{self._token_ids[one]}]>" if one in self._token_ids else json.dumps(one) for one in parts]
+            found += [_PLACED[piece]] if piece in _PLACED else []
+        return " ".join(found)
+
+
+def _escaped(text: str) -> str:
+    """Return a text as a part of a regular expression between slashes."""
+    return re.sub(r"([^\w\s<>\"':,=])", r"\\\1", text).replace("\n", "\\n")

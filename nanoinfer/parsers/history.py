@@ -1,0 +1,140 @@
+"""A conversation as a chat template wants it: what was thought, which tools were called, what these gave."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nanoinfer.common.errors import RequestError, shown
+from nanoinfer.parsers.mistral import ID_LENGTH
+from nanoinfer.parsers.thinking import Thinking
+
+_REASONING = ("reasoning_content", "reasoning")
+_MISTRAL_ID = re.compile(rf"[a-zA-Z0-9]{{{ID_LENGTH}}}")
+_FORM = '{"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}'
+
+
+def template_messages(
+    messages: Sequence[Mapping[str, Any]],
+    thinking: Thinking | None,
+    *,
+    is_mistral: bool = False,
+    is_harmony: bool = False,
+    one_call: bool = False,
+) -> list[dict[str, Any]]:
+    """Return checked messages as a model's template wants them.
+
+    Arguments of calls become objects, as templates read them; a result gets the name of its tool. What was thought
+    comes where the template looks for it, or is left out where it looks nowhere.
+
+    Args:
+        messages: as `prompts.conversation` returns them.
+        is_mistral: ids are made of nine letters and digits, whatever they were.
+        is_harmony: before a call stands either text or what was thought, so both together are thought.
+        one_call: a message has one call; several follow each other, each before its result.
+
+    Raises:
+        RequestError: a message's calls are none.
+    """
+    found: list[dict[str, Any]] = []
+    names: dict[str, str] = {}  # of tools, by the id of their call
+    for place, given in enumerate(messages):
+        message = dict(given)
+        if message["role"] == "assistant":
+            _take_calls(message, f"messages[{place}]", names, is_mistral)
+            message = _with_thought(message, thinking, joins=is_harmony)
+        elif message["role"] == "tool":
+            call_id = message.get("tool_call_id")
+            if isinstance(call_id, str):
+                if call_id in names:
+                    message.setdefault("name", names[call_id])
+                message["tool_call_id"] = _mistral_id(call_id) if is_mistral else call_id
+        found.append(message)
+    return _one_by_one(found) if one_call else found
+
+
+def _take_calls(message: dict[str, Any], where: str, names: dict[str, str], is_mistral: bool) -> None:
+    calls = message.pop("tool_calls", None) or []
+    if not isinstance(calls, list | tuple):
+        raise RequestError(f"{where}.tool_calls is {shown(calls)}: give a list of {_FORM}", field="messages")
+    if message.get("function_call"):
+        raise RequestError(f"{where}.function_call is not supported: give tool_calls instead", field="messages")
+    if not calls:
+        return
+    made = []
+    for number, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str) or not name:
+            raise RequestError(f"{where}.tool_calls[{number}] is {shown(call)}: give {_FORM}", field="messages")
+        arguments = function.get("arguments")
+        if not isinstance(arguments, str | Mapping | None):
+            raise RequestError(
+                f"{where}.tool_calls[{number}].function.arguments is {shown(arguments)}: give an object, or its text",
+                field="messages",
+            )
+        call_id = call.get("id")
+        if isinstance(call_id, str):
+            names[call_id] = name
+            call_id = _mistral_id(call_id) if is_mistral else call_id
+        elif is_mistral:
+            call_id = _mistral_id(f"{where} {number}")
+        ids = {} if call_id is None else {"id": call_id}
+        made.append({**ids, "type": "function", "function": {"name": name, "arguments": _object(arguments)}})
+    message["tool_calls"] = made
+
+
+def _object(arguments: str | Mapping[str, Any] | None) -> Any:
+    """Return arguments as an object; as they are where they are none, for the template to decide."""
+    if arguments is None or isinstance(arguments, str) and not arguments.strip():
+        return {}
+    if isinstance(arguments, Mapping):
+        return dict(arguments)
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def _mistral_id(call_id: str) -> str:
+    """Return the id, or one that follows from it, as these templates want them."""
+    if _MISTRAL_ID.fullmatch(call_id):
+        return call_id
+    return hashlib.sha256(call_id.encode()).hexdigest()[:ID_LENGTH]
+
+
+def _with_thought(message: dict[str, Any], thinking: Thinking | None, joins: bool) -> dict[str, Any]:
+    thoughts = [message.pop(name, None) for name in _REASONING]
+    thought = next((one for one in thoughts if isinstance(one, str) and one), None)
+    if joins and message.get("tool_calls") and thought is not None and message.get("content"):
+        thought, message["content"] = f"{thought}\n{message['content']}", ""
+    if thinking is None or thought is None:
+        return message
+    return {**message, **thinking.message(message.get("content") or "", thought)}
+
+
+def _one_by_one(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return each call of a message that has several as a message of its own, before the result of this call."""
+    found, at = [], 0
+    while at < len(messages):
+        message, at = messages[at], at + 1
+        calls = message.get("tool_calls") or ()
+        if len(calls) < 2:
+            found.append(message)
+            continue
+        results = []
+        while at < len(messages) and messages[at]["role"] == "tool":
+            results.append(messages[at])
+            at += 1
+        for number, call in enumerate(calls):
+            said = message if number == 0 else {"role": "assistant", "content": ""}
+            found.append({**said, "tool_calls": [call]})
+            mine = [one for one in results if one.get("tool_call_id") == call.get("id")][:1] or results[:1]
+            found += mine
+            results = [one for one in results if one is not (mine[0] if mine else None)]
+        found += results
+    return found

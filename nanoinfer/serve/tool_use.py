@@ -1,0 +1,99 @@
+"""What a chat request asks of tools and thinking: what of it the template gets, and what reads the answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nanoinfer.common.errors import RequestError
+from nanoinfer.parsers.answer_format import AnswerFormat, OutputParser
+from nanoinfer.parsers.tools import Tool, checked_choice, checked_tools, shown_tools
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.serve.errors import BadRequestError
+from nanoinfer.serve.protocol import ChatRequest
+from nanoinfer.structured_outputs import StructuredOutputsParams
+
+_HARMONY_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
+PROMPT_END_TOKENS = 64  # in which thinking, or a message of gpt-oss, may have begun
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """The tools of a request.
+
+    Attributes:
+        tools: that may be called; none where tool_choice is "none".
+        choice: "none", "auto", "required", or the one tool that must be called.
+        max_calls: of one answer; None: any number.
+    """
+
+    tools: tuple[Tool, ...] = ()
+    choice: str | Tool = "none"
+    max_calls: int | None = None
+
+    @classmethod
+    def of(cls, asked: ChatRequest, form: AnswerFormat) -> ToolUse:
+        """Read a request.
+
+        Raises:
+            RequestError: the tools, or the choice among them, have another form.
+            BadRequestError: the model's template cannot show tools, or no parser for its calls is known.
+        """
+        tools = [] if asked.tools is None else checked_tools(asked.tools)
+        choice = checked_choice(asked.tool_choice, tools)
+        if choice == "none":
+            return cls()
+        if not form.shows_tools or form.tool_parser is None:
+            lacks = "says nothing of tools" if not form.shows_tools else "writes calls in a form that is not known here"
+            remedy = "--chat-template FILE" if not form.shows_tools else "--tool-call-parser NAME"
+            raise BadRequestError(
+                f"tools are not possible with this model, as its chat template {lacks}: start the server with "
+                f'{remedy}, or send tool_choice="none"',
+                param="tools",
+                code="unsupported_parameter",
+            )
+        is_one = asked.parallel_tool_calls is False or isinstance(choice, Tool)
+        return cls(tuple(tools), choice, 1 if is_one else None)
+
+    def template_arguments(self, asked: ChatRequest, form: AnswerFormat) -> dict[str, Any]:
+        """Return the arguments for `encode_chat`."""
+        arguments = asked.template_arguments
+        effort, variables = asked.reasoning_effort, arguments["variables"] or {}
+        if effort is not None:
+            variables = form_of_effort(effort, form) | variables
+        return {**arguments, "variables": variables or None, "tools": shown_tools(asked.tools) if self.tools else None}
+
+    def constrained(self, params: SamplingParams, form: AnswerFormat, prompt_end: str) -> SamplingParams:
+        """Return the parameters with which calls must come, or the arguments of strict tools follow their schemas.
+
+        Raises:
+            BadRequestError: calls must come, and the request asks for another form of the answer.
+            RequestError: the tools are too large for a grammar.
+        """
+        must_call = self.choice == "required" or isinstance(self.choice, Tool)
+        if must_call and params.structured_outputs is not None:
+            raise BadRequestError(
+                "tool_choice asks for calls, and another field for another form of the answer: leave one of them out",
+                param="tool_choice",
+            )
+        if params.structured_outputs is not None or not (must_call or any(tool.is_strict for tool in self.tools)):
+            return params
+        tools = (self.choice,) if isinstance(self.choice, Tool) else self.tools
+        how = dict(must_call=must_call, is_parallel=self.max_calls is None)
+        grammar = form.call_grammar(prompt_end, tools, **how)
+        try:
+            return replace(params, structured_outputs=StructuredOutputsParams(grammar=grammar))
+        except ValueError as error:
+            raise RequestError(f"the tools' schemas are too large: {error}", field="tools") from error
+
+    def parser(self, form: AnswerFormat, prompt_end: str, *, drops_special: bool) -> OutputParser:
+        """Return what reads one answer; the arguments are those of `AnswerFormat.parser`."""
+        return form.parser(prompt_end, self.tools, drops_special=drops_special, max_calls=self.max_calls)
+
+
+def form_of_effort(effort: str, form: AnswerFormat) -> dict[str, Any]:
+    """Return the variables with which a template hears of `reasoning_effort`; none where it has no switch."""
+    if form.is_harmony:
+        return {"reasoning_effort": _HARMONY_EFFORTS.get(effort, effort)}
+    switches = {"enable_thinking": False, "thinking": False} if effort == "none" else {}
+    return {"reasoning_effort": effort, **switches}

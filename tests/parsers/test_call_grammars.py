@@ -1,0 +1,85 @@
+"""Grammars of calls take every call that a published template writes, and no other arguments."""
+
+import random
+
+import pytest
+from written_calls import KINDS, STYLES, TOOLS, Writer, message_of
+
+from nanoinfer.parsers.tools import Tool
+
+llguidance = pytest.importorskip("llguidance")
+hf = pytest.importorskip("llguidance.hf")
+CITY = Tool("f", {"properties": {"text": {"type": "string"}, "count": {"type": "integer"}}, "required": ["count"]})
+"""Whose calls have a count."""
+
+
+TAGS = (
+    "<tool_call> </tool_call> <think> </think> [TOOL_CALLS] [ARGS] [CALL_ID] <|channel|> <|message|> <|constrain|> "
+    "<|end|> <|start|> <arg_key> </arg_key> <arg_value> </arg_value> <seed:tool_call> </seed:tool_call> <seed:think> "
+    "</seed:think>"
+).split()
+
+
+@pytest.fixture(scope="module", params=[f"{style}, {tags}" for style in STYLES for tags in ("texts", "tokens")])
+def writer(request):
+    """With tags that are texts, or tokens of their own, as published vocabularies have most of them."""
+    style, tags = request.param.split(", ")
+    return Writer(STYLES[style], [tag for tag in TAGS if tags == "tokens" and tag in STYLES[style].text()])
+
+
+def bare(text):
+    return text.strip("\n")
+
+
+def accepts(writer, grammar, text):
+    """Whether all of a text follows a grammar; fails if it is none."""
+    found = llguidance.LLMatcher(writer.llg, llguidance.LLMatcher.grammar_from_lark(grammar), log_level=0)
+    assert not found.is_error(), (found.get_error(), grammar)
+    ids = writer.tokenizer.encode(text, add_special_tokens=False)
+    return found.try_consume_tokens(ids) == len(ids) and found.is_accepting()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def readable(writer):
+    end = writer.tokenizer.convert_tokens_to_ids("</s>")
+    writer.llg = hf.from_tokenizer(writer.tokenizer, eos_token=[end])
+
+
+def test_a_grammar_takes_the_calls_of_the_template(writer, fuzz):
+    draw, num_calls = random.Random(11), 0
+    # Some templates write other values than strings and numbers as Python has them, in no JSON.
+    kinds = ("text", "count", "share") if writer.style.parser in ("qwen3_coder", "seed_oss") else tuple(KINDS)
+    while num_calls < (300 if fuzz else 4):
+        message = message_of(draw, writer.style, kinds)
+        prompt, text = writer.answer({**message, "content": ""})
+        assert accepts(writer, writer.form.call_grammar(prompt, TOOLS), bare(text)), text
+        num_calls += len(message["tool_calls"])
+
+
+def call(writer, name="f", **arguments):
+    calls = [{"id": "123456789", "type": "function", "function": {"name": name, "arguments": arguments}}]
+    prompt, text = writer.answer({"role": "assistant", "content": "", "tool_calls": calls})
+    return prompt, bare(text)
+
+
+def test_a_grammar_takes_no_other_tool_and_no_other_arguments(writer):
+    prompt, right = call(writer, count=5)
+    grammar = writer.form.call_grammar(prompt, [CITY])
+    assert accepts(writer, grammar, right)
+    for wrong in (call(writer, name="g", count=5), call(writer, count="x"), call(writer, text="x"), ("", "Yes.")):
+        assert not accepts(writer, grammar, wrong[1]), wrong[1]
+    assert not accepts(writer, grammar, right[:-3])
+
+
+def test_between_free_text_a_strict_tool_has_its_arguments_and_others_have_any(writer):
+    free, strict = Tool("g"), Tool("f", CITY.parameters, is_strict=True)
+    prompt, right = call(writer, text="a", count=5)
+    grammar = writer.form.call_grammar(prompt, [free, strict], must_call=False)
+    assert accepts(writer, grammar, right) and not accepts(writer, grammar, call(writer, count="x")[1])
+    if writer.form.tool_parser == "openai":
+        assert accepts(writer, grammar, "<|channel|>final<|message|>Yes.")
+    else:
+        assert accepts(writer, grammar, "Yes.\nNo.")
+        before = "" if writer.form.tool_parser == "llama3_json" else "Let me see.\n"
+        thought, end, called = right.rpartition("</think>")
+        assert accepts(writer, grammar, thought + end + "\n" * bool(end) + before + called.lstrip("\n"))
