@@ -50,7 +50,7 @@ class BlockAnswer(Answer):
         self.name = f"{self.id_prefix}_{self.request.request_id or uuid.uuid4().hex}"
         self.blocks: list[Block] = []
         self.num_reasoning_tokens = 0
-        self.finish_reason: str | None = None
+        self.ended_by: str | None = None
         self.stop_reason: int | str | None = None
         self._open: Block | None = None
 
@@ -120,8 +120,8 @@ class BlockAnswer(Answer):
                 self.num_reasoning_tokens += len(output.token_ids_delta)
             if output.finished:
                 self._num_cached[0] = output.metrics.num_cached_tokens
-                self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
-                is_whole = self.finish_reason == "stop" and self._open is not None and self._open.kind != "call"
+                self.ended_by, self.stop_reason = output.finish_reason, output.stop_reason
+                is_whole = self.ended_by == "stop" and self._open is not None and self._open.kind != "call"
                 yield from self._close(is_whole=is_whole)
 
     def _take(self, event: Event) -> Iterator[Fields]:

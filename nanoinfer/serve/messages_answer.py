@@ -58,14 +58,14 @@ class MessagesAnswer(BlockAnswer):
 
     def _stop(self) -> Fields:
         reason = sequence = None
-        if self.finish_reason == "length":
+        if self.ended_by == "length":
             is_full = self.num_generated_tokens < self.request.token_limit
             reason = "model_context_window_exceeded" if is_full else "max_tokens"
         elif any(block.kind == "call" and block.is_whole for block in self.blocks):
             reason = "tool_use"
         elif isinstance(self.stop_reason, str):
             reason, sequence = "stop_sequence", self.stop_reason
-        elif self.finish_reason is not None:
+        elif self.ended_by is not None:
             reason = "end_turn"
         return {"stop_reason": reason, "stop_sequence": sequence}
 

@@ -31,13 +31,13 @@ class ResponsesAnswer(BlockAnswer):
         self._created = int(time.time())
 
     def message(self) -> Fields:
-        is_cut = self.finish_reason == "length"
-        status = "in_progress" if self.finish_reason is None else "incomplete" if is_cut else "completed"
+        is_cut = self.ended_by == "length"
+        status = "in_progress" if self.ended_by is None else "incomplete" if is_cut else "completed"
         return self._response(
             status,
             incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
             output=[self._item(block) for block in self.blocks],
-            usage=None if self.finish_reason is None else self._usage(),
+            usage=None if self.ended_by is None else self._usage(),
         )
 
     def ping(self, done: int, total: int) -> bytes:
