@@ -53,8 +53,15 @@ def fuzz(request) -> bool:
 
 @pytest.fixture(autouse=True, scope="session")
 def frozen_until_the_end():
-    """Unfreeze at the end: to libraries that look for leaks then, frozen objects are some."""
+    """Unfreeze at the end: to libraries that look for leaks then, frozen objects are some.
+
+    Trees of sources are hundreds of thousands of objects that stay: Python would look at all of them each time that
+    they are a quarter more. Modules and engines ask for the collections that are needed.
+    """
+    thresholds = gc.get_threshold()
+    gc.set_threshold(10_000, 20, 1_000)
     yield
+    gc.set_threshold(*thresholds)
     gc.unfreeze()
 
 

@@ -87,21 +87,6 @@ def test_the_package_and_its_settings_import_no_other_package():
     assert printed(FOREIGN.format(code=code)) == []
 
 
-def test_an_llm_imports_neither_commands_nor_tokenizers():
-    code = "import json, sys\nfrom nanoinfer import LLM\nprint(json.dumps(sorted(sys.modules)))"
-    names = printed(code)
-    assert "torch" in names and "transformers" in names
-    not_needed = (
-        "nanoinfer.bench",
-        "nanoinfer.recall",
-        "nanoinfer.serve",
-        "nanoinfer.verify",
-        "nanoinfer.commands.main",
-    )
-    slow = ("transformers.models.auto.auto_factory", "transformers.modeling_utils", "matplotlib", "fastapi")
-    assert [name for name in names if name.startswith((*not_needed, *slow))] == []
-
-
 def names_for_type_checkers(package):
     """Public name -> module, from the imports under TYPE_CHECKING."""
     tree = ast.parse(Path(package.__file__).read_text())

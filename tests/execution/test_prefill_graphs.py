@@ -55,34 +55,42 @@ def pieces_of(engine):
     return {key[1]: graphs for key, graphs in engine.runner.graphs.captured.items() if key[0] == "prefill"}
 
 
-def whole_load(engine) -> list:
-    """Every length alone, in batches, in chunks, and again with all of these in the prefix cache."""
+# Those at the edges of what is captured, of blocks, and some between.
+SOME_LENGTHS = [EVERY_LENGTH[length - 1] for length in (1, 2, 3, 4, 5, 9, 15, 16, 17, 23, 24, 25, 31, 32, 33, 39, 40)]
+
+
+def whole_load(engine, is_brief: bool) -> list:
+    """Every length alone, in batches, in chunks, and again with all of these in the prefix cache.
+
+    is_brief: some lengths, and half of the batches.
+    """
     outcomes = []
     for _ in range(2):
-        outcomes += [run(engine, [prompt], [FIRST_TOKEN]) for prompt in EVERY_LENGTH]
-        outcomes += [run(engine, EVERY_LENGTH[i : i + 6], some_params(6, max_tokens=6)) for i in range(0, 36, 6)]
+        outcomes += [run(engine, [prompt], [FIRST_TOKEN]) for prompt in (SOME_LENGTHS if is_brief else EVERY_LENGTH)]
+        for i in range(0, 36, 12 if is_brief else 6):
+            outcomes.append(run(engine, EVERY_LENGTH[i : i + 6], some_params(6, max_tokens=6)))
         outcomes.append(run(engine, CHUNKED, some_params(5, max_tokens=6)))
     assert_pools_as_before(engine)
     return outcomes
 
 
 @pytest.fixture(scope="module")
-def expected(path, windowed):
+def expected(path, windowed, fuzz):
     outcomes = {}
     for model in (path, windowed):
         engine = engine_with_graphs(model)
-        outcomes[model] = whole_load(engine)
+        outcomes[model] = whole_load(engine, not fuzz)
         graph_steps, eager_steps, padded, rate = prefill_counters(engine)
-        assert graph_steps > 80 and eager_steps > 10 and padded > 100 and 0.7 < rate < 1
+        assert graph_steps > (80 if fuzz else 30) and eager_steps > 10 and padded > 100 and 0.7 < rate < 1
         assert engine.stats()["streamed_bytes"] == 0
     return outcomes
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.sampled("offload, two ring slots of one block", "offload, eager")
-def test_every_mode_gives_equal_bits(path, expected, variant):
+def test_every_mode_gives_equal_bits(path, expected, variant, fuzz):
     engine = engine_with_graphs(path, **VARIANTS[variant])
-    assert whole_load(engine) == expected[path]
+    assert whole_load(engine, not fuzz) == expected[path]
     stats = engine.stats()
     assert (stats["prefill_graph_steps"] == 0) == ("eager" in variant)
     if "offload" in variant:
@@ -90,8 +98,8 @@ def test_every_mode_gives_equal_bits(path, expected, variant):
     engine.close()
 
 
-def test_windows_of_several_kinds_give_equal_bits(windowed, expected):
-    assert whole_load(engine_with_graphs(windowed, enable_cpu_offload=True)) == expected[windowed]
+def test_windows_of_several_kinds_give_equal_bits(windowed, expected, fuzz):
+    assert whole_load(engine_with_graphs(windowed, enable_cpu_offload=True), not fuzz) == expected[windowed]
 
 
 def test_eager_and_offload_form_the_same_padded_steps(path):

@@ -105,7 +105,11 @@ def test_what_cannot_be_used_is_refused_and_harms_nobody(model):
 
 
 WITHOUT_HTTP = """
-import asyncio, sys
+import asyncio, json, sys
+from nanoinfer import LLM
+print(json.dumps(sorted(sys.modules)))
+import nanoinfer.commands.main
+print(json.dumps(sorted(sys.modules)))
 
 class Absent:
     def find_spec(self, name, path=None, target=None):
@@ -127,11 +131,37 @@ async def main():
         print(output.outputs[0].finish_reason)
 
 asyncio.run(main())
+sys.exit(nanoinfer.commands.main.main(["serve", "x"]))
 """
 
 
-def test_the_extra_of_the_server_is_not_needed(model):
-    run_it = subprocess.run([sys.executable, "-c", WITHOUT_HTTP, str(model)], capture_output=True, text=True)
-    assert run_it.returncode == 0, run_it.stderr
-    token_ids, why = run_it.stdout.splitlines()
-    assert len(json.loads(token_ids)) == 4 and why == "abort"
+@pytest.fixture(scope="module")
+def without_http(model):
+    """A process in which the packages of the server are absent, once an LLM and the commands were imported."""
+    return subprocess.run([sys.executable, "-c", WITHOUT_HTTP, str(model)], capture_output=True, text=True)
+
+
+def test_an_llm_imports_neither_commands_nor_tokenizers(without_http):
+    names = json.loads(without_http.stdout.splitlines()[0])
+    assert "torch" in names and "transformers" in names
+    not_needed = (
+        "nanoinfer.bench",
+        "nanoinfer.recall",
+        "nanoinfer.serve",
+        "nanoinfer.verify",
+        "nanoinfer.commands.main",
+    )
+    slow = ("transformers.models.auto.auto_factory", "transformers.modeling_utils", "matplotlib", "fastapi")
+    assert [name for name in names if name.startswith((*not_needed, *slow))] == []
+
+
+def test_the_commands_import_no_server_packages_and_serve_asks_for_them(without_http):
+    names = set(json.loads(without_http.stdout.splitlines()[1]))
+    assert "nanoinfer.commands.main" in names
+    assert not {"fastapi", "uvicorn", "starlette", "prometheus_client"} & names
+    assert without_http.returncode == 2 and "pip install -e '.[serve]'" in without_http.stderr
+
+
+def test_the_extra_of_the_server_is_not_needed(without_http):
+    _, _, token_ids, why = without_http.stdout.splitlines()
+    assert len(json.loads(token_ids)) == 4 and why == "abort", without_http.stderr

@@ -1,8 +1,6 @@
 """The HTTP application in this process: answers, streams and what clients may ask for."""
 
 import asyncio
-import subprocess
-import sys
 
 import pytest
 from engines import COMMON
@@ -312,13 +310,3 @@ def test_the_api_key_guards_the_api_and_not_the_probes(path):
             assert (await served.client.get("/health")).status_code == 200
 
     asyncio.run(ask())
-
-
-def test_the_package_needs_no_server_packages():
-    code = (
-        "import sys, nanoinfer.commands.main; assert not {'fastapi', 'uvicorn', 'starlette', 'prometheus_client'} "
-        "& set(sys.modules);"
-        "sys.modules['fastapi'] = None; sys.exit(nanoinfer.commands.main.main(['serve', 'x']))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 2 and "pip install -e '.[serve]'" in done.stderr

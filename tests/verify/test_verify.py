@@ -30,11 +30,12 @@ MODELS = {
     "gemma3": dict(family="gemma3", sliding_window=24),
     "llama": dict(family="llama"),
 }
-SMALL = dict(context=96, output_len=10, device="cpu", block_size=16, ring_slot_bytes=2**13, num_ring_slots=2, seed=3)
+SMALL = dict(context=64, output_len=6, device="cpu", block_size=16, ring_slot_bytes=2**13, num_ring_slots=2, seed=3)
 PLACES = ["resident", "streamed", "mixture", "switch", "auto", "weights"]
 RUNS = [*PLACES, "alone", "pairs", "chunk", "eager", "prefix", "preempted", "n=2"]
+LAYERS = 2
 LAYER_BLOCK_BYTES = 2 * 16 * 2 * 16 * 4
-BLOCK_BYTES = 3 * LAYER_BLOCK_BYTES
+BLOCK_BYTES = LAYERS * LAYER_BLOCK_BYTES
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -61,7 +62,9 @@ def paths(tmp_path_factory):
     paths = {}
     for name, arguments in MODELS.items():
         arguments = dict(arguments)
-        paths[name] = make_checkpoint(arguments.pop("family"), tmp_path_factory.mktemp(name), **arguments)
+        paths[name] = make_checkpoint(
+            arguments.pop("family"), tmp_path_factory.mktemp(name), num_layers=LAYERS, **arguments
+        )
     return paths
 
 
@@ -88,8 +91,8 @@ class CorruptingRuntime(SimulatedRuntime):
 
 def swap_two_blocks(written):
     """The first layer of the first two blocks that arrive in different steps: copies go layer by layer."""
-    if len(written) == 4:
-        first, second = written[0][0], written[3][0]
+    if len(written) == LAYERS + 1:
+        first, second = written[0][0], written[LAYERS][0]
         content = first.clone()
         first.copy_(second)
         second.copy_(content)
@@ -116,7 +119,7 @@ def test_clean_engines_are_identical_in_every_run(paths, name):
     verdict = verify(paths[name], **SMALL)
     assert verdict.is_identical and [run.name for run in verdict.runs] == RUNS, verdict.report()
     assert all(run.left_out is None for run in verdict.runs), verdict.report()
-    tokens, greedy = 5 + 3 * 10, 5 + 10
+    tokens, greedy = 3 + 3 * 6, 3 + 6
     wanted = {run: tokens for run in RUNS} | {"n=2": tokens + greedy}
     assert {run.name: run.num_tokens for run in verdict.runs} == wanted
     assert {run.name: run.num_logits for run in verdict.runs} == {run: count * 160 for run, count in wanted.items()}
@@ -223,7 +226,8 @@ def test_a_wrong_block_from_the_prefix_cache_is_found(paths, only, monkeypatch):
     find = PrefixCache.find
     only("resident", "prefix", "n=2")
     monkeypatch.setattr(PrefixCache, "find", lambda *args: find(*args)[::-1])
-    assert verify(paths["qwen3"], **SMALL).line() == "DIFFERENT in prefix, n=2"
+    # Long enough for both completions to find more than one block.
+    assert verify(paths["qwen3"], **SMALL | dict(context=96, output_len=10)).line() == "DIFFERENT in prefix, n=2"
 
 
 def test_kv_that_comes_back_wrong_after_preemption_is_found(paths, only, monkeypatch):
@@ -325,16 +329,16 @@ def test_freed_blocks_hold_nan_without_a_seed(paths, enable_cpu_offload):
     engine.stats()  # reclaims what the last step released
     offload, kv = engine.runner.offload, engine.runner.gpu_kv
     num_freed = torch.isnan(kv).flatten(2).all(dim=2).sum(dim=1)  # of each layer
-    assert num_freed.tolist() == [5] * 3
+    assert num_freed.tolist() == [5] * LAYERS
     if offload.host.num_bytes:
-        assert all(torch.isnan(offload.host.block(layer, block)).all() for layer in range(3) for block in range(4))
+        assert all(torch.isnan(offload.host.block(layer, block)).all() for layer in range(LAYERS) for block in range(4))
     assert not SimulatedRuntime().poisons and not CpuRuntime().poisons
 
 
 def test_a_resident_pool_that_is_too_small_is_left_out_and_said(paths, only):
     only("resident", "streamed", "switch", "auto", "prefix")
-    # A budget that a resident pool of 4 x 384 tokens does not fit into.
-    arguments = SMALL | dict(context=368, gpu_memory_limit=1_150_000, host_memory_limit=128 * BLOCK_BYTES)
+    # A budget that a resident pool of 3 x 192 tokens does not fit into.
+    arguments = SMALL | dict(context=176, gpu_memory_limit=650_000, host_memory_limit=128 * BLOCK_BYTES)
     verdict = verify(paths["qwen3"], **arguments)
     runs = {run.name: run for run in verdict.runs}
     assert verdict.is_identical and runs["streamed"].is_reference, verdict.report()
@@ -374,14 +378,14 @@ def test_runs_in_which_nothing_happens_are_left_out_and_said(paths, only):
     "arguments, message",
     [
         (dict(context=20), r"context=20 must be from 32 \(two KV blocks"),
-        (dict(context=5000), r"to 4086 \(the model's 4096 positions"),
+        (dict(context=5000), r"to 4090 \(the model's 4096 positions"),
         (dict(context=96.0), "context=96.0 must be a whole number"),
         (dict(output_len=1), "output_len=1 must be a whole number of at least 2"),
         (dict(num_requests=0), "num_requests=0 must be a whole number of at least 1"),
         (dict(enable_cpu_offload=True), "enable_cpu_offload=True: verify chooses it for each run"),
         (dict(num_ring_slot=3), "num_ring_slot"),
         (dict(host_memory_limit=BLOCK_BYTES), "host_memory_limit=.* is too small: the KV cache of"),
-        (dict(block_size=4096), "the model allows 4096 positions, .* needs 8202: lower block_size or output_len"),
+        (dict(block_size=4096), "the model allows 4096 positions, .* needs 8198: lower block_size or output_len"),
     ],
 )
 def test_bad_arguments_are_refused(paths, arguments, message):
@@ -390,8 +394,8 @@ def test_bad_arguments_are_refused(paths, arguments, message):
 
 
 def test_more_logits_than_the_host_should_keep_are_refused(paths, monkeypatch):
-    monkeypatch.setattr("nanoinfer.measure.logits.MAX_LOGITS_BYTES", 35 * 160 * 4 - 1)
-    with pytest.raises(ValueError, match="35 generated tokens have .* ask for fewer requests or a shorter output"):
+    monkeypatch.setattr("nanoinfer.measure.logits.MAX_LOGITS_BYTES", 21 * 160 * 4 - 1)
+    with pytest.raises(ValueError, match="21 generated tokens have .* ask for fewer requests or a shorter output"):
         verify(paths["qwen3"], **SMALL)
 
 

@@ -1,5 +1,6 @@
 """Files of a checkpoint with any value in any field: refused by name, or the engine starts. Nothing else."""
 
+import itertools
 import json
 import math
 import re
@@ -128,11 +129,13 @@ def says_what_is_wrong(message: str, path: Path, place: tuple) -> bool:
 
 @pytest.mark.parametrize("family", [*FAMILIES, "granite", "starcoder2", "exaone4", "nemotron"])
 @pytest.mark.sampled("gemma3")
-def test_any_value_in_any_field_of_the_config_is_refused_by_name_or_the_engine_starts(family, tmp_path):
+def test_any_value_in_any_field_of_the_config_is_refused_by_name_or_the_engine_starts(family, tmp_path, fuzz):
     path, started, refused = tmp_path / "config.json", set(), 0
     path.write_text(json.dumps(fields_of(family)))
     assert refusal(tmp_path, started) is None and len(started) == 1
-    for place, value, content in configs_with(family, NUMBERS + OTHERS):
+    cases = configs_with(family, NUMBERS + OTHERS)
+    # Of 27 values each field gets every fourth, and the next field others.
+    for place, value, content in cases if fuzz else itertools.islice(cases, 0, None, 4):
         path.write_text(json.dumps(content))
         try:
             message = refusal(tmp_path, started)
@@ -140,7 +143,8 @@ def test_any_value_in_any_field_of_the_config_is_refused_by_name_or_the_engine_s
             raise AssertionError(f"{'.'.join(place)} = {str(value)[:40]}: {error!r}") from error
         refused += message is not None
         assert message is None or says_what_is_wrong(message, path, place), f"{place} = {str(value)[:40]}: {message}"
-    assert refused > 500 and len(started) > 15, f"{refused} were refused, {len(started)} different ones started"
+    fewest = (500, 15) if fuzz else (125, 8)
+    assert refused > fewest[0] and len(started) > fewest[1], f"{refused} were refused, {len(started)} others started"
 
 
 @pytest.mark.parametrize(
@@ -300,7 +304,7 @@ TOKENIZER_FIELDS = {
 
 
 @pytest.mark.parametrize("name", TOKENIZER_FIELDS)
-def test_any_value_in_a_file_of_the_tokenizer_is_refused_by_name_or_the_tokenizer_loads(name, tmp_path):
+def test_any_value_in_a_file_of_the_tokenizer_is_refused_by_name_or_the_tokenizer_loads(name, tmp_path, fuzz):
     path = make_served_checkpoint(tmp_path) / name
     content = json.loads(path.read_text())
     if name == "tokenizer.json":
@@ -309,8 +313,8 @@ def test_any_value_in_a_file_of_the_tokenizer_is_refused_by_name_or_the_tokenize
     fields = TOKENIZER_FIELDS[name]
     cases = [(content, place) for place in [(), *places_in(content)]]
     cases += [(content | {place[0]: fields[place[0]]}, place) for place in places_in(fields)]
-    for whole, place in cases:
-        for value in SOME_VALUES:
+    for number, (whole, place) in enumerate(cases):
+        for value in SOME_VALUES if fuzz else SOME_VALUES[number % 4 :: 4]:
             path.write_text(json.dumps(replaced(whole, place, value)))
             try:
                 load_tokenizer(config, tmp_path)
@@ -320,7 +324,7 @@ def test_any_value_in_a_file_of_the_tokenizer_is_refused_by_name_or_the_tokenize
                 assert f"tokenizer '{tmp_path}' cannot be loaded" in str(error)
             except BaseException as error:
                 raise AssertionError(f"{place} = {str(value)[:40]}: {error!r}") from error
-    assert taken > 40 and refused > 100, f"{taken} were taken, {refused} refused"
+    assert taken > 40 // (1 if fuzz else 4) and refused > 100 // (1 if fuzz else 4), f"{taken} taken, {refused} refused"
 
 
 def test_a_tokenizer_without_its_main_file_is_refused_in_one_line(tmp_path):
