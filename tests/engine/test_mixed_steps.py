@@ -73,7 +73,7 @@ def test_a_switch_between_two_mixed_steps_changes_no_bit(path, wanted, modes):
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.sampled("qwen3-0", "gemma3-1", "gemma3-2")
+@pytest.mark.sampled("qwen3-0", "gemma3-1")
 def test_any_order_of_the_streams_gives_equal_bits(path, wanted, seed):
     engine = mixing_engine(path, WarmUpRuntime(seed=seed), enable_cpu_offload=True, num_ring_slots=2)
     assert played(engine) == wanted

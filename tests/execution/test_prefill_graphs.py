@@ -115,7 +115,7 @@ def test_eager_and_offload_form_the_same_padded_steps(path):
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("enable_cpu_offload", [False, True])
-@pytest.mark.sampled("False-0", "True-1", "True-2")
+@pytest.mark.sampled("False-0", "True-1")
 def test_any_order_of_the_streams_gives_equal_bits(path, seed, enable_cpu_offload):
     prompts, params = CHUNKED[:2] + EVERY_LENGTH[:3], some_params(5, max_tokens=4)
     arguments = dict(capture_num_tokens=[4, 24, 64])  # all steps come from graphs

@@ -182,7 +182,7 @@ def test_loading_what_was_written_is_loading_the_source_with_the_option(tmp_path
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.sampled("0", "1")
+@pytest.mark.sampled("1")
 def test_random_sizes_and_files_are_read_alike(tmp_path, monkeypatch, seed):
     monkeypatch.setattr("nanoinfer.weights.write._SHARD_BYTES", 50_000)
     draw = torch.Generator().manual_seed(seed)
