@@ -53,7 +53,7 @@ def compile_only(kernel, grid):
         compiled.add(f"{gpu.architecture} {kernel.__name__}")
         found = kernel.warmup(*args, grid=grid, **kwargs)
         # Operands that the compiler takes for 8-bit ones have their columns in another order, and sums other bits.
-        assert kwargs.get("FORM") is None or "kWidth = 4" not in found.asm["ttgir"], kwargs
+        assert gpu.is_amd or kwargs.get("FORM") is None or "kWidth = 4" not in found.asm["ttgir"], kwargs
         # A product that runs on while the registers of its left operand are written is wrong: triton-lang/triton#9433.
         takes_registers = re.search("warp_group_dot .* : tensor<", found.asm["ttgir"])
         assert not takes_registers or not re.search("pendings = [1-9]", found.asm["ttgir"]), kwargs
