@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.config import QUANTISED
+from nanoinfer.devices.registry import device_of
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -280,6 +281,10 @@ def fill_on_its_device(tensor: Tensor, generator: torch.Generator, fill: Callabl
         values = torch.empty_like(tensor, device=generator.device)
         fill(values)
         tensor.copy_(values)
+        del values
+        # Else what is allocated next and stays, such as a workspace, would keep all of this memory from being given
+        # back: 1.2 GiB of an 8B model's embeddings.
+        device_of(generator.device).give_back()
 
 
 class ExpandedFormat(WeightFormat):
