@@ -38,11 +38,13 @@ def messages_of(session, turn):
 
 
 async def held_sessions(ask):
-    """The answers by (session, turn): all sessions at once, their turns in order."""
+    """The answers by (session, turn): all sessions at once, their turns in order, after some thought each."""
     answers = {}
 
     async def hold(session):
+        draw = random.Random(session)
         for turn in range(TURNS):
+            await asyncio.sleep(draw.random())  # else they would keep their order, and come to the same by chance
             answers[session, turn] = await ask(session, turn)
 
     await asyncio.gather(*(hold(session) for session in range(SESSIONS)))
@@ -209,7 +211,8 @@ def test_a_client_that_leaves_ends_its_request(url, path):
             before = sum((await samples(client, "generation_tokens_total")).values())
             body = HOW | dict(prompt="w20 w21", max_tokens=1000, stream=True)
             async with client.stream("POST", "/v1/completions", json=body) as response:
-                await anext(response.aiter_bytes())
+                parts = response.aiter_bytes()  # held: httpx closes the connection of one that nobody holds
+                await anext(parts)
                 assert sum((await samples(client, "num_http_requests_open")).values()) == 1
             while sum((await samples(client, "num_http_requests_open")).values()):
                 await asyncio.sleep(0.05)
