@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Throughput of two replicas on Ray Serve beside that of two servers, each with half of the clients: tokens a second.
 
-python tools/fleet_load.py [--shape tiny] [--clients 32] [--tokens 256] [--seconds 20] [--rounds 2]
+python tools/fleet_load.py [--shape tiny] [--clients 32] [--tokens 128] [--requests 8] [--rounds 2]
 
 Random weights, on the CPU, token ids as prompts. Both ways run in turn, whole answers and streams, each round anew.
 """
@@ -29,7 +29,7 @@ from nanoinfer.models.shapes import SHAPES, write_shape
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="tiny", choices=SHAPES)
-    for name, number in (("clients", 32), ("prompt", 64), ("tokens", 256), ("seconds", 20), ("rounds", 2)):
+    for name, number in (("clients", 32), ("prompt", 64), ("tokens", 128), ("requests", 8), ("rounds", 2)):
         parser.add_argument(f"--{name}", type=int, default=number)
     options = parser.parse_args()
     totals = {(way, stream): 0.0 for way in ("two servers", "Ray") for stream in (False, True)}
@@ -43,8 +43,8 @@ def main() -> None:
                     )
                     urls = [servers.enter_context(_running(directory, *words)) for words in given]
                     for stream in (False, True):
-                        asyncio.run(_tokens_per_second(urls, options, stream, 5))
-                        found = asyncio.run(_tokens_per_second(urls, options, stream, options.seconds))
+                        asyncio.run(_tokens_per_second(urls, options, stream, 1))
+                        found = asyncio.run(_tokens_per_second(urls, options, stream, options.requests))
                         print(f"{way}, {'streams' if stream else 'whole answers'}: {found:.0f} tokens/s", flush=True)
                         totals[way, stream] += found / options.rounds
     for stream in (False, True):
@@ -75,15 +75,12 @@ def _running(directory: str, *words: str) -> Iterator[str]:
         process.communicate()
 
 
-async def _tokens_per_second(urls: list[str], options: argparse.Namespace, stream: bool, seconds: int) -> float:
-    """Ask for so many seconds, and return the tokens of what was answered until then."""
-    deadline, num_tokens = time.perf_counter() + seconds, 0
+async def _tokens_per_second(urls: list[str], options: argparse.Namespace, stream: bool, num_requests: int) -> float:
+    """Have each client ask so many times, and return the tokens of all answers by the time that they took."""
 
     async def ask(number: int) -> None:
-        nonlocal num_tokens
-        connection, turn = Connection(urls[number % len(urls)]), 0
-        while time.perf_counter() < deadline:
-            turn += 1
+        connection = Connection(urls[number % len(urls)])
+        for turn in range(num_requests):
             prompt = [3 + (number * 7 + turn * 13 + place * (1 + turn % 5)) % 90 for place in range(options.prompt)]
             body = dict(model="model", prompt=prompt, max_tokens=options.tokens, ignore_eos=True, stream=stream)
             status = await connection.send("POST", "/v1/completions", json.dumps(body).encode())
@@ -91,14 +88,14 @@ async def _tokens_per_second(urls: list[str], options: argparse.Namespace, strea
                 raise SystemExit(f"status {status}: {await connection.read()!r}")
             if stream:
                 async for _ in connection.events():
-                    num_tokens += time.perf_counter() < deadline
+                    pass
             else:
                 await connection.read()
-                num_tokens += options.tokens * (time.perf_counter() < deadline)
         connection.close()
 
+    begin = time.perf_counter()
     await asyncio.gather(*(ask(number) for number in range(options.clients)))
-    return num_tokens / seconds
+    return options.clients * num_requests * options.tokens / (time.perf_counter() - begin)
 
 
 if __name__ == "__main__":
