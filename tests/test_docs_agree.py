@@ -24,7 +24,9 @@ WAITS = ("wait", "query", "synchronize", "_reclaim")
 @functools.cache
 def rules_of_waits():
     """Every text that a wait is given as its rule, also as a constant such as GPU_RULE."""
-    nodes = [node for path in SOURCES for node in ast.walk(ast.parse(path.read_text()))]
+    texts = [path.read_text() for path in SOURCES]
+    texts = [text for text in texts if "_RULE" in text or any(f".{name}(" in text for name in WAITS)]
+    nodes = [node for text in texts for node in ast.walk(ast.parse(text))]
     calls = [node for node in nodes if isinstance(node, ast.Call)]
     constants = {
         node.value.value

@@ -147,7 +147,9 @@ def test_the_checks_find_what_they_look_for():
 def test_no_test_module_imports_another():
     modules = {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
     for path in (ROOT / "tests").rglob("*.py"):
-        assert not names_imported(ast.parse(path.read_text())) & modules, path
+        text = path.read_text()
+        if any(module in text for module in modules):  # most files name none: no need to parse them
+            assert not names_imported(ast.parse(text)) & modules, path
 
 
 def test_tests_mirror_the_folders():
