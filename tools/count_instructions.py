@@ -22,7 +22,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from nanoinfer.kernels.linear import forms, packed
+from nanoinfer.devices.cuda import target_of_architecture
+from nanoinfer.kernels.linear import forms, launches, packed
 from nanoinfer.kernels.linear.launches import tiles_of
 from nanoinfer.kernels.linear.packed_weight import empty_packed
 from nanoinfer.kernels.linear.packing import Packing
@@ -43,6 +44,10 @@ def compiled(packing: Packing, architecture: int) -> tuple[bytes, int]:
     """The program, and the weights that each of its threads makes in one step of the loop."""
     kernel, cuda = packed.packed_linear_kernel, torch.device("cuda")
     weight = empty_packed(packing, NUM_ROWS, SIZE, "meta")
+    # The GPU that is compiled for need not be here; its size changes no loop.
+    target = target_of_architecture(divmod(architecture, 10), 132, 228 * 1024, 99 * 1024)
+    for module in (forms, launches, packed):
+        module.target_of = lambda device: target
     form = forms.form_of(weight, cuda, torch.bfloat16)
     x, out = torch.empty(1, SIZE, device="meta"), torch.empty(1, NUM_ROWS, device="meta")
     tiles = tiles_of(
