@@ -240,6 +240,20 @@ def test_few_rows_are_multiplied_with_each_part_by_itself(has_bias, monkeypatch)
     torch.testing.assert_close(module(wide)[:3], out, atol=1e-3, rtol=2e-3)
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_parts_of_one_row_are_written_where_they_belong(has_bias, monkeypatch):
+    weights, module = parted({"int4 of 32": 24, "dense": 20, "fp8 by row": 40}, 384)
+    if has_bias:
+        module.bias = torch.randn(84, generator=torch.Generator().manual_seed(5)).to(HALF)
+    x = torch.randn(3, 384, generator=torch.Generator().manual_seed(7)).to(HALF)
+    wanted = module(x)
+    monkeypatch.setattr(torch, "cat", lambda *_, **__: pytest.fail("copied in vain"))
+    for row in range(3):
+        out = torch.empty(1, 84, dtype=HALF)
+        assert weights.product(module, x[row : row + 1], out) is out and torch.equal(out[0], wanted[row])
+        assert torch.equal(weights.product(module, x[row : row + 1])[0], wanted[row])
+
+
 def test_a_gate_and_what_it_gates_may_lie_differently(monkeypatch):
     weights, module = parted({"int8 by row": 32, "dense": 32}, 384)
     gate, up = weights.matrix(module).float().split(32)
@@ -260,7 +274,7 @@ def test_the_products_of_parts_are_gone_before_an_activation_follows():
     weights, module = parted({"int8 by row": 32, "dense": 32}, 384)
     made = []
 
-    def product(*_):
+    def product(*_, **__):
         made.append(weakref.ref(found := torch.ones(5, 32)))
         return found
 
