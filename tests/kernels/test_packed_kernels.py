@@ -364,3 +364,18 @@ def test_rows_that_are_looked_up_are_those_of_the_matrix(name):
     out = torch.full((len(ids), 256), torch.nan, dtype=HALF)
     assert torch.equal(expand(module.packed, out, ids), matrix_of(weights, module)[ids])
     assert expand(module.packed, out[:0], ids[:0]).shape == (0, 256)
+
+
+@pytest.mark.parametrize("rows, parts, gated, bits, tile", [
+    (6144, 1, False, 4, (16, 1, 128, 6)), (2560, 2, False, 4, (16, 1, 128, 6)), (2560, 2, False, 6, (16, 1, 256, 4)),
+    (19456, 1, True, 4, (32, 2, None, None)), (151_936, 1, False, 6, (32, 2, None, None)),
+])  # fmt: skip
+def test_few_tiles_of_float32_products_have_half_of_the_rows(rows, parts, gated, bits, tile):
+    """Where all run at a time, more of them keep more bytes in flight; others share what they compute."""
+    form, given = SimpleNamespace(bits=bits), launches.Tiles(8, 64, 200, 4, 3)
+    found, most_planes = packed.tiles_of_scale_words(given, form, rows, parts, gated)
+    assert (found.block_n, found.num_warps) == tile[:2]
+    assert (found.columns, found.stages) == tuple(
+        b if a is None else a for a, b in zip(tile[2:], (200, 3), strict=True)
+    )
+    assert most_planes == (2 * packed.MAX_PLANES if bits == 6 and found.block_n == 16 else packed.MAX_PLANES)

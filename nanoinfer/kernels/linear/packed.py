@@ -23,7 +23,7 @@ from nanoinfer.kernels.layer.activation import ACTIVATIONS
 from nanoinfer.kernels.linear.counts import MAX_ROWS
 from nanoinfer.kernels.linear.expand import beside, expanded_plane, scales_of_rows
 from nanoinfer.kernels.linear.forms import COLUMN, SCALE_WORDS, Form, first_blocks, form_of, tensors_of
-from nanoinfer.kernels.linear.launches import PROGRAMS, arguments, tiles_of
+from nanoinfer.kernels.linear.launches import PROGRAMS, Tiles, arguments, tiles_of
 from nanoinfer.kernels.linear.packed_weight import PackedWeight
 from nanoinfer.kernels.linear.tiles import finished_product
 from nanoinfer.kernels.linear.wide_products import high_words, scales_of_block, with_high_bits
@@ -204,9 +204,10 @@ def packed_linear(
     form, part_size, target = form_of(weight, x.device, x.dtype), size // num_parts, target_of(x.device)
     least_step = first_blocks(form) * form.block
     tiles = tiles_of("8 bits" if form.bits == 8 else "4 bits", x, out, gated, num_parts, least_step=least_step)
-    if form.mode == SCALE_WORDS.value and tiles.block_m == 8:  # more rows take longer: their scales are computed
-        tiles = tiles._replace(block_n=32, num_warps=2)
-    unroll = blocks_of_step(part_size, tiles.columns, form)
+    most_planes = MAX_PLANES
+    if form.mode == SCALE_WORDS.value and tiles.block_m == 8:
+        tiles, most_planes = tiles_of_scale_words(tiles, form, weight.num_rows, num_parts, gated)
+    unroll = blocks_of_step(part_size, tiles.columns, form, most_planes)
     step, stages = unroll * form.block, tiles.stages
     if step > tiles.columns:  # as many columns are loaded ahead, in fewer steps
         stages = max(2, stages * tiles.columns // step)
@@ -238,13 +239,27 @@ def packed_linear(
     return out
 
 
-def blocks_of_step(part_size: int, columns: int, form: Form) -> int:
+def tiles_of_scale_words(tiles: Tiles, form: Form, num_rows: int, num_parts: int, gated: bool) -> tuple[Tiles, int]:
+    """Return the tiles of up to 8 rows of x with products in float32, and the most planes of a step.
+
+    Larger tiles take longer: their scales are computed. Where all programs run at a time, two on a core, more of them
+    with half of the rows keep more bytes in flight; of 6 bits in longer steps, which share their scales.
+    """
+    is_small = not gated and triton.cdiv(num_rows, 32) * num_parts <= 2 * PROGRAMS
+    if is_small and form.bits == 4:
+        return tiles._replace(block_n=16, num_warps=1, columns=128, stages=6), MAX_PLANES
+    if is_small and form.bits == 6:
+        return tiles._replace(block_n=16, num_warps=1, columns=256, stages=4), 2 * MAX_PLANES
+    return tiles._replace(block_n=32, num_warps=2), MAX_PLANES
+
+
+def blocks_of_step(part_size: int, columns: int, form: Form, most_planes: int = MAX_PLANES) -> int:
     """Return how many blocks make up about so many columns: as many as divide a part of a sum, if any do.
 
     Of narrow planes fewer columns: each plane is code of its own, and many take the compiler tens of seconds.
     """
     block, least = form.block, first_blocks(form)
-    most = min(columns // block, MAX_PLANES // form.planes)
+    most = min(columns // block, most_planes // form.planes)
     if part_size % (form.blocks_of_word * block) == 0:  # of blocks that share words, all
         least = max(least, form.blocks_of_word)
     for count in range(max(most, least), least, -1):
