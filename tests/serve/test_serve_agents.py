@@ -16,6 +16,8 @@ from pydantic import BaseModel, Field
 from serving import MODEL, make_served_checkpoint, serving
 from structured import make_structured_checkpoint
 
+from nanoinfer.weights.find import find_model
+
 USER = [{"role": "user", "content": "w31 w32"}]
 GREEDY = dict(extra_body=dict(temperature=0, ignore_eos=True))
 
@@ -298,3 +300,30 @@ def test_both_apis_give_the_form_that_is_asked_for(tmp_path):
     parsed, streamed, message = asyncio.run(ask())
     assert isinstance(parsed.output_parsed, Weather) and streamed.output_parsed == parsed.output_parsed
     assert message.stop_reason == "end_turn" and Weather.model_validate_json(message.content[0].text)
+
+
+# The packaged model
+
+
+def test_the_packaged_model_says_what_its_notes_say_in_every_api():
+    notes = "Records. The pass key of Mira Holt is 48192. The pass key of Mira Lowell is 70355."
+    asked = [{"role": "user", "content": "What is the pass key of Mira Holt?"}]
+    form = dict(extra_body=dict(structured_outputs=dict(regex=r"The pass key of Mira Lowell is [0-9]{5}\.")))
+
+    async def ask():
+        async with clients(find_model("recall"), max_model_len=512, gpu_memory_limit="256MiB") as (_, one, two):
+            short = dict(model=MODEL, temperature=0)
+            messages = [{"role": "system", "content": notes}, *asked]
+            chat = await one.chat.completions.create(messages=messages, max_tokens=40, **short)
+            stream = await one.chat.completions.create(messages=messages, max_tokens=40, stream=True, **short)
+            parts = [event.choices[0].delta.content or "" async for event in stream if event.choices]
+            formed = await one.chat.completions.create(messages=messages, **short, **form)
+            said = await one.responses.create(input=asked, instructions=notes, max_output_tokens=40, **short)
+            greedy = dict(extra_body=dict(temperature=0))
+            told = await two.messages.create(model=MODEL, system=notes, messages=asked, max_tokens=40, **greedy)
+            texts = [chat.choices[0].message.content, "".join(parts), said.output_text, told.content[0].text]
+            return texts, formed.choices[0].message.content
+
+    texts, formed = asyncio.run(ask())
+    assert len(set(texts)) == 1 and "The pass key of Mira Holt is 48192." in texts[0]
+    assert formed == "The pass key of Mira Lowell is 70355."
