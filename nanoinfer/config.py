@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # it imports torch
 
 QUANTISED = ("int4", "int4-symmetric", "int8", "fp8")
 """What the weights of a wide checkpoint can be quantised to."""
+_BACKENDS = ("auto", "triton", "torch", "flash_attn")
 METHODS = (
     "awq", "gptq", "auto-round", "compressed-tensors", "fp8", "modelopt", "mxfp4", "gguf",
     "compressed_tensors", "finegrained_fp8", "deepseek_fp8", "modelopt_fp4", "modelopt_fp8", "nvfp4", "awq_marlin",
@@ -172,7 +173,10 @@ class EngineConfig:
             self._one_of("head_quantization", ("int8",))
         self._one_of("generation_config", ("auto", "vllm"))
         self._one_of("load_format", ("auto", "dummy"))
-        self._check("attention_backend", isinstance(self.attention_backend, str), 'text, such as "auto"')
+        if self.attention_backend not in _BACKENDS:
+            from nanoinfer.devices.registry import brought_backends  # it imports torch, and few ask for others
+
+            self._one_of("attention_backend", (*_BACKENDS, *brought_backends()))
         self._one_of("pin_host_memory", ("auto", "require"))
         if self.max_model_len == -1:  # vLLM's word for what fits
             object.__setattr__(self, "max_model_len", None)

@@ -65,6 +65,11 @@ def class_of(kind: str) -> type[Device] | None:
     return found
 
 
+def brought_backends() -> list[str]:
+    """Return the names of the attention backends that devices of other packages bring, which are imported now."""
+    return [name for kind in _others() for name in class_of(kind).attention_backends]
+
+
 def planned_device() -> Device:
     """Return the description of what `nanoinfer.plan` plans for, whatever this machine has: `memory/cards.py`."""
     return device_of(torch.device("cuda"))

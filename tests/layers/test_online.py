@@ -125,7 +125,7 @@ def test_rows_and_pieces_of_them_are_quantised_alike(monkeypatch):
     for name in QUANTISED:
         own = format_of(name, 192, torch.bfloat16)
         whole = quantise(weight, own)
-        monkeypatch.setattr("nanoinfer.layers.formats.schemes._WEIGHTS_AT_ONCE", {"cpu": 500})
+        monkeypatch.setattr("nanoinfer.layers.formats.schemes._AT_ONCE_ON_HOST", 500)
         pieces = [quantise(weight[begin : begin + 10], own) for begin in range(0, 37, 10)]
         monkeypatch.undo()
         for ending in whole.keys() - {"weight_shape", "weight_zero_point"}:
