@@ -31,6 +31,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
 from transformers import PreTrainedTokenizerFast  # noqa: E402
 
 from nanoinfer import EngineConfig, LLMEngine, SamplingParams  # noqa: E402
+from nanoinfer.kernels.operations import operations_of  # noqa: E402
 from nanoinfer.models.shapes import SHAPES, write_shape  # noqa: E402
 
 BATCHES, CONTEXT, WARM_UP, NUM_STEPS, ROUNDS = (1, 64), 512, 8, 80, 3
@@ -106,8 +107,8 @@ class MaskClock:
     """Adds up the host's seconds in making the masks of an engine."""
 
     def __init__(self, engine: LLMEngine) -> None:
-        self.seconds, self._make = 0.0, engine._masks.make
-        engine._masks.make = self._timed
+        self.seconds, self._make = 0.0, engine.masks.make
+        engine.masks.make = self._timed
 
     def _timed(self, sequences: list) -> tuple:
         begin = time.perf_counter()
@@ -171,8 +172,8 @@ Way = Callable[[torch.Tensor, np.ndarray], None]
 def ways_of(engine: LLMEngine) -> dict[str, Way | None]:
     """How a mask may come to the logits, each beside what the engine does; None: not at all."""
     runner, runtime, num_words = engine.runner, engine.runner.runtime, 1 + -(-engine.vocab_size // 32)
-    compute, masks = runner.compute, runner._token_masks
-    kernel, stream, uploaded = masks._apply_masks, runtime.stream("other masks"), runtime.event()
+    compute, masks = runner.compute, runner.token_masks
+    kernel, stream, uploaded = operations_of(runtime.device).apply_masks, runtime.stream("others"), runtime.event()
     device = torch.full((1, num_words), -1, dtype=torch.int32, device=runtime.device)
     device[0, 0] = 0
     on_host = [runtime.staging(num_words, torch.int32).view(1, -1) for _ in range(2)]
@@ -222,7 +223,7 @@ def ways_of(engine: LLMEngine) -> dict[str, Way | None]:
 def measure_ways(engine: LLMEngine, clock: MaskClock, num_steps: int, num_rounds: int) -> None:
     lines = np.full((1, 1 + -(-engine.vocab_size // 32)), -1, dtype=np.int32)
     lines[0, 0] = 0
-    masks, make = engine.runner._token_masks, engine._masks.make
+    masks, make = engine.runner.token_masks, engine.masks.make
     apply, ways = masks.apply, ways_of(engine)
     forms = {"records, engine's": masks.apply, "records, kernel reads host": ways["kernel reads host"]}
     found: dict[str, list] = {name: [] for name in ("plain", *ways, *forms)}
@@ -234,12 +235,12 @@ def measure_ways(engine: LLMEngine, clock: MaskClock, num_steps: int, num_rounds
             masks.apply = apply if way is None else way
             engine.samples_late = name in ways
             if name in ways and way is not None:
-                engine._masks.make = lambda sequences: (lines, [])
+                engine.masks.make = lambda sequences: (lines, [])
             if number <= num_rounds:
                 found[name].append(measure(engine, clock, 1, form, number, num_steps))
             elif torch.cuda.is_available():
                 profiles[name] = profiled(engine, 1, form, number)
-            engine._masks.make, masks.apply, engine.samples_late = make, apply, False
+            engine.masks.make, masks.apply, engine.samples_late = make, apply, False
     report(1, {name: rounds[1:] for name, rounds in found.items()}, profiles)
 
 

@@ -106,6 +106,7 @@ class LLMEngine:
         intake: checks prompts, also those of a closed engine.
         modes: which mode is current, and what each can hold.
         alone, drop: methods of `Turns`.
+        masks: makes those of a step's grammars.
         work: the requests, and the step in flight.
     """
 
@@ -122,7 +123,7 @@ class LLMEngine:
         self.planner = StepPlanner(self.kv_cache, built.end_token_ids)
         self.on_logits: Callable[[list[Sequence], torch.Tensor], None] | None = None
         self.samples_late = False
-        self._masks = MaskMaker(self.vocab_size)
+        self.masks = MaskMaker(self.vocab_size)
         self.scheduler = Scheduler(
             self.kv_cache,
             self.admission,
@@ -283,7 +284,7 @@ class LLMEngine:
 
     def _sample(self, step: LaunchedStep) -> None:
         on_logits = None if self.on_logits is None else partial(self.on_logits, step.batch.sampled)
-        masks, failed = self._masks.make(step.batch.sampled)
+        masks, failed = self.masks.make(step.batch.sampled)
         for sequence, error in failed:
             self._outputs += self.work.requests[sequence.request_id].fail(error)
         step.tokens = self.runner.sample(step.unsampled, on_logits, masks)

@@ -75,6 +75,7 @@ class ModelRunner:
         gpu_kv: `[num_layers, num_gpu_blocks, 2, block_size, num_kv_heads, head_dim]`, the GPU pool.
         kept: the KV of sequences that gave way.
         offload: the offload engine. Its host pool has memory once it was needed for the first time.
+        token_masks: brings the masks of a step to its logits.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class ModelRunner:
         if (reads := reads_of(model)) is not None:
             reads.zero_()  # nobody asked for what was read so far
         self.read_back = ReadBack(runtime, self.compute, self.decode_program.tokens.numel(), logits_fault, reads)
-        self._token_masks = TokenMasks(runtime, self.compute, plan.max_num_seqs, spec.vocab_size)
+        self.token_masks = TokenMasks(runtime, self.compute, plan.max_num_seqs, spec.vocab_size)
         self.graph_memory: tuple[int, int] | None = None  # bytes in use before, and that plus what all captures took
         runtime.synchronize()  # tables were filled on another stream than the one that will write them
 
@@ -284,7 +285,7 @@ class ModelRunner:
                 if on_logits is not None:
                     on_logits(logits)
                 if masks is not None:
-                    self._token_masks.apply(logits, masks)
+                    self.token_masks.apply(logits, masks)
                 if prefill is None:
                     launched.step.sample()
                 else:
