@@ -11,6 +11,7 @@ difference. Then at one row what each part of a mask's way to the device costs, 
 from __future__ import annotations
 
 import json
+import os
 import random
 import statistics
 import sys
@@ -26,6 +27,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support"), str(ROOT / "tests" /
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from gpu_kernels import profile_steps, steps_of  # noqa: E402
+from llguidance import LLExecutor  # noqa: E402
 from pauses import pauses  # noqa: E402
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
 from transformers import PreTrainedTokenizerFast  # noqa: E402
@@ -36,6 +38,7 @@ from nanoinfer.models.shapes import SHAPES, write_shape  # noqa: E402
 
 BATCHES, CONTEXT, WARM_UP, NUM_STEPS, ROUNDS = (1, 64), 512, 8, 80, 3
 NUM_PROFILED, LEAST_MICROSECONDS = 24, 0.3  # of a line in the table of differences, a step
+NUM_THREADS = (1, 8, 16, 32, 64)
 RECORD = {
     "type": "object",
     "properties": {
@@ -244,6 +247,27 @@ def measure_ways(engine: LLMEngine, clock: MaskClock, num_steps: int, num_rounds
     report(1, {name: rounds[1:] for name, rounds in found.items()}, profiles)
 
 
+def measure_threads(engine: LLMEngine, batch: int, num_steps: int) -> None:
+    """Print how long a step's masks of records take, by the number of threads."""
+    begin(engine, 1, FORMS["records"], 0, engine.vocab_size)
+    grammar = engine.work.sequences[0].matcher.grammar
+    end(engine, 1)
+    matchers, generator = [grammar.initial.deep_copy() for _ in range(batch)], np.random.default_rng(0)
+    executors = {number: LLExecutor(num_threads=number) for number in NUM_THREADS}
+    words, found = np.zeros((batch, grammar.num_words), dtype=np.int32), {number: [] for number in NUM_THREADS}
+    for step in range(num_steps):
+        number, start = NUM_THREADS[step % len(NUM_THREADS)], time.perf_counter()
+        jobs = [(matcher, place) for place, matcher in enumerate(matchers)]
+        executors[number].unsafe_compute_mask_ptr(jobs, words.ctypes.data, 4 * grammar.num_words, batch)
+        found[number].append(time.perf_counter() - start)
+        for matcher, line in zip(matchers, words, strict=True):
+            allowed = np.flatnonzero(np.unpackbits(line.view(np.uint8), bitorder="little"))
+            matcher.consume_tokens([int(generator.choice(allowed))])
+    print(f"\n{batch} masks of records, {os.cpu_count()} processors, milliseconds by threads: median, longest")
+    for number, seconds in found.items():
+        print(f"{number:4} {1000 * statistics.median(seconds[2:]):8.2f} {1000 * max(seconds[2:]):8.2f}", flush=True)
+
+
 def report(batch: int, found: dict[str, list], profiles: dict[str, tuple]) -> None:
     """Print a line of each case, the first of which is the plain one: medians of the rounds."""
     plain = next(iter(found))
@@ -281,6 +305,7 @@ def main(shape: str = "qwen3-4b", num_steps: int = NUM_STEPS, num_rounds: int = 
             for name, form in FORMS.items() if torch.cuda.is_available() else ():
                 profiles[name] = profiled(engine, batch, form, num_rounds + 1)
             report(batch, found, profiles)
+        measure_threads(engine, max(BATCHES), num_steps)
         measure_ways(engine, clock, num_steps, num_rounds)
         engine.close()
 
