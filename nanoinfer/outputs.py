@@ -81,6 +81,10 @@ class RequestOutput:
     prompt: str | None
     """The prompt as given; None where it was given as token ids."""
     prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """One entry per prompt token: None for the first, then a dict as in `CompletionOutput.logprobs`, for the prompt's
+    token and the most likely ones. None unless asked for, and of a request that ended before its prompt was computed.
+    """
     outputs: list[CompletionOutput] = field(default_factory=list)
     """The completions, ordered by index."""
     finished: bool = False
@@ -104,6 +108,8 @@ class StreamOutput:
     token_ids_delta: list[int]
     logprobs_delta: list[dict[int, Logprob]] | None = None
     """One entry per token of `token_ids_delta`; None unless log-probabilities were asked for."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """As in `RequestOutput`; only on the first StreamOutput of completion 0."""
     finished: bool = False
     """True on the last StreamOutput of this completion."""
     finish_reason: FinishReason | None = None

@@ -93,6 +93,9 @@ class SamplingParams:
     engine draws a seed."""
     logprobs: int | None = None
     """Return log-probabilities of the sampled token and of this many most likely tokens; None: no log-probabilities."""
+    prompt_logprobs: int | None = None
+    """Return log-probabilities of the prompt's tokens, and with each those of this many tokens that were most likely
+    there; None: none. Such a request computes its whole prompt, and takes nothing from the prefix cache."""
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
     """What the text must look like, such as `StructuredOutputsParams(json=schema)`, or a dict of its fields; None:
     anything."""
@@ -166,6 +169,7 @@ _NUMBERS = {
     # The range that torch's generators accept, and therefore vLLM.
     "seed": _integer(-(2**63), 2**64 - 1, "use None to let the engine draw one"),
     "logprobs": _integer(0, MAX_LOGPROBS, "use None for no log-probabilities"),
+    "prompt_logprobs": _integer(0, MAX_LOGPROBS, "use None for no log-probabilities of the prompt"),
     "temperature": (numbers.Real, "a finite number >= 0", lambda x: 0 <= x < math.inf, "use 0 for greedy sampling"),
     "top_p": (numbers.Real, "a number in (0, 1]", lambda x: 0 < x <= 1, "use 1 to sample from all tokens"),
     "min_p": (numbers.Real, "a number in [0, 1]", lambda x: 0 <= x <= 1, "use 0 to turn it off"),
@@ -173,7 +177,7 @@ _NUMBERS = {
     "presence_penalty": _PENALTY,
     "frequency_penalty": _PENALTY,
 }
-_OPTIONAL = ("max_tokens", "seed", "logprobs")
+_OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
 
 
 def _message(name: str, given: object, allowed: str, fix: str) -> str:

@@ -4,8 +4,8 @@
 python tools/lm_eval_recall.py --lm-eval .venv-lm-eval/bin/lm_eval
 
 Two tasks over the same questions about documents: `recall_said` generates the answers, and `recall_chosen` compares the
-log-probabilities of all answers, which a server must give for prompts (`echo` with `logprobs`): ours refuses that, so
-the default is the first. Exit code 1 says that fewer answers were right than `--least`.
+log-probabilities of all answers, which a server gives for prompts (`echo` with `logprobs`). Exit code 1 says that fewer
+answers were right than `--least`.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def run(lm_eval: str, names: list[str], rows: list[dict], folder: Path) -> dict[
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lm-eval", required=True, metavar="FILE", help="the command lm_eval")
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=["recall_said"], help="(recall_said)")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="(all)")
     parser.add_argument("--documents", type=int, default=4, help="(%(default)s)")
     parser.add_argument("--tokens", type=int, default=512, help="of each document (%(default)s)")
     parser.add_argument("--least", type=float, default=0.9, help="share of right answers (%(default)s)")

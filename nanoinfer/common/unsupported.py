@@ -71,7 +71,6 @@ ENGINE: Table = by_advice({
 SAMPLING: Table = by_advice({
     "all n completions are returned": dict(best_of=(1,)),
     "use n and sampling": dict(use_beam_search=(False,)),
-    "logprobs are those of generated tokens": dict(prompt_logprobs=()),
     _STRUCTURED: dict(
         guided_decoding=(), guided_json=(), guided_regex=(), guided_choice=(), guided_grammar=(),
         guided_decoding_backend=("auto", "guidance"), guided_whitespace_pattern=(),

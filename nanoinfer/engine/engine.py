@@ -22,13 +22,14 @@ from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.start import build
 from nanoinfer.engine.stats import statistics
 from nanoinfer.engine.trace import Trace
+from nanoinfer.execution.prompt_logprobs import ChunkLogprobs
 from nanoinfer.outputs import StreamOutput
 from nanoinfer.requests.prompts import Prompt
 from nanoinfer.requests.request import Request
 from nanoinfer.requests.sequence import Sequence
 from nanoinfer.sampling.limits import TokenLimits
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.step.batch import Batch
+from nanoinfer.step.batch import Batch, PrefillChunk
 from offload import Runtime
 
 # What a closed engine lacks.
@@ -296,15 +297,14 @@ class LLMEngine:
         If this fails, the requests of the step are at risk, and so are those of the step `behind` it, which depends on
         its tokens.
         """
-        self.work.at_risk = [*step.batch.sampled, *([] if behind is None else behind.batch.sequences)]
+        self.work.at_risk = [*step.batch.read, *([] if behind is None else behind.batch.sequences)]
         self.work.in_flight = None
         self._read_tokens(step)
         begin = time.perf_counter()
-        sequences = step.batch.sampled
         # In their order: in which order blocks are given back decides which cached ones are evicted first.
-        names = dict.fromkeys(sequence.request_id for sequence in sequences if sequence.finish_reason is not None)
+        names = dict.fromkeys(one.request_id for one in step.batch.read if one.finish_reason is not None)
         self.work.remove_ended([self.work.requests[name] for name in names if name in self.work.requests])
-        for sequence in sequences:  # the last token of a block makes it known what the block holds
+        for sequence in step.batch.sampled:  # the last token of a block makes it known what the block holds
             if not len(sequence.token_ids) % self.config.block_size and sequence.row is not None:
                 self.kv_cache.prefixes.publish(sequence)
         self.meter.trace_host("give back and publish", begin)
@@ -317,6 +317,9 @@ class LLMEngine:
         made = read if step.tokens.made is None else step.tokens.made
         self.meter.trace_host("wait for tokens", begin)
         self.meter.count(step, read, read - begin)
+        for chunk, found in zip(step.batch.chunks, step.tokens.read_prompts(), strict=False):
+            if found is not None and chunk.sequence.finish_reason is None:
+                self._take_prompt(chunk, *found)
         for sequence, (token_id, logprobs, error) in zip(step.batch.sampled, sampled, strict=True):
             if sequence.finish_reason is not None:
                 continue
@@ -331,6 +334,15 @@ class LLMEngine:
                 continue
             self._outputs.append(output)
         self.meter.trace_host("take tokens", read)
+
+    def _take_prompt(self, chunk: PrefillChunk, logprobs: ChunkLogprobs, error: Exception | None) -> None:
+        request = self.work.requests[chunk.sequence.request_id]
+        try:
+            if error is not None:
+                raise error
+            request.take_prompt_logprobs(chunk.begin, *logprobs)
+        except Exception as failure:
+            self._outputs += request.fail(failure)
 
     # Modes and statistics
 

@@ -12,6 +12,7 @@ from nanoinfer.common.errors import RequestError, shown
 from nanoinfer.engine.modes import Modes
 from nanoinfer.engine.start import BuiltEngine
 from nanoinfer.engine.token_limits import check_some_left, token_limits
+from nanoinfer.requests.detokenizer import TokenTexts
 from nanoinfer.requests.prompts import Prompt, encode, too_long, unpack
 from nanoinfer.requests.request import Request
 from nanoinfer.requests.sequence import Sequence
@@ -30,6 +31,7 @@ class Intake:
         self._tokenizer, self._end_token_ids, self._modes = built.tokenizer, built.end_token_ids, modes
         self._vocab_size, self._max_model_len = built.runner.spec.vocab_size, built.runner.plan.max_model_len
         self._random = random.Random(built.config.seed)  # seeds of requests that give none
+        self._token_texts = TokenTexts(built.tokenizer)
         self._known_limits = lru_cache(maxsize=64)(token_limits)  # many requests ask for the same
         self._grammars = GrammarCompiler(self._end_token_ids, self._vocab_size)
 
@@ -111,7 +113,8 @@ class Intake:
         prompt = unpack(prompt)
         text = prompt if isinstance(prompt, str) else None
         params = params.clone()  # the caller may assign to it
-        request = Request(request_id, text, token_ids, params, self._tokenizer, self._end_token_ids)
+        about_model = self._tokenizer, self._end_token_ids, self._token_texts
+        request = Request(request_id, text, token_ids, params, *about_model)
         for index in range(params.n):
             seed = self._random.getrandbits(64) if params.seed is None else (params.seed + index) % 2**64
             matcher = None if grammar is None else Matcher(grammar, ends, params.min_tokens)

@@ -10,7 +10,7 @@ import numpy as np
 from nanoinfer.kv.cache import KVCache
 from nanoinfer.requests.sequence import Sequence
 from nanoinfer.sampling.settings import RowSampling
-from nanoinfer.step.batch import Batch
+from nanoinfer.step.batch import Batch, PrefillChunk
 from nanoinfer.step.plan import NUM_HEAD_COLUMNS, ON_DEVICE, PromptChunk, StepPlan
 
 UNKNOWN = -1
@@ -88,16 +88,7 @@ class StepPlanner:
             gone = tables.lifetimes.take_gone()
         plan = StepPlan(
             number=self._number,
-            chunks=tuple(
-                PromptChunk(
-                    row=chunk.sequence.row,
-                    begin=chunk.begin,
-                    end=chunk.end,
-                    token_ids=np.array(chunk.sequence.token_ids[chunk.begin : chunk.end], dtype=np.int32),
-                    is_last=chunk.is_last,
-                )
-                for chunk in chunks
-            ),
+            chunks=tuple(map(_prompt_chunk, chunks)),
             rows=rows,
             begins=ends - 1,
             ends=ends,
@@ -174,3 +165,13 @@ class StepPlanner:
         for sequence, first, full in zip(sequences, firsts, fulls, strict=True):
             sequence.num_blocks_read += full
             sequence.num_resident_read += full - first
+
+
+def _prompt_chunk(chunk: PrefillChunk[Sequence]) -> PromptChunk:
+    sequence, begin, end = chunk.sequence, chunk.begin, chunk.end
+    top, scored = sequence.num_prompt_logprobs, {}
+    if top is not None:
+        behind = sequence.prompt_token_ids[begin + 1 : end + 1]  # behind the last one comes what is sampled
+        scored = dict(next_token_ids=np.array(behind, dtype=np.int32), num_logprobs=top)
+    token_ids = np.array(sequence.token_ids[begin:end], dtype=np.int32)
+    return PromptChunk(sequence.row, begin, end, token_ids, chunk.is_last, **scored)

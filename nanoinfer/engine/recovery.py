@@ -100,7 +100,7 @@ class Work:
             try:
                 self._read_tokens(step)
             except Exception:
-                self.at_risk = [*self.at_risk, *step.batch.sampled]
+                self.at_risk = [*self.at_risk, *step.batch.read]
         if not is_sound:
             self.at_risk = [s for s in self.sequences if s.state is not SequenceState.WAITING or s.num_pending]
         for sequence in [*self.at_risk, *(s for s in self.sequences if s.num_pending and s.finish_reason is None)]:

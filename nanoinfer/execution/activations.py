@@ -15,11 +15,13 @@ from nanoinfer.devices.registry import device_of
 from nanoinfer.execution.memory import MemoryPlan
 from nanoinfer.execution.pieces import Around, Pieces
 from nanoinfer.execution.products import check_products, run_ours
+from nanoinfer.execution.prompt_logprobs import score
 from nanoinfer.execution.recurrent import RecurrentStates
 from nanoinfer.kernels.linear.counts import MAX_ROWS, padded_rows
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.pieces import Held
 from nanoinfer.models.step_tensors import StepTensors
+from nanoinfer.sampling_params import MAX_LOGPROBS
 from offload import KVLayout, Places, Stream
 
 
@@ -115,9 +117,13 @@ class Activations:
         tensors.reserve(spec)
         for index in pieces.one_of_each_kind:
             pieces.run_around(index, tensors, around)
-        normed = tensors.x[: min(self.plan.max_num_seqs, tokens)]
+        normed = tensors.x
         del tensors, around
-        self.model.logits(normed).argmax(dim=-1)
+        self.model.logits(normed[: self.plan.max_num_seqs]).argmax(dim=-1)
+        some = numbers[: self.plan.slice_rows]
+        shape = len(some), 1 + min(MAX_LOGPROBS, spec.vocab_size)
+        results = (torch.empty(shape, dtype=dtype, device=device) for dtype in (torch.float32, torch.int64))
+        score(self.model, normed.index_select(0, some), torch.zeros_like(some), *results)
 
     def _around(self, kv: torch.Tensor, tokens: int) -> Around:
         """Return what the step does around pieces: one sequence of `tokens` tokens attends to one block."""

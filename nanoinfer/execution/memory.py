@@ -13,6 +13,8 @@ class MemoryPlan:
 
     Attributes:
         activation_bytes: transient memory of the largest prefill step, or of sampling if that takes more.
+        slice_rows: rows of logits that are made at a time for log-probabilities of prompts; those of a slice are
+            counted with the prefill step.
         workspace_bytes: fixed buffers of decode and of small prefill steps, and tables, without the attention partials
             of whole blocks.
         weight_bytes: of those that stay on the GPU, with position tables and the buffer for a matrix.
@@ -52,6 +54,7 @@ class MemoryPlan:
     max_model_len: int = 0
     max_num_seqs: int = 0
     max_num_batched_tokens: int = 0
+    slice_rows: int = 0
     streamed_pieces: tuple[int, ...] = ()
     streamed_bytes: int = 0
     num_expert_slots: int = 0

@@ -37,14 +37,16 @@ class PrefillProgram:
         # negative slots.
         self._padding = (0, 0, -1, states.padding_row) if states.of_layer else (0, 0, -1)
         max_tokens, max_seqs = plan.max_num_batched_tokens, min(plan.max_num_seqs, plan.max_num_batched_tokens)
-        # The table holds how many tokens are live, tokens, positions, slots and rows; then per sequence the offsets and
-        # ranges; then block tables and ring chunks. Every sequence of the step may have a history on the host (a shared
-        # prefix, a switch), with each of its blocks in a separate ring slot.
+        # The table holds how many tokens are live, tokens, positions, slots and rows; which of them are scored, and by
+        # which token; then per sequence the offsets and ranges; then block tables and ring chunks. Every sequence of
+        # the step may have a history on the host (a shared prefix, a switch), with each of its blocks in a separate
+        # ring slot.
         blocks = min(plan.max_splits, max_seqs * resources.max_blocks_per_seq)
         num_rows = padded_rows(max_tokens) if device_of(runtime.device).pads_rows else max_tokens
-        size = 4 + len(self._padding) * num_rows + 1 + max_seqs * resources.max_blocks_per_seq
+        size = 4 + len(self._padding) * num_rows + 2 * max_tokens + 1 + max_seqs * resources.max_blocks_per_seq
         size += (6 + bool(states.of_layer) + len(resources.windows)) * max_seqs
-        size += 3 * (9 + 2 * bool(states.of_layer) + 2 * len(resources.windows))  # each table begins at a multiple of 4
+        # Each array begins at a multiple of 4.
+        size += 3 * (11 + 2 * bool(states.of_layer) + 2 * len(resources.windows))
         size += 3 * len(resources.windows) * blocks
         self._table = DeviceTable(runtime, size)
         self.pieces = PrefillPieces(resources, self._table, self._padding)
@@ -67,6 +69,9 @@ class PrefillProgram:
         num_tokens = int(lengths.sum())
         last = packer.add(np.concatenate([np.cumsum(lengths)[finished] - 1, num_tokens + np.arange(num_decoding)]))
         last_rows = packer.add(step.sampled_rows)
+        next_ids, begins = [chunk.next_token_ids for chunk in chunks], np.cumsum(lengths) - lengths
+        indices = [begin + np.arange(len(ids)) for begin, ids in zip(begins, next_ids, strict=True)]
+        scored, scored_by = packer.add(np.concatenate(indices)), packer.add(np.concatenate(next_ids))
         query_pos = packer.add([chunk.begin for chunk in chunks])
         kv_end = packer.add([chunk.end for chunk in chunks])
         num_blocks = [-(-chunk.end // block_size) for chunk in chunks]
@@ -111,6 +116,8 @@ class PrefillProgram:
             begun=begun,
             last=last,
             last_rows=last_rows,
+            scored=scored,
+            scored_by=scored_by,
             gpu_ranges=gpu_ranges,
             slot_tables=slot_tables,
             lengths=lengths,
@@ -195,6 +202,9 @@ class PrefillStep(OffloadStep):
             their prompt, then the tokens of decoding sequences.
         last_rows: [n] the rows of these tokens.
         last_normed: [n, hidden_size], what the head reads; filled by the last piece.
+        scored, scored_by: [m] each, index in the step of each token behind which one of the prompt has its
+            log-probability made, and that one's id; none if nobody wants any.
+        normed: [N, hidden_size], what the head reads of all tokens; left by the last piece where some are scored.
         gpu_ranges: for each window what the chunks attend to in the GPU pool.
         slot_tables: for each window [3, n] int32: first block, end of the keys and load state of each pair of a ring
             chunk and a sequence that reads it.
@@ -212,12 +222,15 @@ class PrefillStep(OffloadStep):
     begun: torch.Tensor
     last: torch.Tensor
     last_rows: torch.Tensor
+    scored: torch.Tensor
+    scored_by: torch.Tensor
     gpu_ranges: list[KeyRange]
     slot_tables: Sequence[torch.Tensor]
     lengths: np.ndarray
     readers: Sequence[tuple[np.ndarray, np.ndarray]]
     shares: np.ndarray | None = None
     last_normed: torch.Tensor = field(init=False)
+    normed: torch.Tensor | None = None
     state: PrefillState | None = None
 
     @property
@@ -262,6 +275,7 @@ class PrefillStep(OffloadStep):
 
     def _end(self) -> None:
         self.last_normed = self.tensors.x.index_select(0, self.last)
+        self.normed = self.tensors.x if len(self.scored) else None
         self.tensors = self.state = None
 
     def _attend_slot(self, layer: int, chunk: Chunk, ring_slot: int) -> None:

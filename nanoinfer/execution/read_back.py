@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from nanoinfer.common.errors import RequestError
+from nanoinfer.execution.prompt_logprobs import ChunkLogprobs, PendingPrompts, copy_logprobs
 from nanoinfer.execution.tables import DeviceTable
-from nanoinfer.sampling.reference import logprobs_of
 from nanoinfer.sampling.settings import NOTHING_LEFT, UNSOUND
 from nanoinfer.sampling_params import MAX_LOGPROBS
 from offload import Event, Runtime, Stream
@@ -27,8 +27,8 @@ class PendingTokens:
     Args:
         tokens: [n] int64, pinned, valid once `done` was reached; `UNSOUND` or `NOTHING_LEFT` where none could be drawn.
         places: of the tokens with log-probabilities.
-        values: [places, 1 + top] float32, pinned: the token's log-probability, then the top values.
-        ids: [places, 1 + top] int64, pinned: the token's rank, then the top ids.
+        values, ids: [places, 1 + top] float32 and int64, pinned, as `copy_logprobs` writes them.
+        prompts: log-probabilities of the prompts of the step; None: nobody wants any.
         fault: why logits are unsound, as far as it is known.
         reads: [1] int64, pinned, see `ReadBack`; None: the model has no experts.
 
@@ -44,12 +44,13 @@ class PendingTokens:
         places: Sequence[int],
         values: torch.Tensor,
         ids: torch.Tensor,
+        prompts: PendingPrompts | None,
         done: Event,
         fault: str,
         reads: torch.Tensor | None,
     ) -> None:
         self._tokens, self._places, self._values, self._ids, self._fault = tokens, places, values, ids, fault
-        self.done, self._reads = done, reads
+        self.done, self._reads, self._prompts = done, reads, prompts
         self.made: float | None = None
         self.experts_read = 0
 
@@ -66,6 +67,12 @@ class PendingTokens:
         for place, values, ids in zip(self._places, self._values.tolist(), self._ids.tolist(), strict=True):
             logprobs[place] = values[0], ids[0], values[1:], ids[1:]
         return list(zip(tokens, logprobs, map(self._error, tokens), strict=True))
+
+    def read_prompts(self) -> list[tuple[ChunkLogprobs, Exception | None] | None]:
+        """Return, once the step was read, the log-probabilities of the prompt of each of its chunks, and why they are
+        unusable, or None; None for a chunk of which none are wanted. Empty where no chunk has any."""
+        found = [] if self._prompts is None else self._prompts.read()
+        return [one and (one[0], None if one[1] else ValueError(self._fault)) for one in found]
 
     def _error(self, token: int) -> Exception | None:
         if token == NOTHING_LEFT:
@@ -94,10 +101,16 @@ class ReadBack:
         sizes = (max_rows, torch.int64), (each, torch.float32), (each, torch.int64), (1, torch.int64)
         self.buffers = deque(([runtime.staging(*size) for size in sizes], runtime.event()) for _ in range(2))
 
-    def send(self, tokens: torch.Tensor, logits: torch.Tensor, num_logprobs: dict[int, int]) -> PendingTokens:
+    def send(
+        self,
+        tokens: torch.Tensor,
+        logits: torch.Tensor,
+        num_logprobs: dict[int, int],
+        prompts: PendingPrompts | None = None,
+    ) -> PendingTokens:
         """Enqueue the copies of a step's tokens and of the log-probabilities that are wanted.
 
-        tokens: [n] int64; logits: [n, vocab_size]; num_logprobs: as in `StepPlan`.
+        tokens: [n] int64; logits: [n, vocab_size]; num_logprobs: as in `StepPlan`; prompts: what was launched before.
         """
         self.buffers.rotate()
         (tokens_host, *flat, reads), done = self.buffers[0]
@@ -109,10 +122,7 @@ class ReadBack:
 
             def look_up() -> None:
                 chosen = tokens.index_select(0, index).clamp(min=0)  # not those without one
-                found = logprobs_of(logits.index_select(0, index).float(), chosen, top)
-                logprobs, ranks, top_values, top_ids = found
-                values.copy_(torch.cat((logprobs[:, None], top_values), dim=1), non_blocking=True)
-                ids.copy_(torch.cat((ranks[:, None], top_ids), dim=1), non_blocking=True)
+                copy_logprobs(logits.index_select(0, index).float(), chosen, values, ids)
 
             self._compute.run(look_up)
         tokens_host = tokens_host[: len(tokens)]
@@ -123,7 +133,7 @@ class ReadBack:
         else:
             self._compute.copy(reads, self._reads)
         self._compute.record(done)
-        return PendingTokens(tokens_host, places, values, ids, done, self._fault, reads)
+        return PendingTokens(tokens_host, places, values, ids, prompts, done, self._fault, reads)
 
     def forget(self) -> None:
         """Have the table uploaded again: after an exception, the one on the device may hold anything."""

@@ -26,6 +26,7 @@ from nanoinfer.execution.graphs import Graphs, GraphWork
 from nanoinfer.execution.memory import MemoryPlan
 from nanoinfer.execution.mixed import MixedStep
 from nanoinfer.execution.prefill import PrefillProgram, PrefillStep
+from nanoinfer.execution.prompt_logprobs import PendingPrompts, PromptLogprobs
 from nanoinfer.execution.read_back import PendingTokens, ReadBack
 from nanoinfer.execution.recurrent import RecurrentStates
 from nanoinfer.execution.resources import Resources
@@ -52,6 +53,7 @@ class UnsampledStep:
         prefill: the part of its chunks, if it has any.
         logits: of the rows that get a token, [sampled rows, vocab_size], once the layers have run.
         streamed_bytes: [members of the step] int64, the bytes that are streamed for each; None: nothing streams.
+        prompts: log-probabilities of its prompts; None: nobody wants any.
     """
 
     plan: StepPlan
@@ -60,6 +62,7 @@ class UnsampledStep:
     timeline: NoTimeline
     logits: torch.Tensor
     streamed_bytes: np.ndarray | None
+    prompts: PendingPrompts | None
 
 
 class ModelRunner:
@@ -127,6 +130,8 @@ class ModelRunner:
         if (reads := reads_of(model)) is not None:
             reads.zero_()  # nobody asked for what was read so far
         self.read_back = ReadBack(runtime, self.compute, self.decode_program.tokens.numel(), logits_fault, reads)
+        sizes = plan.max_num_batched_tokens, plan.slice_rows
+        self._prompt_logprobs = PromptLogprobs(runtime, self.compute, model, *sizes)
         self.token_masks = TokenMasks(runtime, self.compute, plan.max_num_seqs, spec.vocab_size)
         self.graph_memory: tuple[int, int] | None = None  # bytes in use before, and that plus what all captures took
         runtime.synchronize()  # tables were filled on another stream than the one that will write them
@@ -260,9 +265,11 @@ class ModelRunner:
             logits = self.decode_program.logits[: len(plan.sampled_rows)]
             if prefill is not None and len(logits):
                 self.compute.run(lambda: self.model.logits(prefill.last_normed, logits))
+            prompts = None if prefill is None else self._prompt_logprobs.launch(prefill, plan.chunks)
         if step.plan.transfers and step.shares is None:
             step.shares = self._shares(step, plan.num_members)
-        return UnsampledStep(plan, step, prefill, timeline, logits, step.shares if step.plan.transfers else None)
+        shares = step.shares if step.plan.transfers else None
+        return UnsampledStep(plan, step, prefill, timeline, logits, shares, prompts)
 
     def sample(
         self,
@@ -293,7 +300,7 @@ class ModelRunner:
                     # are read.
                     self.compute.run(lambda: sampling.sample(logits, prefill.last_rows, tokens))
             launched.timeline.lap(self.compute, COMPUTE, "sampling")
-            return self.read_back.send(tokens, logits, plan.num_logprobs)
+            return self.read_back.send(tokens, logits, plan.num_logprobs, launched.prompts)
 
     def _shares(self, step: DecodeStep | PrefillStep | MixedStep, num_members: int) -> np.ndarray:
         resources = self.decode_program.resources
@@ -337,7 +344,7 @@ class ModelRunner:
         self._forget_tables()  # a step that may be repeated refers to its program
         arena, streamed = self.offload.host.arena, self.model.streamed
         del self.decode_program, self.prefill_program, self.gpu_kv, self.kept, self.block_copies, self.ring, self.model
-        del self._activations, self.graphs, self.offload
+        del self._activations, self._prompt_logprobs, self.graphs, self.offload
         if arena is not None:
             arena.close()
         streamed.close()

@@ -17,7 +17,7 @@ class PrefixCache:
         is_enabled: if False, nothing is published, and so nothing is found.
 
     Attributes:
-        num_queried_tokens: tokens of the prompts admitted so far.
+        num_queried_tokens: tokens of the prompts admitted so far that were looked up.
         num_hit_tokens: those of them that were found.
     """
 
@@ -27,7 +27,7 @@ class PrefixCache:
 
     def find(self, sequence: Sequence) -> list[int]:
         """Take up and return the published blocks of the longest known prefix. At least one token stays to compute."""
-        if not self._is_enabled:
+        if not self._may_find(sequence):
             return []
         hits, (_, pool) = [], self._tables.home
         for key in self._keys(sequence, (sequence.num_tokens - 1) // self._block_size):
@@ -39,16 +39,20 @@ class PrefixCache:
 
     def key_behind(self, sequence: Sequence, num_hits: int) -> bytes | None:
         """Return the key of the first block that `find` did not find, or None if it found all that may be shared."""
-        if not self._is_enabled or num_hits == (sequence.num_tokens - 1) // self._block_size:
+        if not self._may_find(sequence) or num_hits == (sequence.num_tokens - 1) // self._block_size:
             return None
         return self._keys(sequence, num_hits + 1)[-1]
 
     def begin(self, sequence: Sequence, num_hits: int) -> None:
         """Count an admitted sequence of which `num_hits` blocks were found, and so are published already."""
         sequence.num_published = num_hits
-        if self._is_enabled:
+        if self._may_find(sequence):
             self.num_queried_tokens += sequence.num_tokens
             self.num_hit_tokens += num_hits * self._block_size
+
+    def _may_find(self, sequence: Sequence) -> bool:
+        """Whether a sequence is looked up: log-probabilities of a prompt are made where all of it is computed."""
+        return self._is_enabled and sequence.num_prompt_logprobs is None
 
     def publish(self, sequence: Sequence) -> None:
         """Publish the full blocks of an admitted sequence whose tokens are known, for equal beginnings to share."""

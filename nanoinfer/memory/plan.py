@@ -23,7 +23,7 @@ from nanoinfer.memory.refusals import (
     refuse_gpu,
 )  # fmt: skip
 from nanoinfer.memory.streamed import link_cost
-from nanoinfer.memory.working import activation_bytes, graph_bytes
+from nanoinfer.memory.working import activations, graph_bytes
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.models.expert_slots import pool_bytes
 from nanoinfer.models.streamed import place_sizes, spread
@@ -316,7 +316,7 @@ def _spend(
         embedding_bytes=embedding_bytes,
         weight_bytes=spec.weight_bytes - host_bytes - expert_bytes - embedding_bytes + scratch_bytes + rope_bytes,
         place_bytes=place_bytes,
-        activation_bytes=activation_bytes(spec, max_num_batched_tokens, max_batch, device),
+        **activations(spec, max_num_batched_tokens, max_batch, device),
         workspace_bytes=buffer_bytes(spec, sizes, batch_sizes, token_counts, config.num_ring_slots),
         library_bytes=device.library_bytes,
         graph_bytes=graph_bytes(spec, max_batch, max(token_counts, default=0)) if has_graphs else 0,

@@ -14,15 +14,25 @@ from nanoinfer.sampling.reference import workspace_bytes as reference_bytes
 # 70B.
 ACTIVATION_SLACK = 1.10
 ACTIVATION_MARGIN_BYTES = 16 * 2**20
+# Rows of logits at a time. The head's weight is read for each slice anew; of 64 rows that takes as long as the product.
+_SLICES = (64, 32, 16, 8, 4, 2)
 
 
-def activation_bytes(spec: ModelSpec, max_num_batched_tokens: int, max_batch: int, device: Device) -> int:
-    """Return the bytes of the largest prefill step, or of sampling for all rows behind it; eager decode takes less."""
+def activations(spec: ModelSpec, max_num_batched_tokens: int, max_batch: int, device: Device) -> dict[str, int]:
+    """Return `activation_bytes` and `slice_rows` of a `MemoryPlan`.
+
+    Bytes of the largest prefill step, or of sampling for all rows behind it; eager decode takes less. Log-probabilities
+    of prompts are made of as many rows at a time as take no more than these, and of one at least.
+    """
     is_fused = device.is_fused
     tokens = padded_rows(max_num_batched_tokens) if device.pads_rows else max_num_batched_tokens
     expanding = 0 if is_fused else spec.product_bytes
     largest = max(prefill_bytes(spec, tokens, is_fused) + expanding, sampling_bytes(spec, max_batch, is_fused))
-    return int(largest * ACTIVATION_SLACK) + ACTIVATION_MARGIN_BYTES if device.counts_memory else largest
+    fitting = (rows for rows in _SLICES if scoring_bytes(spec, tokens, rows) + expanding <= largest)
+    slice_rows = next(fitting, 1)
+    largest = max(largest, scoring_bytes(spec, tokens, slice_rows) + expanding)
+    total = int(largest * ACTIVATION_SLACK) + ACTIVATION_MARGIN_BYTES if device.counts_memory else largest
+    return dict(activation_bytes=total, slice_rows=slice_rows)
 
 
 def prefill_bytes(spec: ModelSpec, tokens: int, is_fused: bool = True) -> int:
@@ -74,3 +84,11 @@ def sampling_bytes(spec: ModelSpec, max_batch: int, is_fused: bool) -> int:
     logprobs = rows * spec.vocab_size * (size + 4) + logprobs_bytes(rows, spec.vocab_size)
     reference = 0 if is_fused else reference_bytes(rows, spec.vocab_size)
     return rows * spec.vocab_size * size + max(logprobs, reference)
+
+
+def scoring_bytes(spec: ModelSpec, tokens: int, rows: int) -> int:
+    """Return the bytes of a slice of the log-probabilities of prompts (`PromptLogprobs`), beside what the head reads of
+    all tokens: its rows' logits, those in float32, and what is looked up in them."""
+    rows, size = min(tokens, rows), spec.dtype.itemsize
+    normed = (tokens + rows) * spec.hidden_size * size
+    return normed + rows * spec.vocab_size * (size + 4) + logprobs_bytes(rows, spec.vocab_size)

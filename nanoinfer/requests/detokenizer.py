@@ -13,11 +13,20 @@ NUM_PROMPT_CONTEXT_TOKENS = 5
 MAX_WAITING_TOKENS = 16
 
 
-def token_text(tokenizer: PreTrainedTokenizerBase | None, token_id: int) -> str | None:
-    """Return the text of a single token; None without a tokenizer."""
-    if tokenizer is None:
-        return None
-    return tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+class TokenTexts(dict):
+    """The text of single tokens, by id; None without a tokenizer. Those that were asked for are kept: with
+    log-probabilities the same ones are, again and again, and a tokenizer takes microseconds for one."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> str | None:
+        if self._tokenizer is None:
+            return None
+        how = dict(skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = self[token_id] = self._tokenizer.decode([token_id], **how)
+        return text
 
 
 class Detokenizer:

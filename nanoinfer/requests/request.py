@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from transformers import PreTrainedTokenizerBase
 
 from nanoinfer.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput, StreamOutput
-from nanoinfer.requests.detokenizer import Detokenizer, token_text
+from nanoinfer.requests.detokenizer import Detokenizer, TokenTexts
 from nanoinfer.requests.sequence import Sequence
 from nanoinfer.sampling_params import SamplingParams
 
@@ -16,6 +16,10 @@ from nanoinfer.sampling_params import SamplingParams
 @dataclass
 class Request:
     """A prompt with its `n` completions, each of which is a sequence.
+
+    Attributes:
+        token_texts: what log-probabilities show of a token.
+        prompt_logprobs: of the prompt's tokens, as far as they are known; nothing but the first entry unless asked for.
 
     Times are in seconds of `time.perf_counter`; the arrival is also kept as Unix time (`arrival_time`).
     """
@@ -26,6 +30,7 @@ class Request:
     params: SamplingParams
     tokenizer: PreTrainedTokenizerBase | None
     end_token_ids: frozenset[int]
+    token_texts: TokenTexts
     arrival: float = field(default_factory=time.perf_counter)
     arrival_time: float = field(default_factory=time.time)
     first_scheduled: float | None = None
@@ -33,6 +38,7 @@ class Request:
     first_made: float | None = None
     last_made: float | None = None
     sequences: list[Sequence] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=lambda: [None])
     failure: Exception | None = None  # why its completions have the finish reason "error"
 
     def add_sequence(self, sequence: Sequence) -> None:
@@ -123,14 +129,34 @@ class Request:
         self, sequence: Sequence, token_id: int, logprobs: tuple[float, int, list[float], list[int]]
     ) -> None:
         chosen, rank, top_values, top_ids = logprobs
-        top = sequence.params.logprobs or 0
+        sequence.logprobs.append(self._entry(token_id, chosen, rank, top_values, top_ids, sequence.params.logprobs))
+        sequence.cumulative_logprob += chosen
+
+    def _entry(
+        self, token_id: int, chosen: float, rank: int, top_values: list[float], top_ids: list[int], top: int
+    ) -> dict[int, Logprob]:
+        """Return log-probabilities of a token and of the `top` likeliest ones, of which more may be given."""
+        texts = self.token_texts
         entry = {
-            top_id: Logprob(logprob=value, rank=place, decoded_token=token_text(self.tokenizer, top_id))
+            top_id: Logprob(logprob=value, rank=place, decoded_token=texts[top_id])
             for place, (value, top_id) in enumerate(zip(top_values[:top], top_ids[:top], strict=True), start=1)
         }
-        entry[token_id] = Logprob(logprob=chosen, rank=rank, decoded_token=token_text(self.tokenizer, token_id))
-        sequence.logprobs.append(entry)
-        sequence.cumulative_logprob += chosen
+        entry[token_id] = Logprob(logprob=chosen, rank=rank, decoded_token=texts[token_id])
+        return entry
+
+    def take_prompt_logprobs(self, begin: int, values: list[list[float]], ids: list[list[int]]) -> None:
+        """Take the log-probabilities of the prompt's tokens behind token `begin`: each one's own, then the top values;
+        and its rank, then the top ids. What is computed again after a failure comes again."""
+        assert begin < len(self.prompt_logprobs), "some before them are missing"
+        tokens, top = self.prompt_token_ids[begin + 1 :], self.params.prompt_logprobs
+        self.prompt_logprobs[begin + 1 : begin + 1 + len(values)] = [
+            self._entry(token_id, chosen, rank, top_values, top_ids, top)
+            for token_id, (chosen, *top_values), (rank, *top_ids) in zip(tokens, values, ids, strict=False)
+        ]
+
+    def _known_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        is_whole = len(self.prompt_logprobs) == len(self.prompt_token_ids)
+        return self.prompt_logprobs if self.params.prompt_logprobs is not None and is_whole else None
 
     def output(self) -> RequestOutput:
         """Return all completions as far as they are."""
@@ -138,6 +164,7 @@ class Request:
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
+            prompt_logprobs=self._known_prompt_logprobs(),
             outputs=[self._completion_output(sequence) for sequence in self.sequences],
             finished=self.is_finished,
             metrics=self.metrics(),
@@ -168,6 +195,7 @@ class Request:
             text_delta=delta,
             token_ids_delta=sequence.token_ids[len(self.prompt_token_ids) + begin :],
             logprobs_delta=sequence.logprobs[begin:] if self.params.logprobs is not None else None,
+            prompt_logprobs=None if begin or sequence.index else self._known_prompt_logprobs(),
             finished=finished,
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,

@@ -92,6 +92,12 @@ class Sequence:
         return len(self.token_ids) - len(self.prompt_token_ids)
 
     @property
+    def num_prompt_logprobs(self) -> int | None:
+        """How many log-probabilities are wanted with each token of the prompt; None: none. The first completion of a
+        request has them made for all."""
+        return None if self.index else self.params.prompt_logprobs
+
+    @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[len(self.prompt_token_ids) :]
 

@@ -7,6 +7,7 @@ import math
 import time
 import uuid
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
@@ -21,6 +22,8 @@ from nanoinfer.serve.tokenizing import Prompt
 DONE = b"data: [DONE]\n\n"
 _LOWEST_LOGPROB = -9999.0  # vLLM's; JSON has no -inf
 _encode = json.JSONEncoder(separators=(",", ":")).encode
+_PIECE_ENTRIES = 256  # some milliseconds of work
+PromptLogprobs = list[dict[int, Logprob] | None]
 
 
 class Answer:
@@ -30,7 +33,7 @@ class Answer:
         model: the model's name as the client gave it.
         prompts: (text or None, token ids) of each prompt.
         has_text: whether there is a tokenizer.
-        echoed: the prompts' texts, if the client wants them in front of the completions.
+        echoed: as `PromptTokenizer.echo_of`, of each prompt, if the client wants them in front of the completions.
     """
 
     wants_deltas = False
@@ -47,7 +50,7 @@ class Answer:
         model: str,
         prompts: list[Prompt],
         has_text: bool,
-        echoed: list[str] | None = None,
+        echoed: list[tuple[str, str | None]] | None = None,
     ) -> None:
         self.request, self.prompts, self.n = request, prompts, request.n or 1
         self.name = f"{self.id_prefix}-{request.request_id or uuid.uuid4().hex}"
@@ -62,14 +65,21 @@ class Answer:
         self._may_be_silent = has_text and echoed is None and not request.return_token_ids
         self._num_generated = 0
         self._num_cached = [0] * len(prompts)
+        self._prompt_logprobs: dict[int, PromptLogprobs] = {}  # by prompt
         self._started: set[int] = set()  # choices that already had an output
         self._called: set[int] = set()  # completions that call tools
         self.parsers: list[OutputParser] = []  # of a conversation: one for each completion
 
+    @property
+    def may_be_long(self) -> bool:
+        """Whether the whole answer may take so long to write that nothing else should wait for it."""
+        return self.request.num_prompt_logprobs is not None
+
     def whole(self, outputs: Iterable[Output]) -> bytes:
         """Return the body of the whole answer; each output is a whole completion."""
         choices = sorted(self._choices(outputs, is_whole=True), key=itemgetter("index"))
-        return _encode({**self._head, **self.body(choices), "usage": self._usage()}).encode()
+        encode = encode_in_pieces if self.may_be_long else _encode
+        return encode({**self._head, **self.body(choices), "usage": self._usage()}).encode()
 
     def body(self, choices: list[dict]) -> dict:
         return {"choices": choices}
@@ -110,13 +120,15 @@ class Answer:
             self._num_generated += len(token_ids)
             if output.finished:
                 self._num_cached[place] = output.metrics.num_cached_tokens
+            if output.prompt_logprobs is not None:
+                self._prompt_logprobs[place] = output.prompt_logprobs
             said = self.said(output)
             if not output.finished and self._may_be_silent and not said and entries is None:
                 continue  # part of a character, or of what may be a stop string or the begin of a call
             is_first = index not in self._started
             self._started.add(index)
             if is_first and self._echoed:
-                said = self._echoed[place] + said
+                said = self._echoed[place][0] + said
             choice = {"index": index, **self.content(said, is_whole), "finish_reason": self.finish_reason(output)}
             choice["logprobs"] = None if entries is None else self.logprobs(index, token_ids, entries)
             if output.finished:
@@ -125,7 +137,21 @@ class Answer:
                 choice["token_ids"] = token_ids
                 if is_first:
                     choice["prompt_token_ids"] = self.prompts[place][1]
+            if self.request.prompt_logprobs is not None:
+                choice["prompt_logprobs"] = self._shown_prompt_logprobs(place)
             yield choice
+
+    def _shown_prompt_logprobs(self, place: int) -> list[dict[int, dict] | None]:
+        """Return log-probabilities of a prompt as vLLM shows them."""
+        top = self.request.prompt_logprobs
+        return [
+            entry
+            and {
+                one_id: {"logprob": _finite(one), "rank": one.rank, "decoded_token": one.decoded_token}
+                for one_id, one in _likeliest(entry, token_id, top).items()
+            }
+            for token_id, entry in zip(self.prompts[place][1], self._prompt_logprobs[place], strict=True)
+        ]
 
     def said(self, output: StreamOutput) -> Any:
         """Return what a completion gained, for `content`; nothing is false."""
@@ -175,19 +201,45 @@ class CompletionAnswer(Answer):
     def __init__(self, *arguments) -> None:
         super().__init__(*arguments)
         self._offsets: dict[int, int] = {}  # by choice: characters of the tokens so far
+        self._held: dict[int, list[Output]] = {}  # by prompt
+
+    def _choices(self, outputs: Iterable[Output], is_whole: bool) -> Iterator[dict]:
+        return super()._choices(self._in_order(outputs), is_whole)
+
+    def _in_order(self, outputs: Iterable[Output]) -> Iterator[Output]:
+        """Yield outputs, those of a prompt that is echoed with log-probabilities not before the one that has these."""
+        for place, output in outputs:
+            if self.request.only_echoes:
+                output = replace(output, text_delta="", token_ids_delta=[], finish_reason="length", stop_reason=None)
+                output.logprobs_delta = None if output.logprobs_delta is None else []
+            is_known = output.prompt_logprobs is not None or place in self._prompt_logprobs
+            if self.request.echoes_logprobs and not is_known:
+                self._held.setdefault(place, []).append((place, output))
+            else:
+                yield place, output
+                yield from self._held.pop(place, ())
 
     def content(self, said: str, is_whole: bool) -> dict:
         return {"text": said}
 
     def logprobs(self, index: int, token_ids: list[int], entries: list[dict[int, Logprob]]) -> dict:
+        if self.request.echo and index not in self._offsets:
+            place = index // self.n
+            token_ids = [*self.prompts[place][1], *token_ids]
+            entries = [*self._prompt_logprobs[place], *entries]
         offset = self._offsets.get(index, 0)
         result: dict[str, list] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
         for token_id, entry in zip(token_ids, entries, strict=True):
-            name = _token_name(token_id, entry[token_id])
+            if entry is None:  # the first token of the prompt
+                name, logprob, top = _token_name(token_id, self._echoed[index // self.n][1]), None, None
+            else:
+                entry = _likeliest(entry, token_id, self.request.logprobs)
+                name, logprob = _token_name(token_id, entry[token_id].decoded_token), _finite(entry[token_id])
+                top = {_token_name(one_id, one.decoded_token): _finite(one) for one_id, one in entry.items()}
             result["text_offset"].append(offset)
-            result["token_logprobs"].append(_finite(entry[token_id]))
+            result["token_logprobs"].append(logprob)
             result["tokens"].append(name)
-            result["top_logprobs"].append({_token_name(*item): _finite(item[1]) for item in entry.items()})
+            result["top_logprobs"].append(top)
             offset += len(name)
         self._offsets[index] = offset
         return result
@@ -202,9 +254,10 @@ class ChatAnswer(Answer):
 
     def body(self, choices: list[dict]) -> dict:
         body = super().body(choices)
-        if self.request.return_token_ids:
-            for choice in choices:
-                body["prompt_token_ids"] = choice.pop("prompt_token_ids")
+        for choice in choices:
+            for name in ("prompt_token_ids", "prompt_logprobs"):
+                if name in choice:
+                    body[name] = choice.pop(name)
         return body
 
     def first_events(self) -> bytes:
@@ -256,9 +309,16 @@ def _call_deltas(events: Iterable[Event]) -> list[dict]:
     return list(deltas.values())
 
 
-def _token_name(token_id: int, logprob: Logprob) -> str:
+def _token_name(token_id: int, text: str | None) -> str:
     """Return the token's text; without a tokenizer, the name that vLLM gives to the token."""
-    return f"token_id:{token_id}" if logprob.decoded_token is None else logprob.decoded_token
+    return f"token_id:{token_id}" if text is None else text
+
+
+def _likeliest(entry: dict[int, Logprob], token_id: int, top: int) -> dict[int, Logprob]:
+    """Return of an entry, which may have more, a token and the `top` likeliest ones."""
+    if len(entry) <= top:
+        return entry
+    return {one_id: one for one_id, one in entry.items() if one_id == token_id or one.rank <= top}
 
 
 def _finite(logprob: Logprob) -> float:
@@ -269,5 +329,17 @@ def _finite(logprob: Logprob) -> float:
 
 
 def _chat_logprob(token_id: int, logprob: Logprob) -> dict:
-    name = _token_name(token_id, logprob)
+    name = _token_name(token_id, logprob.decoded_token)
     return {"token": name, "logprob": _finite(logprob), "bytes": list(name.encode())}
+
+
+def encode_in_pieces(value: Any) -> str:
+    """Return the value as JSON, long lists in pieces: one call of the `json` module holds Python's lock."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{_encode(str(name))}:{encode_in_pieces(one)}" for name, one in value.items()) + "}"
+    if not isinstance(value, list):
+        return _encode(value)
+    if len(value) <= _PIECE_ENTRIES:
+        return "[" + ",".join(map(encode_in_pieces, value)) + "]"
+    pieces = [value[begin : begin + _PIECE_ENTRIES] for begin in range(0, len(value), _PIECE_ENTRIES)]
+    return "[" + ",".join(_encode(piece)[1:-1] for piece in pieces) + "]"

@@ -82,6 +82,7 @@ class AsyncLLM:
                         finished=all(one.finished for one in completions),
                         metrics=output.metrics or found.metrics,
                         error=output.error or found.error,
+                        prompt_logprobs=output.prompt_logprobs or found.prompt_logprobs,
                     )
                 yield found
         except ReaderLeft:  # by `abort`

@@ -89,14 +89,22 @@ async def _client_left(receive: Receive) -> None:
         pass
 
 
-async def whole_answer(stream: RequestStream, answer: Answer, receive: Receive) -> Response:
-    """Wait for the last token and return the whole answer. Raises as `RequestStream.next` and `while_client_stays`."""
+async def whole_answer(
+    stream: RequestStream,
+    answer: Answer,
+    receive: Receive,
+    aside: Callable[[Callable[[], bytes]], Awaitable[bytes]],
+) -> Response:
+    """Wait for the last token and return the whole answer. Raises as `RequestStream.next` and `while_client_stays`.
+
+    aside: runs work on another thread.
+    """
 
     async def body() -> bytes:
         outputs = []
         while items := await stream.next():
             outputs += items
-        return answer.whole(outputs)
+        return await aside(lambda: answer.whole(outputs)) if answer.may_be_long else answer.whole(outputs)
 
     try:
         return Response(await while_client_stays(receive, body()), media_type="application/json")

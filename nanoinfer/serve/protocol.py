@@ -79,6 +79,7 @@ class GenerationRequest(Body):
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: Annotated[list[Count], Field(max_length=MAX_ALLOWED_TOKEN_IDS)] | None = None
     bad_words: Annotated[list[str], Field(max_length=MAX_BAD_WORDS)] | None = None
+    prompt_logprobs: Count | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: Any = None
@@ -99,6 +100,12 @@ class GenerationRequest(Body):
             raise BadRequestError(
                 f"best_of is {self.best_of} and n is {self.n or 1}: only best_of equal to n is supported, leave it out",
                 param="best_of",
+            )
+        if self.prompt_logprobs is not None and self.stream:
+            raise BadRequestError(
+                "prompt_logprobs is not supported with stream=true, whose events have no place for it: leave one of "
+                "them out",
+                param="prompt_logprobs",
             )
         if self.stream_options is not None and not self.stream:
             raise BadRequestError("stream_options needs stream=true: set it or leave it out", param="stream_options")
@@ -141,6 +148,11 @@ class GenerationRequest(Body):
         return self.logprobs
 
     @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same with each token of the prompt."""
+        return self.prompt_logprobs
+
+    @property
     def token_limit(self) -> int | None:
         """The most generated tokens, as given by the client; None: the endpoint decides."""
         return self.max_tokens
@@ -151,6 +163,7 @@ class GenerationRequest(Body):
         fields = {name: getattr(self, name) for name in names if name != "detokenize"}  # answers are text
         form_field, form = form_of(vars(self))
         fields |= {"max_tokens": self.token_limit, "logprobs": self.num_logprobs, "structured_outputs": form}
+        fields["prompt_logprobs"] = self.num_prompt_logprobs
         try:
             return SamplingParams(**defaults | {name: value for name, value in fields.items() if value is not None})
         except ValueError as error:
@@ -161,15 +174,17 @@ class GenerationRequest(Body):
 
 class CompletionRequest(GenerationRequest):
     prompt: Any
+    max_tokens: Count | None = None
     logprobs: Count | None = None
     echo: bool | None = None
 
     def check(self) -> None:
         super().check()
-        if self.echo and self.logprobs is not None:
+        if self.only_echoes and (not self.echo or self.min_tokens):
+            given = f"min_tokens is {self.min_tokens}" if self.echo else "echo is not true"
             raise BadRequestError(
-                "echo with logprobs is not supported, as prompts get no log-probabilities: leave one of them out",
-                param="echo",
+                f"max_tokens is 0 and {given}: 0 asks for the prompt alone, with echo=true; ask for at least one token",
+                param="max_tokens",
             )
         num_completions = len(self.prompts) * (self.n or 1)
         if num_completions > MAX_COMPLETIONS:
@@ -178,6 +193,23 @@ class CompletionRequest(GenerationRequest):
                 f"may have {MAX_COMPLETIONS}: send several requests",
                 param="prompt",
             )
+
+    @property
+    def only_echoes(self) -> bool:
+        """Whether the answer is the prompt alone."""
+        return self.max_tokens == 0
+
+    @property
+    def token_limit(self) -> int | None:
+        return 1 if self.only_echoes else self.max_tokens  # the engine's least; nobody sees that token
+
+    @property
+    def echoes_logprobs(self) -> bool:
+        return bool(self.echo) and self.logprobs is not None
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return max(self.logprobs, self.prompt_logprobs or 0) if self.echoes_logprobs else self.prompt_logprobs
 
     @property
     def prompts(self) -> list[str | list[int]]:

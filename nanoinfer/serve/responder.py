@@ -134,7 +134,7 @@ class Responder:
             await engine.submit(stream)
             if is_streamed:
                 return EventStream(stream, answer, partial(engine.requests.prompt_tokens, stream), self._pause)
-            return await whole_answer(stream, answer, request.receive)
+            return await whole_answer(stream, answer, request.receive, engine.prompts.aside)
 
     async def reply(
         self, request: Request, prepare: Callable[[bytes], Coroutine[Any, Any, bytes]], max_bytes: int

@@ -102,6 +102,10 @@ class PromptTokenizer:
             return text or ""
         return await self._on(_lane(len(token_ids)), lambda: self.tokenizer.decode(token_ids))
 
+    async def echo_of(self, prompt: Prompt) -> tuple[str, str | None]:
+        """Return the prompt as text, and the text of its first token alone; "" and None without a tokenizer."""
+        return await self.text_of(prompt), await self.text_of((None, prompt[1][:1])) if self.has_text else None
+
     def shown(self, token_ids: list[int]) -> str:
         """Return tokens as text for a person, special ones included; their ids without a tokenizer. On any thread."""
         return " ".join(map(str, token_ids)) if self.tokenizer is None else self.tokenizer.decode(token_ids)

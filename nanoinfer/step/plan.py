@@ -22,6 +22,8 @@ class PromptChunk:
     Attributes:
         token_ids: [end - begin] int32.
         is_last: whether the row's next token is sampled after this chunk.
+        next_token_ids: [m] int32, the tokens behind the first m of these, whose log-probabilities are wanted.
+        num_logprobs: how many log-probabilities of the likeliest tokens are wanted with each of them.
     """
 
     row: int
@@ -29,6 +31,8 @@ class PromptChunk:
     end: int
     token_ids: np.ndarray
     is_last: bool
+    next_token_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    num_logprobs: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -98,6 +98,8 @@ def draw_requests(generator: random.Random, seed: int) -> list[tuple[list[int], 
             ignore_eos=True,
             n=generator.choice([1, 1, 1, 2]),
             logprobs=generator.choice([1, 3, 20]),
+            # By a generator of its own: the others' seeds are those of workloads in which much happens.
+            prompt_logprobs=random.Random(f"{seed} {i}").choice([None, None, 0, 2, 20]),
         )
         requests.append((prompt[: MAX_LEN - 40], params))
     return requests

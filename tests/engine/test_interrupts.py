@@ -40,7 +40,7 @@ PARAMS = [
     for i, extra in enumerate(
         [
             dict(max_tokens=17),
-            dict(max_tokens=14, n=2, logprobs=2),
+            dict(max_tokens=14, n=2, logprobs=2, prompt_logprobs=1),
             dict(max_tokens=9, logprobs=1),
             dict(max_tokens=12, repetition_penalty=1.3, presence_penalty=0.3, min_tokens=3),
             dict(max_tokens=20),

@@ -1,6 +1,7 @@
 """A process that plans, without a tensor, and one that executes, without a sequence, run together."""
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ def connection():
 def test_two_processes_give_the_tokens_of_one(connection, tmp_path, mode, monkeypatch):
     path = make_checkpoint("qwen3", tmp_path, **SMALL)
     prompts, params = random_prompts(5, 20, 90), some_params(5)
+    params[1] = replace(params[1], prompt_logprobs=2)
     wanted = run(make_engine(path), prompts, params)
     num_tensors = sum(isinstance(one, torch.Tensor) for one in gc.get_objects())
     config = EngineConfig(model=path, **(COMMON | dict(max_model_len=144) | MODES[mode]))

@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -286,6 +287,18 @@ def peak_of_decoding(model: Decoder, num_rows: int) -> int:
     return live.peak
 
 
+@pytest.mark.parametrize("tokens, max_batch, rows", [(400_000, 8, 64), (512, 8, 8), (64, 64, 64), (64, 1, 1)])
+def test_log_probabilities_of_prompts_take_no_more_than_other_steps(tokens, max_batch, rows):
+    spec = meta_model("llama", vocab_size=50_000).spec
+    device = SimpleNamespace(is_fused=True, pads_rows=False, counts_memory=False)
+    found = memory.activations(spec, tokens, max_batch, device)
+    largest = max(memory.prefill_bytes(spec, tokens), memory.sampling_bytes(spec, max_batch, True))
+    of_slice = memory.scoring_bytes(spec, tokens, rows)
+    assert found == dict(activation_bytes=largest, slice_rows=rows)
+    assert of_slice <= largest
+    assert rows == 64 or memory.scoring_bytes(spec, tokens, 2 * rows) > largest
+
+
 def test_logits_that_graphs_and_sampling_take(as_on_cuda):
     model, rows = meta_model("llama", vocab_size=50_000), 8
     spec = model.spec
@@ -298,5 +311,15 @@ def test_logits_that_graphs_and_sampling_take(as_on_cuda):
     planned = memory.sampling_bytes(spec, rows, True) - memory.logprobs_bytes(rows, spec.vocab_size)
     assert live.peak == planned
     assert 2 * memory.sampling_bytes(spec, 1, True) == memory.sampling_bytes(spec, 2, True)
+    # Of a slice of a prompt's log-probabilities, behind a step of many tokens and of few.
+    for tokens in (1000, 40):
+        with LiveBytes() as live:
+            normed = torch.empty(tokens, spec.hidden_size, dtype=spec.dtype, device="meta")
+            rows_of_slice = normed.index_select(0, torch.arange(min(tokens, 64), device="meta"))
+            logits = model.logits(rows_of_slice)
+            wide = logits.float()
+        of_index = 8 * len(rows_of_slice)
+        planned = memory.scoring_bytes(spec, tokens, 64) - memory.logprobs_bytes(len(wide), spec.vocab_size)
+        assert planned <= live.peak <= planned + of_index
     # In graphs: what is added up in float32, and in the model's dtype.
     assert memory.graph_bytes(spec, rows, 0) == rows * (spec.vocab_size * (4 + 2) + spec.hidden_size * 2)

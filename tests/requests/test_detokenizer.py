@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from nanoinfer.requests.detokenizer import MAX_WAITING_TOKENS, Detokenizer, token_text
+from nanoinfer.requests.detokenizer import MAX_WAITING_TOKENS, Detokenizer, TokenTexts
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog.",
@@ -244,9 +244,17 @@ def test_without_a_tokenizer_there_is_no_text_and_tokens_are_counted():
     detokenizer = Detokenizer(None, ["stop"], [1, 2, 3])
     assert detokenizer.append([4, 5]) == ("", None)
     assert detokenizer.flush() == "" and detokenizer.text == "" and detokenizer.num_tokens == 2
-    assert token_text(None, 4) is None
+    assert TokenTexts(None)[4] is None
 
 
 def test_token_text_shows_special_tokens(byte_bpe):
-    assert token_text(byte_bpe, byte_bpe.eos_token_id) == "<|end|>"
-    assert token_text(byte_bpe, byte_bpe.encode("a", add_special_tokens=False)[0]) == "a"
+    texts = TokenTexts(byte_bpe)
+    assert texts[byte_bpe.eos_token_id] == "<|end|>"
+    assert texts[byte_bpe.encode("a", add_special_tokens=False)[0]] == "a"
+
+
+def test_a_token_is_decoded_once(byte_bpe, monkeypatch):
+    texts = TokenTexts(byte_bpe)
+    wanted = [texts[token_id] for token_id in (5, 9, 5)]
+    monkeypatch.setattr(byte_bpe, "decode", None)
+    assert [texts[token_id] for token_id in (5, 9, 5)] == wanted

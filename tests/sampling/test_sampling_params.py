@@ -36,6 +36,7 @@ def test_defaults_are_those_of_vllm():
         "skip_special_tokens": True,
         "seed": None,
         "logprobs": None,
+        "prompt_logprobs": None,
         "structured_outputs": None,
     }
 
@@ -124,6 +125,8 @@ def test_vllms_neutral_values_are_taken():
         ("logprobs", -1, "an integer in [0, 20]"),
         ("logprobs", 21, "an integer in [0, 20]"),
         ("logprobs", True, "an integer in [0, 20]"),
+        ("prompt_logprobs", -1, "an integer in [0, 20]"),
+        ("prompt_logprobs", 21, "an integer in [0, 20]"),
     ],
 )
 def test_a_refusal_says_what_was_given_what_is_allowed_and_what_to_do(name, value, allowed):
@@ -174,6 +177,8 @@ def test_min_tokens_above_max_tokens_are_refused_with_both_values():
     "values",
     [
         {"n": 3, "temperature": 0, "top_k": -1, "top_p": 1, "min_p": 1, "repetition_penalty": 1e-3, "logprobs": 0},
+        {"prompt_logprobs": 0},
+        {"prompt_logprobs": 20},
         {"presence_penalty": -2, "frequency_penalty": 2},
         {"seed": 0},
         {"seed": 2**64 - 1},
@@ -240,7 +245,6 @@ def test_an_unknown_argument_is_refused_with_the_nearest_name(kind):
     "arguments, message",
     [
         (dict(best_of=3), "best_of=3 is not supported, but for 1: all n completions are returned"),
-        (dict(prompt_logprobs=0), "prompt_logprobs=0 is not supported: logprobs are those of generated tokens"),
         (dict(logits_processors=[len]), r"logits_processors=.* is not supported, but for \[\]: leave it out"),
         (dict(use_beam_search=True), "use_beam_search=True is not supported, but for False: use n and sampling"),
         (dict(guided_json={}), r"guided_json={} is not supported: give structured_outputs, with one"),

@@ -144,7 +144,16 @@ REFUSED = {
     ),
     "stop ids": (dict(prompt=[5], stop_token_ids=[-1]), "stop_token_ids", "stop_token_ids"),
     "logprobs": (dict(prompt=[5], logprobs=21), "logprobs is 21", "logprobs"),
-    "echo": (dict(prompt=[5], echo=True, logprobs=1), "echo with logprobs", "echo"),
+    "logprobs beside echo": (dict(prompt=[5], echo=True, logprobs=21), "logprobs is 21", "logprobs"),
+    "prompt_logprobs": (dict(prompt=[5], prompt_logprobs=21), "prompt_logprobs is 21", "prompt_logprobs"),
+    "streamed prompt_logprobs": (
+        dict(prompt=[5], prompt_logprobs=0, stream=True), "prompt_logprobs is not supported with stream=true",
+        "prompt_logprobs",
+    ),
+    "nothing at all": (dict(prompt=[5], max_tokens=0), "max_tokens is 0 and echo is not true", "max_tokens"),
+    "nothing, but some": (
+        dict(prompt=[5], max_tokens=0, min_tokens=1, echo=True), "max_tokens is 0 and min_tokens is 1", "max_tokens",
+    ),
     "best_of": (dict(prompt=[5], best_of=3), "best_of is 3 and n is 1", "best_of"),
     "options": (dict(prompt=[5], stream_options={}), "stream_options needs stream", "stream_options"),
     "bad options": (dict(prompt=[5], stream=True, stream_options={"include_use": True}), "did you mean", "include_use"),

@@ -137,8 +137,11 @@ def read_at_once(engine: LLMEngine) -> LLMEngine:
 
 
 def outcome(request) -> list:
+    """Of each completion token ids, log-probabilities and finish reason; these with the prompt's where it has any."""
+    output = request.output()
     return [
-        (completion.token_ids, completion.logprobs, completion.finish_reason) for completion in request.output().outputs
+        (one.token_ids, one.logprobs and (output.prompt_logprobs or []) + one.logprobs, one.finish_reason)
+        for one in output.outputs
     ]
 
 

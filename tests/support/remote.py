@@ -45,7 +45,8 @@ def execute_steps(connection, config: EngineConfig) -> None:
             return sum(isinstance(one, Sequence) for one in gc.get_objects())
 
         own = dict(execute=execute, sample=sample, num_sequences=num_sequences)
-        own["read"] = lambda number: pending.pop(number).read()
+        own["read"] = lambda number: pending[number].read()
+        own["read_prompts"] = lambda number: pending.pop(number).read_prompts()
         while (message := connection.recv()) is not None:
             name, arguments = message
             try:
@@ -113,8 +114,8 @@ class RemoteRunner(Remote):
     def sample(self, launched, on_logits=None, masks=None):
         self.ask("sample", launched.number, masks)
         done = SimpleNamespace(query=lambda rule: True)
-        read = partial(self.ask, "read", launched.number)
-        return SimpleNamespace(read=read, done=done, made=None, experts_read=0)
+        ask = {name: partial(self.ask, name, launched.number) for name in ("read", "read_prompts")}
+        return SimpleNamespace(**ask, done=done, made=None, experts_read=0)
 
     def close(self) -> None:
         self._connection.send(None)
