@@ -1,5 +1,6 @@
 """Grammars of calls take every call that a published template writes, and no other arguments."""
 
+import json
 import random
 
 import pytest
@@ -51,6 +52,8 @@ def test_a_grammar_takes_the_calls_of_the_template(writer, fuzz):
     kinds = ("text", "count", "share") if writer.style.parser in ("qwen3_coder", "seed_oss") else tuple(KINDS)
     while num_calls < (300 if fuzz else 4):
         message = message_of(draw, writer.style, kinds)
+        if any(tag in json.dumps(message["tool_calls"]) for tag in writer.added):
+            continue  # a model writes a tag within a text in other tokens than the tokenizer gives it
         prompt, text = writer.answer({**message, "content": ""})
         assert accepts(writer, writer.form.call_grammar(prompt, TOOLS), bare(text)), text
         num_calls += len(message["tool_calls"])

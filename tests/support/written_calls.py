@@ -109,10 +109,14 @@ def message_of(draw: random.Random, style: Style, kinds: tuple[str, ...] = tuple
 
 
 class Writer:
-    """Writes answers as a template does."""
+    """Writes answers as a template does.
+
+    Args:
+        added: tags that are tokens of their own, wherever the tokenizer reads them.
+    """
 
     def __init__(self, style: Style, added: Sequence[str] = ()) -> None:
-        self.style, self.tokenizer = style, make_tokenizer("qwen")
+        self.style, self.tokenizer, self.added = style, make_tokenizer("qwen"), added
         self.tokenizer.add_tokens([AddedToken(text, normalized=False) for text in added])
         self.tokenizer.bos_token, self.tokenizer.eos_token = "<s>", "</s>"
         self.tokenizer.chat_template = style.text()
