@@ -37,8 +37,7 @@ def test_every_prefix_of_an_answer_gives_what_the_whole_gives(writer, fuzz):
         ids = tokenizer.encode(text, add_special_tokens=False)
         by_token = [tokenizer.decode(ids[:at]).rstrip("\ufffd") for at in range(len(ids) + 1)]
         pieces = [after[len(before) :] for before, after in zip(by_token, by_token[1:], strict=False)]
-        if "".join(pieces) == text:
-            assert with_own_ids(parsed(writer.form, prompt, pieces)) == whole
+        assert "".join(pieces) == text and with_own_ids(parsed(writer.form, prompt, pieces)) == whole
         # One parser goes on by characters; at each place a copy of it takes the rest at once.
         parser, seen = writer.form.parser(prompt, TOOLS, new_id=lambda: ""), Message()
         for at in range(len(text)):
