@@ -200,7 +200,7 @@ def ways_of(engine: LLMEngine) -> dict[str, Way | None]:
     def beside(logits: torch.Tensor, given: np.ndarray) -> None:
         stream.copy(device, host(given))
         stream.record(uploaded)
-        compute.wait(uploaded, "masks.apply_after_upload")
+        compute.wait(uploaded, "the mask comes after its upload")
         compute.run(lambda: kernel(logits, device))
 
     def upload_only(logits: torch.Tensor, given: np.ndarray) -> None:
@@ -209,7 +209,7 @@ def ways_of(engine: LLMEngine) -> dict[str, Way | None]:
     def wait_only(logits: torch.Tensor, given: np.ndarray) -> None:
         stream.copy(device, host(given))
         stream.record(uploaded)
-        compute.wait(uploaded, "masks.apply_after_upload")
+        compute.wait(uploaded, "the mask comes after its upload")
 
     return {
         "late sampling alone": None,
@@ -228,7 +228,7 @@ def measure_ways(engine: LLMEngine, clock: MaskClock, num_steps: int, num_rounds
     lines[0, 0] = 0
     masks, make = engine.runner.token_masks, engine.masks.make
     apply, ways = masks.apply, ways_of(engine)
-    forms = {"records, engine's": masks.apply, "records, kernel reads host": ways["kernel reads host"]}
+    forms = {"records, engine's": masks.apply, "records, upload beside": ways["upload beside"]}
     found: dict[str, list] = {name: [] for name in ("plain", *ways, *forms)}
     print("\nOne row, ways of a mask: as above, and what each has more than a plain step")
     profiles = {}

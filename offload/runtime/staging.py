@@ -1,4 +1,4 @@
-"""Host buffers for uploads: rotated, so that a buffer which a copy still reads is never overwritten."""
+"""Host buffers for uploads: rotated, so that a buffer which the device still reads is never overwritten."""
 
 from __future__ import annotations
 
@@ -21,12 +21,16 @@ class Staging:
         self._next = 0
 
     def acquire(self) -> torch.Tensor:
-        """Return the next buffer, once its last upload has been read. Fill it, then call `upload`."""
+        """Return the next buffer, once its last upload has been read. Fill it, then call `upload` or `release`."""
         self._uploaded[self._next].synchronize("staging.fill_after_upload")
         return self._buffers[self._next]
 
     def upload(self, stream: Stream, destination: torch.Tensor) -> None:
         """Enqueue the copy of the acquired buffer's first elements into the flat `destination`."""
         stream.copy(destination, self._buffers[self._next][: destination.numel()])
+        self.release(stream)
+
+    def release(self, stream: Stream) -> None:
+        """Say that what was enqueued on `stream` so far reads the acquired buffer, and nothing behind it does."""
         stream.record(self._uploaded[self._next])
         self._next = (self._next + 1) % len(self._buffers)
