@@ -9,7 +9,7 @@ from tiny_models import tiny_config
 from nanoinfer.models import registry
 
 COMMON = dict(load_format="dummy", capture_num_tokens=[8, 24], max_num_seqs=5, ring_slot_bytes=2 * LAYER_BLOCK_BYTES)
-AUTO = dict(enable_cpu_offload="auto", num_gpu_blocks_override=20)
+AUTO = dict(enable_cpu_offload="auto", num_gpu_blocks_override=14)
 MODES = {"resident": {}, "offload": dict(enable_cpu_offload=True), "auto": AUTO}
 
 

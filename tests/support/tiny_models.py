@@ -123,7 +123,8 @@ def tiny_config(
     elif family == "glm4_moe":
         fields |= dict(n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, n_group=2, topk_group=1)
     elif family == "olmoe":  # which has no head_dim of its own
-        fields |= dict(num_experts=8, num_experts_per_tok=3, hidden_size=head_dim * num_heads)
+        hidden_size = overrides.get("hidden_size", head_dim * num_heads)
+        fields |= dict(num_experts=8, num_experts_per_tok=3, hidden_size=hidden_size, head_dim=hidden_size // num_heads)
     elif family in ("starcoder2", "ministral3"):
         fields |= dict(sliding_window=sliding_window)
     elif family == "ministral":
