@@ -6,7 +6,7 @@ import psutil
 
 from nanoinfer.common.units import format_gib
 from nanoinfer.config import EngineConfig
-from nanoinfer.memory.machine import OUTSIDE_BYTES, DeviceMemory
+from nanoinfer.memory.machine import DeviceMemory
 
 
 def gpu_budget(config: EngineConfig, memory: DeviceMemory | None, host_available_bytes: int) -> int:
@@ -28,7 +28,8 @@ def gpu_budget(config: EngineConfig, memory: DeviceMemory | None, host_available
         given = f"gpu_memory_limit={config.gpu_memory_limit!r} is {format_gib(limit)} GiB"
         has = f"the GPU has {format_gib(total)} GiB, {format_gib(memory.free_bytes)} of them free now"
         raise ValueError(
-            f"{given}, {has}, and {format_gib(OUTSIDE_BYTES)} of these go to libraries. {memory.holders()}: give at "
-            f'most "{memory.largest_limit()}", leave gpu_memory_limit out to take what is free, or end what runs there'
+            f"{given}, {has}, and {format_gib(memory.outside_bytes)} of these go to libraries. {memory.holders()}: "
+            f'give at most "{memory.largest_limit()}", leave gpu_memory_limit out to take what is free, or end what '
+            "runs there"
         )
     return limit

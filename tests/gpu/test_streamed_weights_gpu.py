@@ -68,6 +68,7 @@ def test_a_model_larger_than_its_limit_stays_below_it(shape, quantization, gib, 
             llm.generate([[5] * 6000], SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
             plan, peak = llm.engine.plan, llm.engine.runner.peak_bytes()
     assert plan.host_weight_bytes > 0 and peak <= plan.budget_bytes == gib * 2**30
+    peak = torch.cuda.max_memory_reserved()  # with the libraries' workspaces, which an engine before it took
     # What is set aside for libraries and rounding is more than 3% of a small budget.
     over = plan.total_bytes - peak
     assert -0.03 * peak < over < max(0.03 * peak, 160 * 2**20), (plan.total_bytes, peak)

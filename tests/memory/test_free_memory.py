@@ -12,10 +12,10 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.engine.start import build
 from nanoinfer.memory import machine, setup
 from nanoinfer.memory.budget import gpu_budget
-from nanoinfer.memory.machine import OUTSIDE_BYTES, DeviceMemory
+from nanoinfer.memory.machine import OUTSIDE_BYTES, OUTSIDE_BYTES_PER_CORE, DeviceMemory
 
 # A card called 12 GB under a desktop.
-CARD = DeviceMemory(total_bytes=int(11.63 * GIB), free_bytes=int(10.72 * GIB))
+CARD = DeviceMemory(total_bytes=int(11.63 * GIB), free_bytes=int(10.72 * GIB), num_cores=46)
 
 
 def budget(memory=CARD, **arguments):
@@ -30,7 +30,7 @@ def test_a_limit_above_what_is_free_is_refused_with_one_that_works():
     assert "0.91 GiB are held by the driver and by what else runs on the GPU, such as a desktop" in said
     assert "nvidia-smi" in said and "this process" not in said
     assert 'give at most "10.5GiB"' in said
-    assert budget(gpu_memory_limit="10.5GiB") == parse_bytes("10.5GiB", "") <= CARD.free_bytes - OUTSIDE_BYTES
+    assert budget(gpu_memory_limit="10.5GiB") == parse_bytes("10.5GiB", "") <= CARD.free_bytes - CARD.outside_bytes
     for limit in ("11GiB", "10.6GiB", 0.95):
         with pytest.raises(ValueError, match='give at most "10.5GiB"'):
             budget(gpu_memory_limit=limit)
@@ -47,6 +47,7 @@ def test_without_a_limit_the_budget_follows_what_is_free():
     assert budget() == int(0.9 * CARD.total_bytes) < CARD.usable_bytes
     busy = DeviceMemory(CARD.total_bytes, 6 * GIB)
     assert budget(busy) == busy.usable_bytes == 6 * GIB - OUTSIDE_BYTES
+    assert CARD.outside_bytes - busy.outside_bytes == 46 * OUTSIDE_BYTES_PER_CORE
     assert budget(gpu_memory_utilization=0.5) == int(0.5 * CARD.total_bytes)
     assert budget(DeviceMemory(24 * GIB, 23 * GIB)) == int(0.9 * 24 * GIB)
     assert budget(DeviceMemory(24 * GIB, 2**20)) == 0
