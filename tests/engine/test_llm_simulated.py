@@ -123,11 +123,15 @@ def test_every_legal_order_gives_the_same_batches_and_the_same_bits(path_of, in_
         assert play_case(path_of, case, seed)[0] == wanted, f"seed {seed}"
 
 
-# These cases have pools so small that every rule matters in each of them.
+# These cases have pools so small that every rule matters in each of them, but for one, which 400 seeds did not need.
+TIGHT_CASES = ("requests come and are aborted", "two kinds of layers", "prompts and running sequences in one step")
+NOT_NEEDED = ("two kinds of layers", "host_block.reuse_after_copies")
+
+
 @pytest.mark.parametrize(
-    "case", ["requests come and are aborted", "two kinds of layers", "prompts and running sequences in one step"]
+    "rule, case",
+    [(rule, case) for rule in RULES_SEEN_BY_AN_ENGINE for case in TIGHT_CASES if (case, rule) != NOT_NEEDED],
 )
-@pytest.mark.parametrize("rule", RULES_SEEN_BY_AN_ENGINE)
 @pytest.mark.sampled(
     "gpu_block.reuse_after_write_through-requests come and are aborted",
     "host.read_after_step-two kinds of layers",
