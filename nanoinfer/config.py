@@ -71,9 +71,10 @@ class EngineConfig:
             None: see `gpu_memory_utilization`.
         resident_kv_limit: in offload mode, bytes of full KV blocks that may stay on the GPU; 0 streams every full
             block. None: what the budget leaves.
-        resident_weights_limit: bytes of the layers' weights that may stay on the GPU, where embeddings, head and norms
-            always stay; the others lie in host memory and are streamed in every step, one layer's at a time. 0 streams
-            all. None: all stay, or as many as the budget holds if it is too small for all.
+        resident_weights_limit: bytes of the layers' weights that may stay on the GPU; the others lie in host memory and
+            are streamed in every step, one layer's at a time. A head larger than this is streamed as well, by slices of
+            the vocabulary, else it stays beside. 0 streams all that can be. None: all stay, or as many as the budget
+            holds if it is too small for all.
         cpu_offload_gb: at least so many GiB of weights are streamed, as in vLLM; 0: none ever, and a budget that is too
             small for all weights is refused. None: see `resident_weights_limit`.
         expert_slots: of each sparse layer's experts, how many may lie on the GPU at once. All lie in pinned host memory

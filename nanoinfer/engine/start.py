@@ -75,14 +75,17 @@ def build(config: EngineConfig, runtime: Runtime | None) -> BuiltEngine:
     try:
         model = _load(config, setup, plan)
     except PinError as error:
-        if not (plan.num_expert_slots or plan.embedding_bytes) or config.pin_host_memory == "require":
+        is_tied = plan.head_bytes > 0 and spec.tied_embeddings
+        if not (plan.num_expert_slots or plan.embedding_bytes or is_tied) or config.pin_host_memory == "require":
             raise
         if config.expert_slots is not None:
             what = f"expert_slots={config.expert_slots} needs pinned host memory: leave it out"
             raise PinError(f"{what}, and whole layers are streamed ({error})") from None
     if model is None:  # what was loaded is gone, with the error that held it
         warnings.warn(
-            "host memory cannot be pinned here, and kernels read no other: embeddings stay on the GPU"
+            "host memory cannot be pinned here, and kernels read no other: embeddings"
+            + (", and the head that is tied to them," if plan.head_bytes and spec.tied_embeddings else "")
+            + " stay on the GPU"
             + (", and whole layers are streamed" if plan.num_expert_slots else ""),
             stacklevel=2,
         )
@@ -104,7 +107,13 @@ def _load(config: EngineConfig, setup: Setup, plan: MemoryPlan) -> Decoder:
         max_position=plan.max_model_len,
         context=config.max_model_len,  # not the plan's, which depends on the memory
         progress=config.progress_bar,
-        on_host=OnHost(plan.streamed_pieces, plan.num_expert_slots, plan.slot_rows, plan.embedding_bytes > 0),
+        on_host=OnHost(
+            plan.streamed_pieces,
+            plan.num_expert_slots,
+            plan.slot_rows,
+            embeddings=plan.embedding_bytes > 0,
+            head=plan.head_bytes > 0,
+        ),
         require_pin=config.pin_host_memory == "require",
     )
 

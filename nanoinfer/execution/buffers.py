@@ -36,7 +36,7 @@ def buffer_bytes(
         plan=sizes,
         runtime=runtime,
         compute=None,
-        model=SimpleNamespace(spec=spec, pieces=list, attention_sinks=list),
+        model=SimpleNamespace(spec=spec, pieces=list, head_cuts=list, attention_sinks=list),
         backend=TorchBackend(spec.attention, "meta"),
         layout=spec.layout,
         ring=Ring(runtime, spec.layout, num_ring_slots, sizes.blocks_per_slot),

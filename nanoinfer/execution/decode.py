@@ -84,7 +84,8 @@ class DecodeProgram:
         pieces, tensors, around = self.resources.pieces, self._tensors(size), _Around(self, whole_rows)
         for index in indices:
             pieces.run_around(index, tensors, around)
-        if indices[0] == 0 and indices[-1] < len(pieces) - 1:
+        # The first piece and the last one have made another x.
+        if indices[-1] < len(pieces.cuts) - 1 and not {0, len(pieces) - 1}.isdisjoint(indices):
             self._buffers.x[:size].copy_(tensors.x)
 
     def run_section(self, is_cut: bool, section: int, size: int) -> None:
@@ -128,10 +129,11 @@ class DecodeProgram:
     def run_each_kind(self) -> None:
         """Run pieces that together use every kernel of a step, for each kind of batch, on padding rows."""
         self._reset_tables()
-        pieces = self.resources.pieces.one_of_each_kind
+        pieces = self.resources.pieces
+        indices = [*pieces.one_of_each_kind, *pieces.numbers(True)[len(pieces) :]]
         beyond = [size for size in self.batch_sizes if size > MAX_ROWS]
         for size in [size for size in self.batch_sizes if size <= MAX_ROWS] + beyond[:1] + beyond[-1:]:
-            self.run_pieces(pieces, size, whole_rows=False)
+            self.run_pieces(indices, size, whole_rows=False)
             self.sample(size)
         mask = torch.full((1, 1 + -(-self.logits.shape[1] // 32)), -1, dtype=torch.int32, device=self.logits.device)
         mask[0, 0] = 0
@@ -274,7 +276,11 @@ class _Around:
         self.program.attention.end(layer, tensors.attention, self.whole_rows)
 
     def end(self, tensors: StepTensors) -> None:
-        self.program.resources.model.logits(tensors.x, self.program.logits[: len(tensors)])
+        """The head reads it where it is."""
+
+    def head(self, number: int, tensors: StepTensors) -> None:
+        logits = self.program.logits[: len(tensors)]
+        self.program.resources.model.logits.of_slice(number, tensors.x, logits)
 
 
 @dataclass

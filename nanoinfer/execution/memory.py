@@ -26,7 +26,9 @@ class MemoryPlan:
         split_bytes: attention partials of one split, and its entries in tables.
         num_gpu_blocks: KV blocks of the GPU pool, the scratch block included.
         max_resident_blocks: full blocks that may stay on the GPU in offload mode; None: as many as there is room for.
-        streamed_pieces, streamed_bytes: the pieces whose weights lie in host memory, and the bytes of these.
+        streamed_pieces: the pieces whose weights lie in host memory.
+        head_bytes: of the head, with embeddings that are tied to it, where it is streamed; else 0.
+        streamed_bytes: of these pieces and this head.
         num_expert_slots, expert_bytes: how many experts of a sparse layer may lie on the GPU while all lie in host
             memory, and the bytes of all; 0: each lies on the GPU, or is streamed with its layer.
         slot_rows: the most rows of a step that brings single experts.
@@ -56,6 +58,7 @@ class MemoryPlan:
     max_num_batched_tokens: int = 0
     slice_rows: int = 0
     streamed_pieces: tuple[int, ...] = ()
+    head_bytes: int = 0
     streamed_bytes: int = 0
     num_expert_slots: int = 0
     expert_bytes: int = 0
@@ -107,8 +110,9 @@ class MemoryPlan:
             )
         buffers = self.workspace_bytes + self.library_bytes + self.graph_bytes
         streamed = ""
-        if self.streamed_pieces:
+        if self.streamed_bytes:
             streamed = f" and {gib(self.streamed_bytes)} streamed from host memory through {gib(self.place_bytes)}"
+            streamed += ", the head among them" * bool(self.head_bytes)
         if self.num_expert_slots:
             streamed = f" and {gib(self.place_bytes)} for {self.num_expert_slots} experts of each layer, of "
             streamed += f"{gib(self.expert_bytes)} in host memory"

@@ -72,6 +72,9 @@ class MixedStep(OffloadStep):
     def end(self, tensors: StepTensors) -> None:
         self._prefill.end(tensors)
 
+    def head(self, number: int, tensors: StepTensors | None) -> None:
+        self._prefill.head(number, tensors)
+
     def _copy_inputs(self) -> None:
         rows = self._prefill.tensors.input_rows(self._count, self._prefill.num_tokens)
         self._decode.program.copy_inputs(*rows, whole_rows=self._whole_rows)

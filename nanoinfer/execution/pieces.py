@@ -19,7 +19,10 @@ from offload import Chunk, KVLayout, StreamPlan, Transfer
 
 
 class Around(Protocol):
-    """What a kind of step does around pieces: at once if the piece runs at once, else enqueued as the piece is."""
+    """What a kind of step does around pieces: at once if the piece runs at once, else enqueued as the piece is.
+
+    Behind the layers come the slices of the head, one where it stays on the GPU; none in a step that samples nothing.
+    """
 
     def begin(self, tensors: StepTensors) -> None:
         """Make the inputs of the first piece."""
@@ -31,7 +34,10 @@ class Around(Protocol):
         """Make the attention's output, which the next piece reads."""
 
     def end(self, tensors: StepTensors) -> None:
-        """Use what the last piece left."""
+        """Take what the last layer left."""
+
+    def head(self, number: int, tensors: StepTensors) -> None:
+        """Make the logits of a slice of the head."""
 
 
 def at_once(key: Hashable, work: Callable[[], None], number: int = 0) -> None:
@@ -40,11 +46,11 @@ def at_once(key: Hashable, work: Callable[[], None], number: int = 0) -> None:
 
 
 class Pieces:
-    """Runs the pieces of one model.
+    """Runs the pieces of one model. Slices of the head are numbered behind them.
 
     Attributes:
         sinks: layer with attention -> its sinks, [num_q_heads], or None.
-        cuts: one behind each piece.
+        cuts: one behind each piece, and behind each slice of the head.
         window_of: layer with attention -> index into the distinct windows of the model.
         whole: for each section of a step in which no KV streams, the number of its last piece.
         cut: the same for a step in which KV may stream at every attention.
@@ -56,13 +62,19 @@ class Pieces:
         self._most_rows = most_rows or sys.maxsize
         self.window_of = [model.spec.attention.windows.index(window) for window in model.spec.windows]
         self.sinks = model.attention_sinks()
-        self.cuts = tuple(piece.cut for piece in self._pieces)
-        last = len(self._pieces) - 1
+        self.cuts = (*(piece.cut for piece in self._pieces), *model.head_cuts())
+        last = len(self.cuts) - 1
+        self._without_kv: dict[bool, StreamPlan] = {}
         self.whole = tuple(i for i, cut in enumerate(self.cuts) if cut.transfers or i == last)
         self.cut = tuple(i for i in range(last + 1) if i in self.whole or self.cuts[i].kv_layer is not None)
 
     def __len__(self) -> int:
+        """The number of pieces, without the head."""
         return len(self._pieces)
+
+    def numbers(self, samples: bool) -> range:
+        """The numbers of all pieces and slices of a step."""
+        return range(len(self.cuts) if samples else len(self))
 
     @property
     def one_of_each_kind(self) -> list[int]:
@@ -77,11 +89,14 @@ class Pieces:
         around: Around,
         run: Callable[[Hashable, Callable[[], None], int], object] = at_once,
     ) -> None:
-        """Run a piece, and what a kind of step does around it.
+        """Run a piece, or a slice of the head, and what a kind of step does around it.
 
         Args:
             run: runs the piece, as `Graphs.run` does with the key of a prefill step.
         """
+        if index >= len(self):
+            around.head(index - len(self), tensors)
+            return
         if index == 0:
             around.begin(tensors)
         elif (layer := self.cuts[index - 1].kv_layer) is not None:
@@ -98,21 +113,24 @@ class Pieces:
 
     # What passes at the cuts
 
-    def plan(self, chunks: Sequence[Sequence[Chunk]], num_rows: int = 1) -> StreamPlan:
+    def plan(self, chunks: Sequence[Sequence[Chunk]], num_rows: int = 1, samples: bool = True) -> StreamPlan:
         """Return what passes in a step.
 
-        chunks: for each window the KV chunks of each layer that has it; num_rows: tokens and padding.
+        chunks: for each window the KV chunks of each layer that has it; num_rows: tokens and padding; samples: whether
+            the step has logits. Without, it brings nothing of the head.
         """
         is_large = num_rows > self._most_rows
-        return self._plan(chunks, is_large) if any(chunks) or is_large else self._without_kv
+        if any(chunks) or is_large:
+            return self._plan(chunks, is_large, samples)
+        if samples not in self._without_kv:
+            self._without_kv[samples] = self._plan([()] * len(set(self.window_of)), False, samples)
+        return self._without_kv[samples]
 
-    @cached_property
-    def _without_kv(self) -> StreamPlan:
-        return self._plan([()] * len(set(self.window_of)), False)
-
-    def _plan(self, chunks: Sequence[Sequence[Chunk]], is_large: bool) -> StreamPlan:
+    def _plan(self, chunks: Sequence[Sequence[Chunk]], is_large: bool, samples: bool) -> StreamPlan:
         kv = [() if cut.kv_layer is None else chunks[self.window_of[cut.kv_layer]] for cut in self.cuts]
         own = [cut.transfers + (cut.in_large_steps if is_large else ()) for cut in self.cuts]
+        if not samples:  # the cut behind the last piece brings the first slice
+            own[len(self) - 1 :] = [()] * (len(own) - len(self) + 1)
         return StreamPlan(tuple([*some, *more] if more else some for some, more in zip(kv, own, strict=True)))
 
     def common_bytes(self, plan: StreamPlan, layout: KVLayout) -> int:

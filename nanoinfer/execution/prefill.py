@@ -53,10 +53,12 @@ class PrefillProgram:
         places = torch.arange(resources.ring.blocks_per_slot, dtype=torch.int32, device=runtime.device)
         self.slot_places = places.view(1, -1)
 
-    def begin(self, step: StepPlan) -> PrefillStep:
+    def begin(self, step: StepPlan, logits: torch.Tensor) -> PrefillStep:
         """Upload the tables of the step's chunks and plan what the chunks attend to.
 
         The last tokens of decoding rows follow the chunks' tokens; `MixedStep` fills them in and attends.
+
+        logits: [sampled rows, vocab_size], which the step fills.
         """
         chunks, num_decoding, block_size = step.chunks, len(step.rows), self.block_size
         gpu_blocks, host_blocks = step.gpu_blocks[: len(chunks)], step.host_blocks[: len(chunks)]
@@ -102,7 +104,8 @@ class PrefillProgram:
             for load_state in load_states
         ]
         tensors = self.pieces.begin(num_tokens + num_decoding, inputs)
-        plan = self.resources.pieces.plan(passing, len(tensors))
+        pieces, samples = self.resources.pieces, len(logits) > 0
+        plan = pieces.plan(passing, len(tensors), samples)
         return PrefillStep(
             program=self,
             num_chunks=len(chunks),
@@ -110,7 +113,9 @@ class PrefillProgram:
             chunks=passing,
             plan=plan,
             # A decode step or another prompt follows: no KV can be guessed, nor whether that will be large.
-            ahead=None if any(passing) else self.resources.pieces.plan(passing),
+            ahead=None if any(passing) else pieces.plan(passing, samples=samples),
+            section_ends=tuple(pieces.numbers(samples)),
+            logits=logits,
             num_tokens=num_tokens,
             tensors=tensors,
             begun=begun,
@@ -201,6 +206,9 @@ class PrefillStep(OffloadStep):
         last: [n] index in the step of each token after which a token is sampled: the last tokens of chunks that end
             their prompt, then the tokens of decoding sequences.
         last_rows: [n] the rows of these tokens.
+        section_ends: as in `OffloadStep`: each piece is a section, since its graph, where there is one, does not depend
+            on what streams; so is each slice of the head, if a token is sampled.
+        logits: [n, vocab_size], of these tokens; filled by the head.
         last_normed: [n, hidden_size], what the head reads; filled by the last piece.
         scored, scored_by: [m] each, index in the step of each token behind which one of the prompt has its
             log-probability made, and that one's id; none if nobody wants any.
@@ -217,6 +225,8 @@ class PrefillStep(OffloadStep):
     chunks: Sequence[list[Chunk]]
     plan: StreamPlan
     ahead: StreamPlan | None
+    section_ends: tuple[int, ...]
+    logits: torch.Tensor
     num_tokens: int
     tensors: StepTensors | None
     begun: torch.Tensor
@@ -232,11 +242,6 @@ class PrefillStep(OffloadStep):
     last_normed: torch.Tensor = field(init=False)
     normed: torch.Tensor | None = None
     state: PrefillState | None = None
-
-    @property
-    def section_ends(self) -> tuple[int, ...]:
-        """Each piece is a section: its graph, where there is one, does not depend on what streams."""
-        return tuple(range(len(self.program.resources.pieces)))
 
     def compute(self, section: int) -> None:
         resources = self.program.resources
@@ -265,6 +270,10 @@ class PrefillStep(OffloadStep):
 
     def end(self, tensors: StepTensors) -> None:
         self.program.resources.compute.run(self._end)
+
+    def head(self, number: int, tensors: StepTensors | None) -> None:
+        resources = self.program.resources
+        resources.compute.run(lambda: resources.model.logits.of_slice(number, self.last_normed, self.logits))
 
     def _begin(self) -> None:
         resources = self.program.resources

@@ -262,9 +262,7 @@ class ModelRunner:
             if plan.sampling:
                 self.decode_program.sampling.update(self.compute, plan.sampling)
             self.offload.run(step, plan.operation, plan.gone_host_blocks, timeline)
-            logits = self.decode_program.logits[: len(plan.sampled_rows)]
-            if prefill is not None and len(logits):
-                self.compute.run(lambda: self.model.logits(prefill.last_normed, logits))
+            logits = self._logits(plan)
             prompts = None if prefill is None else self._prompt_logprobs.launch(prefill, plan.chunks)
         if step.plan.transfers and step.shares is None:
             step.shares = self._shares(step, plan.num_members)
@@ -308,11 +306,14 @@ class ModelRunner:
         common_bytes = resources.pieces.common_bytes(step.plan, self.layout)
         return stream_shares(self.layout, num_layers, num_members, step.chunks, step.readers, common_bytes)
 
+    def _logits(self, plan: StepPlan) -> torch.Tensor:
+        return self.decode_program.logits[: len(plan.sampled_rows)]
+
     def _begin(self, plan: StepPlan) -> tuple[DecodeStep | PrefillStep | MixedStep, PrefillStep | None]:
         """Upload what the step reads. Return the step, and the `PrefillStep` of its chunks if it has any."""
         if not plan.chunks:
             return self.decode_program.begin(plan), None
-        prefill = self.prefill_program.begin(plan)
+        prefill = self.prefill_program.begin(plan, self._logits(plan))
         if not len(plan.rows):
             return prefill, prefill
         decode = self.decode_program.begin(plan, beside=prefill.chunks if any(prefill.chunks) else None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +13,10 @@ from nanoinfer.kernels.operations import operations_of
 from nanoinfer.layers.formats.base import DENSE, ExpandedFormat, Filling, Formats
 from nanoinfer.layers.formats.parted import merged
 from nanoinfer.layers.norm import RMSNorm
+
+HEAD_BLOCK = 2048
+"""Where a library multiplies, so many rows of a head are a product of their own, wherever the rows lie: a library
+chooses the order of sums by the shape of the weight."""
 
 
 class Linear(nn.Module):
@@ -105,19 +111,30 @@ class Head(Linear):
 
     has_few_rows = True
 
+    def forward(self, x: Tensor, out: Tensor | None = None, activation: str | None = None) -> Tensor:
+        """As `Linear`, without an activation."""
+        has_own_kernels = device_of(x.device).is_fused and x.element_size() == 2
+        if has_own_kernels or self.num_rows <= HEAD_BLOCK or self.bias is not None:
+            return super().forward(x, out, activation)
+        weight, out = self.weights.matrix(self), x.new_empty(len(x), self.num_rows) if out is None else out
+        for begin in range(0, self.num_rows, HEAD_BLOCK):
+            rows = slice(begin, begin + HEAD_BLOCK)
+            out[:, rows] = self.operations.linear(x, weight[rows])
+        return out
+
 
 class Embedding(Head):
     """A weight [vocab_size, hidden_size]: rows of it by token id, and logits where the head is tied.
 
-    is_on_host: whether it is allocated on the CPU, for memory that the device reads; not of a tied head.
+    is_on_host: whether it is allocated on the CPU, for memory that the device reads, and no product reads it there.
     """
 
     def __init__(
         self, vocab_size: int, hidden_size: int, *, is_tied: bool, is_on_host: bool = False, device, **options
     ) -> None:
-        assert not (is_tied and is_on_host), "each step reads all of a tied head"
         super().__init__(hidden_size, vocab_size, device="cpu" if is_on_host else device, **options)
-        self.multiplies, self.operations = is_tied, operations_of(device)
+        self.is_on_host, self.multiplies = is_on_host, is_tied and not is_on_host
+        self.operations = operations_of(device)
 
     def lookup(self, token_ids: Tensor) -> Tensor:
         """Return the rows of these tokens: [N] int64 -> [N, hidden_size] in the model's dtype."""
@@ -151,10 +168,14 @@ def keep_matrices(model: nn.Module) -> None:
         module.kept_matrix = module.weights.matrix(module).clone()
 
 
-def share_scratch(model: nn.Module, *, dtype: torch.dtype, device) -> None:
-    """Give all projections that need one the same buffer for a matrix. They must run one after the other."""
-    size = scratch_size(model, device_of(torch.device(device)).is_fused and dtype.itemsize == 2)
+def share_scratch(model: nn.Module, beside: Sequence[nn.Module] = (), *, dtype: torch.dtype, device) -> None:
+    """Give all projections that need one, of a model and beside it, the same buffer for a matrix.
+
+    They must run one after the other.
+    """
+    has_kernels = device_of(torch.device(device)).is_fused and dtype.itemsize == 2
+    size = max(scratch_size(one, has_kernels) for one in (model, *beside))
     scratch = torch.empty(size, dtype=dtype, device=device) if size else None
-    for module in model.modules():
+    for module in (*model.modules(), *beside):
         if isinstance(module, Linear):
             module.scratch = scratch

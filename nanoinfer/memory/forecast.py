@@ -110,10 +110,12 @@ class Forecast:
         embeddings = ""
         if memory.embedding_bytes:
             embeddings = f"; embeddings, {format_size(memory.embedding_bytes)}, lie in host memory"
+        if memory.head_bytes:
+            embeddings += f"; the head, {format_size(memory.head_bytes)}, is streamed in slices"
         rows = [
             ("GPU memory", f"{format_gib(memory.total_bytes)} of {format_gib(self.budget_bytes)} GiB"),
             ("  weights", format_size(memory.weight_bytes) + embeddings),
-            *([("  places", f"{format_size(memory.place_bytes)}, for layers that are streamed")] if weights else []),
+            *([("  places", f"{format_size(memory.place_bytes)}, for {_streamed(memory)}")] if weights else []),
             *([("  experts", f"{format_size(memory.place_bytes)}, {memory.num_expert_slots} of each layer; all "
                              f"{format_size(memory.expert_bytes)} lie in host memory")] if slots else []),
             ("  working memory", f"{format_size(memory.activation_bytes)}, "
@@ -138,6 +140,13 @@ class Forecast:
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
+
+
+def _streamed(memory: MemoryPlan) -> str:
+    """Name what passes through the places."""
+    if not memory.head_bytes:
+        return "layers that are streamed"
+    return "layers and a head that are streamed" if memory.streamed_pieces else "the head, which is streamed"
 
 
 def _count(number: int | None) -> str:

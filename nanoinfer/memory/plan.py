@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -22,7 +23,7 @@ from nanoinfer.memory.refusals import (
     min_blocks,
     refuse_gpu,
 )  # fmt: skip
-from nanoinfer.memory.streamed import link_cost
+from nanoinfer.memory.streamed import Streamed, choices, least_streamed, link_cost, may_stream_head
 from nanoinfer.memory.working import activations, graph_bytes
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.models.expert_slots import pool_bytes
@@ -55,7 +56,7 @@ def make_plan(
     plan = _divide(config, spec, budget_bytes, host_available_bytes, device, may_pin)
     # Without kernels that read packed weights as they lie, their matrices are kept where there is room for all.
     room = plan.budget_bytes - plan.total_bytes
-    if device.is_fused or plan.streamed_pieces or not 0 < spec.matrix_bytes <= room:
+    if device.is_fused or plan.streamed_bytes or not 0 < spec.matrix_bytes <= room:
         return plan
     return replace(plan, matrix_bytes=spec.matrix_bytes)
 
@@ -75,9 +76,10 @@ def _divide(
     spec.check_context(config.max_model_len)
     fitting: list[MemoryPlan] = []
     given = budget_bytes, slot_bytes, device, host_available_bytes, may_pin
-    least, slots = least_streamed(config, spec), checked_slots(config, spec)
+    least = least_streamed(config, spec, may_stream_head(config, spec, device, may_pin))
+    slots = checked_slots(config, spec)
     for tokens in _batched_tokens(config, device):
-        plan = _spend_all(config, spec, tokens, *given, least, slots, is_tight=bool(least or slots))
+        plan = _spend_all(config, spec, tokens, *given, least, slots, is_tight=any(least) or slots > 0)
         if plan.num_gpu_blocks < min_blocks(config, plan):
             continue
         fitting.append(plan)
@@ -94,23 +96,27 @@ def _divide(
             raise
         if config.expert_slots is not None:
             raise
-        found = _with_weights_on_the_host(config, spec, *given)
+        found = _with_weights_on_the_host(config, spec, least, *given)
         if found is None and fitting:
             raise
-    return found or _refuse(config, spec, *given)
+    return found or _refuse(config, spec, least, *given)
 
 
 def _with_weights_on_the_host(
-    config: EngineConfig, spec: ModelSpec, *given: int, has_slots: bool = True
+    config: EngineConfig, spec: ModelSpec, least: Streamed, *given: int, has_slots: bool = True
 ) -> MemoryPlan | None:
     """Return the cheaper of the plans with layers that stream and with experts in slots; None: none fits.
+
+    The head is streamed where nothing fits that has it on the GPU.
 
     Raises:
         TooSmall: it would fit, but for `max_model_len`.
     """
     too_long: list[TooSmall] = []
-    for context in _contexts(config):
-        streaming = _streaming_weights(config, spec, context, too_long, *given)
+    for head, context in product(_heads(config, spec, least, *given), _contexts(config)):
+        streaming = _streaming_weights(config, spec, choices(least, spec, head), context, too_long, *given)
+        if head and streaming is not None:
+            return streaming
         slotted = _slotted(config, spec, context, *given) if has_slots else None
         if slotted is None or streaming is None:
             found = slotted or streaming
@@ -124,23 +130,29 @@ def _with_weights_on_the_host(
     return None
 
 
+def _heads(config: EngineConfig, spec: ModelSpec, least: Streamed, *given: int) -> list[bool]:
+    """Whether the head is streamed, in the order in which both are tried."""
+    *_, device, _, may_pin = given
+    return [True] if least.head else [False, True][: 1 + may_stream_head(config, spec, device, may_pin)]
+
+
 def _contexts(config: EngineConfig) -> tuple[int, ...]:
     """The tokens of context for which there should be room: what is asked for, or a conversation, or any."""
     return (_STREAMING_CONTEXT, 1) if config.max_model_len is None else (config.max_model_len,)
 
 
 def _streaming_weights(
-    config: EngineConfig, spec: ModelSpec, context: int, too_long: list[TooSmall], *given: int
-) -> MemoryPlan | None:
+    config: EngineConfig, spec: ModelSpec, may_stream: Sequence[Streamed], context: int, too_long: list[TooSmall],
+    *given: int,
+) -> MemoryPlan | None:  # fmt: skip
     """Return the plan with the largest prefill step in which as few weights stream as must be; None: none fits.
 
     too_long: takes what is said of plans that would fit, but for `max_model_len`.
     """
-    counts = _counts(config, spec)
     for tokens in _batched_tokens(config, given[2]):
-        for count in counts:
+        for streamed in may_stream:
             try:
-                plan = _spend_all(config, spec, tokens, *given, count)
+                plan = _spend_all(config, spec, tokens, *given, streamed)
             except TooSmall:  # for host memory; with a smaller step fewer weights stream
                 break
             if plan.num_gpu_blocks < min_blocks(config, plan, context):
@@ -167,7 +179,7 @@ def _slotted(config: EngineConfig, spec: ModelSpec, context: int, *given: int) -
 
         def made(count: int, room: int = room, tokens: int = tokens) -> MemoryPlan | None:
             try:
-                plan = _spend_all(config, spec, tokens, *given, 0, count)
+                plan = _spend_all(config, spec, tokens, *given, Streamed(), count)
                 blocks = -(-min(room, plan.max_model_len) // config.block_size) + 2
                 if plan.num_gpu_blocks < max(blocks, min_blocks(config, plan, room)):
                     return None
@@ -208,49 +220,27 @@ def _unless_slots_bring_much_less(
     return slotted if is_better else resident
 
 
-def _counts(config: EngineConfig, spec: ModelSpec) -> list[int]:
-    """Return how many pieces' weights may be streamed, ascending: from what the settings ask for to all."""
-    most = len(spec.piece_bytes) - 1
-    # An even number: with an odd one the first piece of a step would wait for the place of the last.
-    return sorted({min(count + count % 2, most) for count in range(least_streamed(config, spec), most + 1)})
-
-
-def _refuse(config: EngineConfig, spec: ModelSpec, *given: int) -> NoReturn:
+def _refuse(config: EngineConfig, spec: ModelSpec, least: Streamed, *given: int) -> NoReturn:
     """Say how little GPU memory would do with the weights streamed that the host holds, or how much the host must."""
     tokens, plans = _batched_tokens(config, given[2])[-1], []
-    for count in sorted({least_streamed(config, spec), *_counts(config, spec)}):
+    heads = _heads(config, spec, least, *given)
+    for streamed in sorted({least, *(one for head in heads for one in choices(least, spec, head))}):
         try:
-            plans.append(_spend_all(config, spec, tokens, *given, count))
+            plans.append(_spend_all(config, spec, tokens, *given, streamed))
         except TooSmall:
             break
     unlimited, room = replace(config, host_memory_limit=None), (*given[:3], _UNLIMITED, given[4])
-    roomy = _with_weights_on_the_host(unlimited, spec, *room, has_slots=False)
-    least = min(plans, key=lambda plan: least_bytes(config, plan))
+    roomy = _with_weights_on_the_host(unlimited, spec, least, *room, has_slots=False)
+    smallest = min(plans, key=lambda plan: least_bytes(config, plan))
     also = "" if roomy is None else f", or stream more: {host_wanted(config, roomy, given[3])}"
-    refuse_gpu(config, least, also)
-
-
-def least_streamed(config: EngineConfig, spec: ModelSpec) -> int:
-    """Return how many pieces' weights the settings alone ask to be streamed."""
-    streamable, most = sum(spec.piece_bytes[1:]), len(spec.piece_bytes) - 1
-    wanted = int((config.cpu_offload_gb or 0) * GIB)
-    if wanted > streamable:
-        raise TooSmall(
-            f"cpu_offload_gb={config.cpu_offload_gb!r} is more than the {format_size(streamable)} of weights that can "
-            "be streamed: the head, norms and the first layer's queries, keys and values stay on the GPU. Give "
-            f"at most {streamable / GIB:.2f}, or resident_weights_limit=0 to stream all that can be"
-        )
-    if config.resident_weights_limit is not None:
-        wanted = max(wanted, streamable - config.resident_weights_limit)
-    return next(n for n in range(most + 1) if sum(spec.piece_bytes[piece] for piece in spread(most + 1, n)) >= wanted)
+    refuse_gpu(config, smallest, also)
 
 
 def _spend_all(
     config: EngineConfig, spec: ModelSpec, tokens: int, budget_bytes: int, slot_bytes: int, device: Device,
-    host_available_bytes: int, may_pin: bool, num_streamed: int, num_expert_slots: int = 0, is_tight: bool = True,
+    host_available_bytes: int, may_pin: bool, streamed: Streamed, num_expert_slots: int = 0, is_tight: bool = True,
 ) -> MemoryPlan:  # fmt: skip
     """is_tight: whether embeddings lie in host memory, if they may; not of a tied head, which each step reads."""
-    streamed = spread(len(spec.piece_bytes), num_streamed)
     may_leave = device.reads_host_memory and may_pin and not spec.tied_embeddings and config.cpu_offload_gb != 0
     away = spec.embedding_bytes if is_tight and may_leave else 0
     plan = _spend(config, spec, tokens, budget_bytes, slot_bytes, device, streamed, num_expert_slots, away)
@@ -277,7 +267,7 @@ def _spend(
     budget_bytes: int,
     slot_bytes: int,
     device: Device,
-    streamed: tuple[int, ...],
+    streamed: Streamed,
     num_expert_slots: int,
     embedding_bytes: int,
 ) -> MemoryPlan:
@@ -299,8 +289,9 @@ def _spend(
     )
     of_split = split_bytes(spec, config.num_ring_slots)
     scratch_bytes = spec.gpu_scratch_bytes if device.is_fused else spec.scratch_bytes
-    host_bytes = sum(spec.piece_bytes[piece] for piece in streamed)
-    place_bytes, expert_bytes = sum(place_sizes(spec.piece_bytes, streamed)), 0
+    pieces, head_bytes = spread(len(spec.piece_bytes), streamed.num_pieces), spec.head_bytes * streamed.head
+    host_bytes = sum(spec.piece_bytes[piece] for piece in pieces) + head_bytes
+    place_bytes, expert_bytes = sum(place_sizes(spec.run_bytes(pieces, streamed.head))), 0
     rope_bytes = spec.rope_bytes(max_model_len)
     if num_expert_slots:
         expert_bytes = spec.sparse.expert_bytes
@@ -308,7 +299,8 @@ def _spend(
     plan = replace(
         sizes,
         budget_bytes=budget_bytes,
-        streamed_pieces=streamed,
+        streamed_pieces=pieces,
+        head_bytes=head_bytes,
         streamed_bytes=host_bytes,
         num_expert_slots=num_expert_slots,
         expert_bytes=expert_bytes,

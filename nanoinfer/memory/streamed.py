@@ -1,15 +1,64 @@
-"""What a plan lets a decode step stream: weights, and KV blocks."""
+"""What is streamed: weights, of which settings may ask for some, and the KV blocks of a decode step."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+from nanoinfer.common.units import GIB, format_size
 from nanoinfer.config import EngineConfig
+from nanoinfer.devices.base import Device
 from nanoinfer.execution.memory import MemoryPlan
+from nanoinfer.memory.refusals import TooSmall
 from nanoinfer.models.base import ModelSpec
+from nanoinfer.models.streamed import spread
 
 # Tokens of prompts for each generated one, by which plans are compared.
 _PROMPT_TOKENS = 32
+
+
+class Streamed(NamedTuple):
+    """Which weights are streamed: of so many pieces, and of the head."""
+
+    num_pieces: int = 0
+    head: bool = False
+
+
+def may_stream_head(config: EngineConfig, spec: ModelSpec, device: Device, may_pin: bool) -> bool:
+    """Whether the head may lie in host memory: one that is tied to the embeddings where kernels read it there."""
+    reads = device.is_host or device.reads_host_memory and may_pin
+    return config.cpu_offload_gb != 0 and (reads or not spec.tied_embeddings)
+
+
+def least_streamed(config: EngineConfig, spec: ModelSpec, may_stream_head: bool) -> Streamed:
+    """Return what the settings alone ask to be streamed.
+
+    The head comes behind all layers, or with a limit of what stays that is below its own bytes.
+    """
+    of_layers, most = sum(spec.piece_bytes[1:]), len(spec.piece_bytes) - 1
+    streamable = of_layers + spec.head_bytes * may_stream_head
+    wanted, limit = int((config.cpu_offload_gb or 0) * GIB), config.resident_weights_limit
+    if wanted > streamable:
+        stays = "norms and" if may_stream_head else "the head, norms and"
+        raise TooSmall(
+            f"cpu_offload_gb={config.cpu_offload_gb!r} is more than the {format_size(streamable)} of weights that can "
+            f"be streamed: {stays} the first layer's queries, keys and values stay on the GPU. Give "
+            f"at most {streamable / GIB:.2f}, or resident_weights_limit=0 to stream all that can be"
+        )
+    head = may_stream_head and (wanted > of_layers or limit is not None and limit < spec.head_bytes)
+    wanted -= spec.head_bytes * (head and wanted > of_layers)
+    if limit is not None:
+        wanted = max(wanted, of_layers - limit)
+    count = next(n for n in range(most + 1) if sum(spec.piece_bytes[piece] for piece in spread(most + 1, n)) >= wanted)
+    return Streamed(count, head)
+
+
+def choices(least: Streamed, spec: ModelSpec, head: bool) -> list[Streamed]:
+    """Return what may be streamed with the head or without, ascending: from what the settings ask for to all layers."""
+    most = len(spec.piece_bytes) - 1
+    # An even number: with an odd one the first piece of a step would wait for the place of the last.
+    counts = {min(count + count % 2, most) for count in range(least.num_pieces, most + 1)}
+    return [Streamed(count, head) for count in sorted(counts)]
 
 
 def num_blocks(spec: ModelSpec, lengths: Sequence[int]) -> tuple[int, int]:
@@ -55,4 +104,5 @@ def link_cost(config: EngineConfig, spec: ModelSpec, context: int, memory: Memor
     """
     rows = [min(context, memory.max_model_len)] * (config.max_num_seqs or 1)
     decode = streamed_bytes(config, spec, memory, rows) + missed_bytes(spec, memory, len(rows))
-    return decode + len(rows) * _PROMPT_TOKENS * memory.passing_bytes / memory.max_num_batched_tokens
+    of_prompts = memory.passing_bytes - memory.head_bytes  # the head is brought for the last tokens alone
+    return decode + len(rows) * _PROMPT_TOKENS * of_prompts / memory.max_num_batched_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from math import prod
@@ -112,6 +113,12 @@ class ModelSpec:
     """Bytes of each place in which what the model wants from host memory lies while its pieces read it."""
     piece_bytes: tuple[int, ...] = ()
     """Bytes of each piece's projections and experts, which may lie in host memory; see `StreamedWeights`."""
+    head_bytes: int = 0
+    """Bytes of the head; of a tied one these are `embedding_bytes`."""
+    head_rows: tuple[int, ...] = ()
+    """Tokens of each slice of the head, where it is streamed."""
+    slice_bytes: tuple[int, ...] = ()
+    """Bytes of each slice of the head, which follow the pieces through the places then."""
     scratch_bytes: int = 0
     """Bytes of the buffer that packed weights are expanded to, on a CPU."""
     matrix_bytes: int = 0
@@ -155,6 +162,10 @@ class ModelSpec:
             head_dim=heads.head_dim,
             dtype=heads.kv_dtype,
         )
+
+    def run_bytes(self, pieces: Sequence[int], has_head: bool) -> list[int]:
+        """Return the bytes of all runs that are streamed, in their order: of these pieces, and of the head's slices."""
+        return [*(self.piece_bytes[piece] for piece in pieces), *(self.slice_bytes if has_head else ())]
 
     @property
     def token_bytes(self) -> int:

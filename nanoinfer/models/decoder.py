@@ -32,7 +32,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from nanoinfer.common import exact
 from nanoinfer.kernels.attention.spec import AttentionSpec
 from nanoinfer.layers.experts import Experts, Sparse, SparseMLP
 from nanoinfer.layers.formats.base import Filling, Renamed, renamed
@@ -44,9 +43,11 @@ from nanoinfer.layers.rope import Context, distinct, longest_contexts, query_sca
 from nanoinfer.models.base import AttentionState, ModelSpec, RecurrentState, SparseSpec
 from nanoinfer.models.checkpoint_info import CheckpointInfo
 from nanoinfer.models.layer import DecoderLayer, KVSlots, Traits
+from nanoinfer.models.logits import Logits
 from nanoinfer.models.pieces import Held, Piece, place_bytes
 from nanoinfer.models.step_tensors import StepTensors
 from nanoinfer.models.streamed import OnHost, StreamedWeights
+from nanoinfer.models.streamed_head import head_sizes
 from offload import Cut
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -99,7 +100,7 @@ class Decoder(nn.Module):
         traits = self.traits(hf_config)
         options = dict(dtype=spec.dtype, device=device)
         table = dict(is_tied=spec.tied_embeddings, formats=formats.of_embeddings("model.embed_tokens"))
-        table |= options | dict(is_on_host=on_host.embeddings)
+        table |= options | dict(is_on_host=on_host.embeddings or on_host.head and spec.tied_embeddings)
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, **table)
         self.streamed.take_embeddings(self.embed_tokens)
         self.layers = nn.ModuleList()
@@ -111,13 +112,16 @@ class Decoder(nn.Module):
             self.streamed.take_layer(index, self.layers[index])
         self.norm = traits.norm(spec.hidden_size, traits.norm_eps, factor=traits.residual_factor, **options)
         if not spec.tied_embeddings:
-            self.lm_head = Head(spec.hidden_size, spec.vocab_size, formats=formats.below("lm_head"), **options)
-        share_scratch(self, **options)
+            where = options | dict(device="cpu" if on_host.head else device)
+            self.lm_head = Head(spec.hidden_size, spec.vocab_size, formats=formats.below("lm_head"), **where)
+            self.lm_head.multiplies = not on_host.head
+        head = self.embed_tokens if spec.tied_embeddings else self.lm_head
+        self.logits = Logits(self.streamed.take_head(head), traits.logits_divisor, traits.logits_softcap)
+        share_scratch(self, self.logits.slices, **options)
         self.expert_pools = self.streamed.share_pools(self)
         self._embedding_scale = traits.embedding_scale
         if traits.rounds_embedding_scale:  # a product with the number rounds as with a scalar tensor then
             self._embedding_scale = torch.tensor(self._embedding_scale, dtype=spec.dtype, device="cpu").item()
-        self._logits_softcap, self._logits_divisor = traits.logits_softcap, traits.logits_divisor
         ropes, self._rope_of_layer = distinct(self.rope_parameters(hf_config))
         options["dtype"] = torch.float32 if traits.float32_rope else spec.dtype
         self.query_scales = None
@@ -213,6 +217,7 @@ class Decoder(nn.Module):
             spec,
             weight_bytes=sum(weight.nbytes for weight in shapes_only.parameters()),
             embedding_bytes=sum(weight.nbytes for weight in shapes_only.embed_tokens.parameters()),
+            **head_sizes(*shapes_only.logits.slices, dtype, max(shapes_only.streamed.num_bytes)),
             scratch_bytes=dtype.itemsize * scratch_size(shapes_only, False),
             matrix_bytes=matrix_bytes(shapes_only, dtype),
             gpu_scratch_bytes=dtype.itemsize * scratch_size(shapes_only, dtype.itemsize == 2),
@@ -252,6 +257,10 @@ class Decoder(nn.Module):
         begins, ends = [0, *(layer + 1 for layer in attentions)], [*attentions, len(self.layers)]
         cuts = self.streamed.cuts([*(Cut(kv_layer=number) for number in range(len(attentions))), Cut()])
         return [self.piece(*each) for each in zip(begins, ends, cuts, strict=True)]
+
+    def head_cuts(self) -> list[Cut]:
+        """Return the cuts behind each slice of the head, which follow the pieces."""
+        return self.streamed.head_cuts()
 
     def piece(self, begin: int, end: int, cut: Cut) -> Piece:
         """Return the piece from behind attention in layer `begin - 1` (0: from the embedding) to attention in `end`.
@@ -336,19 +345,6 @@ class Decoder(nn.Module):
 
     def _norm_before(self, layer: int) -> RMSNorm | None:
         return self.norm if layer == len(self.layers) else self.layers[layer].input_layernorm
-
-    def logits(self, normed: Tensor, out: Tensor | None = None) -> Tensor:
-        """Apply head, divisor and cap to what the last layer returned.
-
-        [N, hidden_size] -> [N, vocab_size] in spec.dtype, in `out` if that is given.
-        """
-        head = self.embed_tokens if self.spec.tied_embeddings else self.lm_head
-        logits = head(normed, out)
-        if self._logits_divisor is not None:
-            logits.div_(self._logits_divisor)
-        if self._logits_softcap is not None:
-            logits.copy_(exact.elementwise(torch.tanh, logits.div_(self._logits_softcap))).mul_(self._logits_softcap)
-        return logits
 
     # The checkpoint
 

@@ -1,7 +1,7 @@
-"""The embedding table in host memory. The GPU reads the rows of a step's tokens from there: only it knows which.
+"""The embedding table, or the head, in host memory.
 
-Nothing else reads the table where the head has a weight of its own, and a step reads a few rows. A tied head is the
-same tensor, of which each step reads all: it stays on the GPU, and counts once.
+Of the table the GPU reads the rows of a step's tokens where they lie: only it knows which. Each step that samples reads
+all of a head, also of one that is tied to the table: it passes to the GPU in slices (`streamed_head.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from nanoinfer.devices.registry import device_of
-from nanoinfer.models.module_tensors import ALIGNMENT, move_tensors
+from nanoinfer.models.module_tensors import aligned_begins, move_tensors
 from offload.memory.pinned import HostArena
 
 
@@ -18,28 +18,27 @@ class HostTable:
     """A module whose tensors, allocated on the CPU and not filled, go to pinned host memory.
 
     Args:
-        device: whose kernels read them.
+        device: to which they pass.
+        is_read: whether its kernels read them where they lie.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
-        self.module, self._device = module, device
-        self._begins: dict[int, int] = {}
-        self.num_bytes = 0
-        for tensor in module.parameters():
-            self._begins[tensor.untyped_storage().data_ptr()] = self.num_bytes
-            self.num_bytes += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+    def __init__(self, module: nn.Module, device: torch.device, is_read: bool = True) -> None:
+        self.module, self._device, self._is_read = module, device, is_read
+        self._begins, self.num_bytes = aligned_begins(module)
         self.arena: HostArena | None = None
 
-    def open(self, remedy: str) -> None:
+    def open(self, remedy: str, require_pin: bool = False, may_pin: bool = True) -> None:
         """Give the tensors their memory.
+
+        require_pin: also where no kernel reads it; may_pin: whether the system is asked, if none does.
 
         Raises:
             MemoryError: there is not as much host memory.
             PinError: the system refused to pin it, and the GPU reads no other.
         """
-        self.arena = HostArena(
-            1, self.num_bytes, pinner=device_of(self._device).pinner, require_pin=True, remedy=remedy
-        )
+        pinner = device_of(self._device).pinner if may_pin or self._is_read else None
+        options = dict(require_pin=require_pin or self._is_read, remedy=remedy)
+        self.arena = HostArena(1, self.num_bytes, pinner=pinner, **options)
         self.arena.wait()
         move_tensors(self.module, self._begins, self.arena.segment(0))
 

@@ -14,6 +14,15 @@ ALIGNMENT = 256
 """Bytes at whose multiples tensors begin in a run, as torch's allocator has it on a GPU."""
 
 
+def aligned_begins(module: nn.Module) -> tuple[dict[int, int], int]:
+    """Return where each of a module's own tensors begins in a run of all, by its storage's address; the run's bytes."""
+    begins, end = {}, 0
+    for tensor in module.parameters(recurse=False):
+        begins[tensor.untyped_storage().data_ptr()] = end
+        end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+    return begins, end
+
+
 def move_tensors(module: nn.Module, begins: Mapping[int, int], memory: Tensor) -> None:
     """Make a module's tensors views into other memory of their device; what they hold is lost.
 

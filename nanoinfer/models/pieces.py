@@ -38,7 +38,7 @@ class Piece:
     Attributes:
         kind: pieces of one kind launch the same kernels with the same sizes, so one of them is measured and warmed up.
         run: enqueues the work on the current stream; may be captured.
-        cut: behind the piece. Behind the last one lies the head, and no attention or transfer.
+        cut: behind the piece. Behind the last one lies the head, and no attention: a transfer only of its first slice.
     """
 
     kind: Hashable

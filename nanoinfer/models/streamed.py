@@ -5,8 +5,8 @@ Either each piece's pass there whole, or a layer's experts one by one, when a ro
 What a piece reads of projections and experts is one run of bytes, in host memory and in one of two places on the GPU,
 which streamed pieces use in turn. A weight's tensors are views into its place, at the same address in each step, so
 graphs and kernels are as ever. The copy engine fills one place while a piece computes from the other. Norms,
-routers' biases, the head and what the first piece reads stay on the GPU: no cut lies before it. Embeddings may lie in
-host memory for themselves (`host_table.py`).
+routers' biases and what the first piece reads stay on the GPU: no cut lies before it. Embeddings may lie in host memory
+for themselves (`host_table.py`), and the head, whose slices follow the pieces through the places (`streamed_head.py`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from nanoinfer.devices.registry import device_of
 from nanoinfer.layers.expert_pools import share_pools
 from nanoinfer.layers.experts import Experts
-from nanoinfer.layers.linear import Linear
+from nanoinfer.layers.linear import Embedding, Head, Linear
 from nanoinfer.models.base import AttentionState, ModelSpec
 from nanoinfer.models.expert_slots import SlotCounts, SlotSet, slot_sets
 from nanoinfer.models.host_table import HostTable
 from nanoinfer.models.module_tensors import ALIGNMENT, move_tensors
+from nanoinfer.models.streamed_head import StreamedHead
 from offload import Cut, KVLayout, Landing
 from offload.memory.host_pool import HostPool
 from offload.memory.pinned import HostArena
@@ -45,12 +46,14 @@ class OnHost:
             lie where the rest of their layer does. Not beside streamed pieces.
         slot_rows: the most rows of a step that brings experts one by one; larger ones have a layer's streamed together.
         embeddings: whether the embedding table lies there, which no tied head reads.
+        head: whether the head does, with embeddings that are tied to it. It is streamed in every step that samples.
     """
 
     pieces: tuple[int, ...] = ()
     num_slots: int = 0
     slot_rows: int = 0
     embeddings: bool = False
+    head: bool = False
 
 
 class Group(NamedTuple):
@@ -94,7 +97,8 @@ class StreamedWeights:
         on_host: which weights are.
         runs: by number of the piece.
         slot_sets: the pools of experts that have slots.
-        table: the embeddings, if they lie in host memory.
+        table: the embeddings, if they lie in host memory; head_table: a head that does, and has its own weight.
+        head: the slices of a head in host memory; None: it stays on the GPU.
         places: [bytes] uint8 each.
         num_bytes: bytes of the run that each piece would have, of what was taken so far.
         piece_of: the piece of each module that is streamed.
@@ -102,7 +106,7 @@ class StreamedWeights:
 
     def __init__(self, spec: ModelSpec, on_host: OnHost, device: torch.device | str) -> None:
         self._device, self.on_host, pieces = torch.device(device), on_host, on_host.pieces
-        assert not (pieces and on_host.num_slots), "experts have slots, or their layers are streamed"
+        assert not ((pieces or on_host.head) and on_host.num_slots), "experts have slots, or layers are streamed"
         attentions = spec.kv_layers
         # Piece i ends with the queries of attention i; what follows that attention belongs to piece i + 1.
         self._begins = {layer: number for number, layer in enumerate(attentions)}
@@ -113,7 +117,7 @@ class StreamedWeights:
         self.num_bytes = [0] * (len(attentions) + 1)
         self.piece_of: dict[nn.Module, int] = {}
         assert 0 not in pieces, "what the first piece reads has no cut before it"
-        sizes = place_sizes(spec.piece_bytes, pieces)
+        sizes = place_sizes(spec.run_bytes(pieces, on_host.head))
         self.places = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
         self.runs: dict[int, WeightRun] = {}
         for turn, piece in enumerate(pieces):
@@ -123,6 +127,9 @@ class StreamedWeights:
         self.arenas: dict[int, HostArena] = {}
         self.slot_sets: list[SlotSet] = []
         self.table: HostTable | None = None
+        self.head_table: HostTable | None = None
+        self.head: StreamedHead | None = None
+        self._spec = spec
         self._layer_of: dict[Experts, int] = {}
 
     # While the model is built
@@ -141,10 +148,25 @@ class StreamedWeights:
             # what is left of these would serve nobody: 0.13 GiB of an 8B model within 8 GiB.
             device_of(self._device).give_back()
 
-    def take_embeddings(self, module: nn.Module) -> None:
+    def take_embeddings(self, module: Embedding) -> None:
         """Take the embeddings, if they are to lie in host memory: allocated on the CPU then."""
-        if self.on_host.embeddings:
+        if module.is_on_host:
             self.table = HostTable(module, self._device)
+
+    def take_head(self, head: Head) -> list[Head]:
+        """Take the head, tied embeddings or a weight of its own: allocated on the CPU if it is streamed.
+
+        Returns:
+            What computes the logits: the head, or its slices.
+        """
+        if not self.on_host.head:
+            return [head]
+        if self.table is None or self.table.module is not head:
+            self.head_table = HostTable(head, self._device, is_read=False)
+        first, piece = len(self.on_host.pieces), len(self._spec.piece_bytes)
+        options = dict(places=self.places, first=first, piece=piece)
+        self.head = StreamedHead(head, self._spec.head_rows, self._spec.dtype, **options)
+        return [one.head for one in self.head.slices]
 
     def share_pools(self, model: nn.Module) -> nn.ParameterList:
         """Give the experts of all layers their memory, and return what stays on the GPU of those without slots."""
@@ -200,17 +222,19 @@ class StreamedWeights:
         """Yield each group of modules that are filled together.
 
         First comes what stays on the GPU, then embeddings in host memory, then each run, which is filled in its place.
-        When the next group is asked for, the run's bytes go home, to host memory that is pinned for CUDA.
+        When the next group is asked for, the run's bytes go home, to host memory that is pinned for CUDA. Last comes a
+        head in host memory.
 
         Raises:
             MemoryError: there is not as much host memory.
             PinError: with `require_pin`, or where kernels read it, the system refused to pin it.
         """
-        table = None if self.table is None else self.table.module
-        yield Group(lambda module: module not in self.piece_of and module is not table, self._device)
+        tables = [table.module for table in self._tables()]
+        is_there = self.piece_of.keys() | set(tables)
+        yield Group(lambda module: module not in is_there, self._device)
         if self.table is not None:
             self.table.open(REMEDY)
-            yield Group(lambda module: module is table, torch.device("cpu"))
+            yield _group_of(self.table)
         pieces = sorted(self.runs)
         require_pin = require_pin or bool(self.slot_sets)  # kernels read no other memory
         for number, piece in enumerate(pieces):
@@ -224,6 +248,19 @@ class StreamedWeights:
             run.home.copy_(run.place)
         for one in self._slotted():
             one.slots.home = self.runs[self.piece_of[one]].home.view(one.num_experts, one.stride)
+        if self.head_table is not None:
+            self.head_table.open(REMEDY, require_pin, may_pin=not self._was_refused())
+            yield _group_of(self.head_table)
+        if self.head is not None:
+            self.head.find_sources()
+
+    @property
+    def is_used(self) -> bool:
+        """Whether any weights lie in host memory."""
+        return bool(self.runs or self._tables())
+
+    def _tables(self) -> list[HostTable]:
+        return [table for table in (self.table, self.head_table) if table is not None]
 
     def _slotted(self) -> Iterator[Experts]:
         for one in self.slot_sets:
@@ -233,11 +270,13 @@ class StreamedWeights:
         return self.piece_of.get(module) == piece
 
     def _open(self, piece: int, require_pin: bool) -> None:
-        # Where the system refused once, it is not asked again, and has said so.
-        was_refused = any(arena.unpinned_bytes for arena in self.arenas.values())
-        pinner = None if was_refused else device_of(self._device).pinner
+        pinner = None if self._was_refused() else device_of(self._device).pinner
         options = dict(pinner=pinner, require_pin=require_pin, remedy=REMEDY)
         self.arenas[piece] = HostArena(1, len(self.runs[piece].place), **options)
+
+    def _was_refused(self) -> bool:
+        """Whether the system refused to pin a run: it is not asked again, and has said so."""
+        return any(arena.unpinned_bytes for arena in self.arenas.values())
 
     def bring(self, module: nn.Module) -> None:
         """Have the weights of a module in its place now, for who looks at them outside of a step."""
@@ -251,7 +290,13 @@ class StreamedWeights:
         which = "in_large_steps" if self.slot_sets else "transfers"
         for piece, run in self.runs.items():
             found[piece - 1] = replace(cuts[piece - 1], **{which: (*getattr(cuts[piece - 1], which), run)})
+        if self.head is not None:
+            found[-1] = replace(found[-1], transfers=(*found[-1].transfers, self.head.slices[0]))
         return found
+
+    def head_cuts(self) -> list[Cut]:
+        """Return the cuts behind each slice of the head, which bring the next one. A head on the GPU is one slice."""
+        return [Cut()] if self.head is None else [*(Cut(transfers=(one,)) for one in self.head.slices[1:]), Cut()]
 
     def forget_slots(self) -> None:
         """Have no expert in a slot, on the current stream: what lies there may be another's, or not all of it."""
@@ -269,16 +314,23 @@ class StreamedWeights:
             one.slots.home = None
         for run in self.runs.values():
             run.home = None
+        if self.head is not None:
+            for one in self.head.slices:
+                one.sources = []
         for arena in self.arenas.values():
             arena.close()
-        if self.table is not None:
-            self.table.close()
+        for table in self._tables():
+            table.close()
 
 
-def place_sizes(piece_bytes: Sequence[int], pieces: Sequence[int]) -> list[int]:
-    """Return the bytes of the places that these pieces use in turn. piece_bytes: of each piece's run."""
-    turns = (pieces[turn::NUM_PLACES] for turn in range(NUM_PLACES))
-    return [max(piece_bytes[piece] for piece in turn) for turn in turns if turn]
+def _group_of(table: HostTable) -> Group:
+    return Group(lambda module: module is table.module, torch.device("cpu"))
+
+
+def place_sizes(run_bytes: Sequence[int]) -> list[int]:
+    """Return the bytes of the places that runs of so many bytes use in turn."""
+    turns = (run_bytes[turn::NUM_PLACES] for turn in range(NUM_PLACES))
+    return [max(turn) for turn in turns if turn]
 
 
 def spread(num_pieces: int, count: int) -> tuple[int, ...]:

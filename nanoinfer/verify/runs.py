@@ -98,7 +98,7 @@ def _places(workload: Workload, plan: MemoryPlan) -> list[Run]:
         ),
         Run(
             "weights",
-            "the layers' weights in host memory, streamed in every step beside the KV",
+            "the weights of layers and head in host memory, streamed in every step beside the KV",
             _STREAMED | _NO_WEIGHTS | dict(resident_weights_limit=0),
             happened=lambda stats: stats["streamed_weight_bytes"] > 0,
             otherwise="no weights were streamed: the model has one piece only",

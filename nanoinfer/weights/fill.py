@@ -63,7 +63,7 @@ def fill_from_files(
         ) as bar,
     ):
         # Beside weights that stay in host memory, files in the page cache would be the same bytes again.
-        drops = (model.streamed.runs or model.streamed.table) and total > memory_available_bytes() // 2
+        drops = model.streamed.is_used and total > memory_available_bytes() // 2
         paths = {entry.path for entry in read}
         for group in model.streamed.groups(require_pin):
             _fill(model.checkpoint_views(group.has), entries, group.device, dict(report=bar.update, buffers=buffers))

@@ -79,11 +79,18 @@ def test_a_budget_below_the_weights_streams_as_few_of_them_as_must_be(tmp_path, 
 
 def test_what_settings_ask_to_stream_is_streamed_and_what_cannot_be_refused(tmp_path):
     spec = spec_of(tmp_path)
-    can = sum(spec.piece_bytes[1:])
+    layers = sum(spec.piece_bytes[1:])
+    can = layers + spec.head_bytes
     assert plan(tmp_path, 24, cpu_offload_gb=2).streamed_bytes in range(2 * GIB, 2 * GIB + 2 * max(spec.piece_bytes))
     assert plan(tmp_path, 24, resident_weights_limit=0).streamed_bytes == can
-    stays = can - plan(tmp_path, 24, resident_weights_limit="3GiB").streamed_bytes
-    assert 3 * GIB - 2 * max(spec.piece_bytes) < stays <= 3 * GIB
+    for limit in (3 * GIB, spec.head_bytes, spec.head_bytes - 1):
+        made = plan(tmp_path, 24, resident_weights_limit=limit)
+        assert made.head_bytes == (spec.head_bytes if limit < spec.head_bytes else 0)
+        stays = layers + made.head_bytes - made.streamed_bytes
+        assert limit - 2 * max(spec.piece_bytes) < stays <= limit
+    layers_alone, some, both = (plan(tmp_path, 24, cpu_offload_gb=n / GIB) for n in (layers, layers + 1, can))
+    assert not layers_alone.head_bytes and layers_alone.streamed_bytes == layers
+    assert some.head_bytes and layers < some.streamed_bytes < can and both.streamed_bytes == can
     with pytest.raises(ValueError, match=r"cpu_offload_gb=50 is more than the .*, or resident_weights_limit=0"):
         plan(tmp_path, 24, cpu_offload_gb=50)
     with pytest.raises(ValueError, match="host_memory_limit='1GiB' is 1.00 GiB"):
@@ -104,8 +111,8 @@ def test_a_refusal_names_the_least_memory_that_streamed_weights_need(tmp_path, e
         budget = dict(budget_bytes=int(config.gpu_memory_limit), host_available_bytes=100 * GIB)
         return make_plan(config, spec, device=GPU, **budget)
 
-    with pytest.raises(ValueError, match="gpu_memory_limit='300MiB' .* too small: weights .* GiB beside") as refused:
-        made("300MiB", "90GiB")
+    with pytest.raises(ValueError, match="gpu_memory_limit='200MiB' .* too small: weights .* GiB that are") as refused:
+        made("200MiB", "90GiB")
     least = float(re.search(r'give at least "([\d.]+)GiB"', str(refused.value))[1])
     assert made(f"{least}GiB", "90GiB").streamed_bytes
     with pytest.raises(ValueError, match="too small"):

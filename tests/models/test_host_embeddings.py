@@ -3,11 +3,9 @@
 import gc
 
 import pytest
-import torch
 from engines import SMALL, have_embeddings_on_host, make_engine, random_prompts, run, some_params
 from tiny_models import make_checkpoint
 
-from nanoinfer.layers.linear import Embedding
 from nanoinfer.models import host_table
 from offload.memory.pinned import PinError
 
@@ -39,11 +37,6 @@ def test_embeddings_on_the_host_change_no_bit(settings, load_format, tmp_path, r
         assert memory.data_ptr() <= tensor.data_ptr() < memory.data_ptr() + len(memory)
     assert engine.plan.host_weight_bytes == engine.plan.embedding_bytes + engine.plan.streamed_bytes
     assert engine.plan.embedding_bytes == sum(one.nbytes for one in table.module.parameters())
-
-
-def test_a_tied_head_stays_on_the_gpu(tmp_path):
-    with pytest.raises(AssertionError, match="each step reads all of a tied head"):
-        Embedding(64, 16, is_tied=True, is_on_host=True, dtype=torch.float32, device="cpu")
 
 
 def test_where_pinning_is_refused_embeddings_stay_on_the_gpu(on_host, monkeypatch, tmp_path):

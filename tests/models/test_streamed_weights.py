@@ -9,6 +9,7 @@ from simulated import SimulatedRuntime
 from tiny_models import make_checkpoint
 
 from nanoinfer.execution.activations import Activations
+from nanoinfer.layers import linear
 from nanoinfer.layers.experts import Experts
 from nanoinfer.layers.linear import Embedding, Head, Linear
 from nanoinfer.models.streamed import ALIGNMENT, place_sizes, spread
@@ -29,6 +30,12 @@ def path_of(tmp_path_factory):
         return made[key]
 
     return make
+
+
+@pytest.fixture(autouse=True)
+def small_slices(monkeypatch):
+    """Streamed heads are cut into several slices."""
+    monkeypatch.setattr(linear, "HEAD_BLOCK", 16)
 
 
 def workload(seed, longest=90, tokens=12):
@@ -59,7 +66,10 @@ def test_streamed_weights_change_no_bit(path_of, family, quantization):
         plan, runs = engine.plan, engine.runner.model.streamed.runs
         assert tuple(runs) == plan.streamed_pieces and 0 < len(runs) <= engine.runner.spec.attention.num_q_heads
         assert count == 1 or len(runs) == len(engine.runner.spec.piece_bytes) - 1
-        assert engine.stats()["streamed_bytes"] >= plan.streamed_bytes == sum(len(one.place) for one in runs.values())
+        of_pieces = sum(len(one.place) for one in runs.values())
+        assert engine.stats()["streamed_bytes"] >= plan.streamed_bytes == of_pieces + plan.head_bytes
+        assert (engine.runner.model.streamed.head is not None) == (plan.head_bytes > 0)
+        assert plan.head_bytes or count == 1
         assert_pools_as_before(engine)
 
 
@@ -99,9 +109,11 @@ def test_a_run_holds_what_its_piece_reads_and_nothing_twice(path_of, family):
     engine = make_engine(path_of(family, num_layers=4), **ALL)
     model, spec = engine.runner.model, engine.runner.spec
     streamed, places = model.streamed, engine.runner.places.bytes
-    assert [len(place) for place in places] == place_sizes(spec.piece_bytes, tuple(streamed.runs))
+    assert [len(place) for place in places] == place_sizes(spec.run_bytes(tuple(streamed.runs), True))
     assert engine.plan.place_bytes == sum(map(len, places))
     assert len({place.data_ptr() for place in places}) == len(places) == 2
+    turns = [one.landing.place for one in (*streamed.runs.values(), *streamed.head.slices)]
+    assert turns == [turn % 2 for turn in range(len(turns))], "no run waits for the place of the one before it"
     taken = {piece: [] for piece in streamed.runs}
     for module in own_weights(model):
         tensors = [module.pool] if isinstance(module, Experts) else list(module.parameters())
@@ -119,8 +131,9 @@ def test_a_run_holds_what_its_piece_reads_and_nothing_twice(path_of, family):
         spans.sort()
         assert all(end <= begin for (_, end), (begin, _) in zip(spans, spans[1:], strict=False)), piece
         assert sum(-(-(end - begin) // ALIGNMENT) * ALIGNMENT for begin, end in spans) == spec.piece_bytes[piece]
+    on_host = [*streamed.piece_of, streamed.head.head]
     on_gpu = sum(one.nbytes for one in model.parameters()) - sum(
-        one.nbytes for module in streamed.piece_of for one in module.parameters()
+        one.nbytes for module in on_host for one in module.parameters()
     )
     assert abs(on_gpu - (spec.weight_bytes - engine.plan.streamed_bytes)) < 50 * ALIGNMENT
 
@@ -217,7 +230,7 @@ def test_files_leave_the_page_cache_where_memory_is_short_of_both(path_of, monke
     monkeypatch.setattr("nanoinfer.weights.fill.memory_available_bytes", lambda: available)
     monkeypatch.setattr("nanoinfer.weights.read.os.posix_fadvise", lambda *given: dropped.append(given[1:]))
     engine = make_engine(path_of("qwen3", num_layers=4), **ALL)
-    groups = 1 + len(engine.runner.model.streamed.runs)
+    groups = 1 + len(engine.runner.model.streamed.runs) + 1  # and the head
     assert dropped == [(0, 0, os.POSIX_FADV_DONTNEED)] * (groups if is_dropped else 0)
     make_engine(path_of("qwen3", num_layers=4))
     assert len(dropped) == (groups if is_dropped else 0), "weights that stay on the device"

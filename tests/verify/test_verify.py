@@ -16,7 +16,7 @@ from nanoinfer.execution.block_copies import BlockCopies
 from nanoinfer.execution.mixed import MixedStep
 from nanoinfer.kv.prefix_cache import PrefixCache
 from nanoinfer.measure.logits import LogitsRecorder
-from nanoinfer.models.decoder import Decoder
+from nanoinfer.models.logits import Logits
 from nanoinfer.models.streamed import WeightRun
 from nanoinfer.requests.sequence import Sequence
 from nanoinfer.verify import RunReport, Verdict, check, verify
@@ -192,13 +192,14 @@ def test_products_that_depend_on_the_number_of_rows_are_found(paths, only, monke
 
 def test_a_fault_of_wide_steps_is_found_in_pairs(paths, only, monkeypatch):
     only("resident", "alone", "pairs", "auto")
-    logits = Decoder.logits
+    of_slice = Logits.of_slice
 
-    def logits_by_rows(self, normed, out=None):
-        found = logits(self, normed, out)
-        return found.mul_(1 + 1e-6) if len(normed) == WIDE_ROWS else found
+    def logits_by_rows(self, number, normed, out):
+        of_slice(self, number, normed, out)
+        if len(normed) == WIDE_ROWS:
+            out.mul_(1 + 1e-6)
 
-    monkeypatch.setattr(Decoder, "logits", logits_by_rows)
+    monkeypatch.setattr(Logits, "of_slice", logits_by_rows)
     assert verify(paths["qwen3"], **SMALL).line() == "DIFFERENT in pairs"
 
 

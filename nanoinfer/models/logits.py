@@ -1,0 +1,46 @@
+"""What makes logits of what the last layer returned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nanoinfer.common import exact
+from nanoinfer.layers.linear import Head
+
+
+class Logits:
+    """Head, divisor and cap of a model.
+
+    Args:
+        slices: heads that have rows of the vocabulary one after the other: all in one, or as they are streamed.
+        divisor, softcap: what is done to each logit; None: nothing.
+    """
+
+    def __init__(self, slices: Sequence[Head], divisor: float | None, softcap: float | None) -> None:
+        self.slices, self._divisor, self._softcap = slices, divisor, softcap
+        self._ends = [sum(one.num_rows for one in slices[: number + 1]) for number in range(len(slices))]
+
+    def __call__(self, normed: Tensor, out: Tensor | None = None) -> Tensor:
+        """[N, hidden_size] -> [N, vocab_size] in the model's dtype, in `out` if that is given.
+
+        Of a head that is streamed, the slices are what lies in their places.
+        """
+        out = normed.new_empty(len(normed), self._ends[-1]) if out is None else out
+        for number in range(len(self.slices)):
+            self.of_slice(number, normed, out)
+        return out
+
+    def of_slice(self, number: int, normed: Tensor, out: Tensor) -> None:
+        """Write the logits of the tokens of a slice to their columns of `out`, [N, vocab_size]."""
+        head = self.slices[number]
+        columns = out[:, self._ends[number] - head.num_rows : self._ends[number]]
+        logits = head(normed, columns if columns.is_contiguous() else None)
+        if self._divisor is not None:
+            logits.div_(self._divisor)
+        if self._softcap is not None:
+            logits.copy_(exact.elementwise(torch.tanh, logits.div_(self._softcap))).mul_(self._softcap)
+        if not columns.is_contiguous():
+            columns.copy_(logits)

@@ -1,0 +1,96 @@
+"""When the head is streamed: where nothing fits that has it on the GPU, or what may stay is less than its bytes."""
+
+import pytest
+from described import GPU
+
+from nanoinfer.config import EngineConfig
+from nanoinfer.memory.forecaster import plan as forecast
+from nanoinfer.memory.plan import TooSmall, make_plan
+from nanoinfer.memory.setup import Specs
+from nanoinfer.models.shapes import write_shape
+from nanoinfer.weights.load import read_checkpoint
+
+GIB = 2**30
+SMALL_STEPS = dict(max_model_len=2048, max_num_seqs=1, max_num_batched_tokens=256)
+
+
+@pytest.fixture(scope="module")
+def specs_of(tmp_path_factory):
+    made = {}
+
+    def specs(shape: str) -> Specs:
+        if shape not in made:
+            made[shape] = Specs(read_checkpoint(write_shape(shape, tmp_path_factory.mktemp(shape))))
+        return made[shape]
+
+    return specs
+
+
+@pytest.fixture
+def plan(specs_of):
+    def make(shape: str, gib: float, *, may_pin: bool = True, **arguments):
+        config = EngineConfig(model="unused", **SMALL_STEPS | arguments)
+        spec, sizes = specs_of(shape).of(config), dict(device=GPU, may_pin=may_pin)
+        found = make_plan(config, spec, budget_bytes=int(gib * GIB), host_available_bytes=64 * GIB, **sizes)
+        assert found.total_bytes <= found.budget_bytes
+        assert found.head_bytes in (0, spec.head_bytes)
+        return found
+
+    return make
+
+
+@pytest.mark.parametrize("shape", ["qwen3-4b", "qwen3-8b"])  # tied, and not
+def test_it_is_streamed_where_nothing_fits_that_has_it_on_the_gpu_and_not_before(plan, specs_of, shape):
+    spec = specs_of(shape).of(EngineConfig(model="unused"))
+    pieces = len(spec.piece_bytes) - 1
+    budgets = [0.1 * tenths for tenths in range(40, 0, -1)]
+    plans = []
+    for gib in budgets:
+        try:
+            plans.append(plan(shape, gib))
+        except TooSmall:
+            break
+    heads = [found.head_bytes > 0 for found in plans]
+    assert heads == sorted(heads) and True in heads and False in heads, "from some budget on"
+    last = plans[heads.index(True) - 1]
+    assert len(last.streamed_pieces) >= pieces - 2, "all layers are streamed before the head is"
+    first = plans[heads.index(True)]
+    assert first.streamed_bytes == sum(spec.piece_bytes[piece] for piece in first.streamed_pieces) + spec.head_bytes
+    assert len(first.streamed_pieces) % 2 == 0 or len(first.streamed_pieces) == pieces
+    smallest = plans[-1]
+    assert smallest.budget_bytes < spec.head_bytes + 2 * max(spec.piece_bytes) < last.budget_bytes
+    assert "the head among them" in smallest.one_line() and "the head" not in last.one_line()
+
+
+def test_slices_are_an_even_number_of_at_most_a_layers_bytes(specs_of):
+    for shape in ("qwen3-0.6b", "qwen3-4b", "qwen3-8b", "gpt-oss-20b"):
+        for quantization in (None, "int8"):
+            config = EngineConfig(model="unused", head_quantization=quantization)
+            spec = specs_of(shape).of(config)
+            assert len(spec.slice_bytes) % 2 == 0 and max(spec.slice_bytes) <= max(spec.piece_bytes), shape
+            assert spec.head_bytes <= sum(spec.slice_bytes) < spec.head_bytes + 2**16
+            assert sum(spec.head_rows) == spec.vocab_size and not any(n % 2048 for n in spec.head_rows[:-1])
+            assert spec.tied_embeddings == (
+                spec.head_bytes == spec.embedding_bytes and shape in ("qwen3-0.6b", "qwen3-4b")
+            )
+
+
+def test_a_tied_head_stays_where_kernels_cannot_look_it_up(plan):
+    assert plan("qwen3-4b", 1.5, resident_weights_limit=0).head_bytes
+    assert not plan("qwen3-4b", 4, resident_weights_limit=0, may_pin=False).head_bytes
+    assert plan("qwen3-8b", 4, resident_weights_limit=0, may_pin=False).head_bytes
+    with pytest.raises(TooSmall):
+        plan("qwen3-4b", 1, may_pin=False)
+    with pytest.raises(TooSmall, match="can be streamed: the head, norms and the first layer's"):
+        plan("qwen3-4b", 24, cpu_offload_gb=7, may_pin=False)
+    with pytest.raises(TooSmall, match="can be streamed: norms and the first layer's"):
+        plan("qwen3-4b", 24, cpu_offload_gb=8)
+    with pytest.raises(TooSmall):
+        plan("qwen3-8b", 2, cpu_offload_gb=0)
+
+
+def test_a_forecast_says_that_it_is_streamed():
+    given = dict(gpu_memory_limit="1.5GiB", host_memory_limit="64GiB", max_model_len=2048, enable_cpu_offload=False)
+    text = forecast("qwen3-8b", **given).report()
+    assert "; the head, 1.16 GiB, is streamed in slices" in text and "for layers and a head that are streamed" in text
+    assert "the head, which is streamed" not in text
