@@ -216,7 +216,8 @@ def test_a_trace_has_every_fill_piece_and_write_and_no_overlap_on_a_lane(path, t
     assert sum(event["args"]["bytes"] for event in spans[COPY]) == counters.streamed_bytes
     assert sum(event["args"]["bytes"] for event in spans[WRITE]) == counters.written_bytes
     num_steps = steps["num_decode_steps"] + steps["num_prefill_steps"]
-    assert sum(event["name"] == "section" for event in spans[COMPUTE]) == 4 * num_steps  # pieces of 3 layers
+    num_sections = sum(event["name"] == "section" for event in spans[COMPUTE])
+    assert num_sections == 4 * num_steps + 1  # pieces of 3 layers; the prompt's head
     assert sum(event["name"].startswith("launch") for event in spans["CPU"]) == num_steps
     for lane in (COMPUTE, COPY, WRITE):
         ordered = sorted(spans[lane], key=lambda event: event["ts"])

@@ -386,7 +386,7 @@ def test_a_finished_step_holds_no_activations(path, monkeypatch):
     """Logits come after it, and are planned to find the memory free."""
     engine, steps = engine_with_graphs(path, enable_cpu_offload=True, resident_kv_limit=0), []
     program, begin = engine.runner.prefill_program, engine.runner.prefill_program.begin
-    monkeypatch.setattr(program, "begin", lambda plan: steps.append(begin(plan)) or steps[-1])
+    monkeypatch.setattr(program, "begin", lambda *given: steps.append(begin(*given)) or steps[-1])
     run(engine, [EVERY_LENGTH[3]], [FIRST_TOKEN])
     run(engine, [CHUNKED[0][:60]], [FIRST_TOKEN])
     assert [step.num_tokens for step in steps] == [4, 60]
