@@ -239,6 +239,15 @@ class OffloadEngine:
             self.copy, self.write = (throttled(one, bytes_per_second, self.runtime.link()) for one in self._streams)
             self.runtime.synchronize()
 
+    def hold_places(self) -> None:
+        """Have whoever fills a place next wait for what was enqueued on the compute stream so far.
+
+        For work behind a step that uses the places by itself. The step has fetched nothing ahead (`OffloadStep.ahead`).
+        """
+        assert all(transfer.landing is None for _, transfer in self.prefetched), "a place is filled for the next step"
+        for used in self.places.used:
+            self.compute.record(used)
+
     def drain(self) -> None:
         """Wait until no copy is in flight, and drop the prefetch."""
         self.runtime.synchronize()

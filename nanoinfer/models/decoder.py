@@ -116,7 +116,8 @@ class Decoder(nn.Module):
             self.lm_head = Head(spec.hidden_size, spec.vocab_size, formats=formats.below("lm_head"), **where)
             self.lm_head.multiplies = not on_host.head
         head = self.embed_tokens if spec.tied_embeddings else self.lm_head
-        self.logits = Logits(self.streamed.take_head(head), traits.logits_divisor, traits.logits_softcap)
+        slices, of_logits = self.streamed.take_head(head), (traits.logits_divisor, traits.logits_softcap)
+        self.logits = Logits(slices, *of_logits, self.streamed.head.bring if on_host.head else None)
         share_scratch(self, self.logits.slices, **options)
         self.expert_pools = self.streamed.share_pools(self)
         self._embedding_scale = traits.embedding_scale

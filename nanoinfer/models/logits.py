@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,19 +17,29 @@ class Logits:
     Args:
         slices: heads that have rows of the vocabulary one after the other: all in one, or as they are streamed.
         divisor, softcap: what is done to each logit; None: nothing.
+        bring: copies a slice of a head that is streamed, by its number, to its place, on the current stream.
     """
 
-    def __init__(self, slices: Sequence[Head], divisor: float | None, softcap: float | None) -> None:
-        self.slices, self._divisor, self._softcap = slices, divisor, softcap
+    def __init__(
+        self,
+        slices: Sequence[Head],
+        divisor: float | None,
+        softcap: float | None,
+        bring: Callable[[int], None] | None = None,
+    ) -> None:
+        self.slices, self._divisor, self._softcap, self._bring = slices, divisor, softcap, bring
         self._ends = [sum(one.num_rows for one in slices[: number + 1]) for number in range(len(slices))]
 
     def __call__(self, normed: Tensor, out: Tensor | None = None) -> Tensor:
         """[N, hidden_size] -> [N, vocab_size] in the model's dtype, in `out` if that is given.
 
-        Of a head that is streamed, the slices are what lies in their places.
+        Of a head that is streamed, the slices are brought here, while nothing else uses the places: behind a step that
+        fetches nothing ahead (`OffloadEngine.hold_places`).
         """
         out = normed.new_empty(len(normed), self._ends[-1]) if out is None else out
         for number in range(len(self.slices)):
+            if self._bring is not None:
+                self._bring(number)
             self.of_slice(number, normed, out)
         return out
 

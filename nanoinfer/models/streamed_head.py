@@ -98,6 +98,11 @@ class StreamedHead:
             move_tensors(one, begins, places[landing.place][:size])
             self.slices.append(HeadSlice(one, landing, size))
 
+    def bring(self, number: int) -> None:
+        """Copy a slice to its place on the current stream, which no other may use meanwhile."""
+        for part, source in self.slices[number].sources:
+            part.copy_(source, non_blocking=True)
+
     def find_sources(self) -> None:
         """Find what is copied for each slice, now that the head's tensors lie where they stay.
 

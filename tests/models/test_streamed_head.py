@@ -166,6 +166,43 @@ def test_the_waits_are_needed(path_of, rule):
     pytest.fail(f"20 seeds ran without {rule!r} and nothing went wrong")
 
 
+@pytest.mark.parametrize("holds", [True, False])
+def test_work_behind_a_step_may_bring_the_whole_head_by_itself(path_of, holds, monkeypatch):
+    """As for logits of rows that are not sampled. The next step's fills wait for it: else some order shows."""
+    path, (prompts, params) = path_of("qwen3", **WIDE), workload(0, 40)
+    resident = make_engine(path)
+    wanted, x = run(resident, prompts, params), torch.randn(5, resident.runner.spec.hidden_size)
+    logits = resident.runner.model.logits(x)
+    for seed in range(3 if holds else 20):
+        engine, found = make_engine(path, SimulatedRuntime(seed), **ALONE), []
+        offload, compute, head = engine.runner.offload, engine.runner.compute, engine.runner.model.logits
+        run_step = offload.run
+
+        def run_and_more(step, *given, run_step=run_step, offload=offload, compute=compute, head=head, found=found):
+            step.ahead = None
+            run_step(step, *given)
+            found.append(torch.empty_like(logits))
+            compute.run(lambda out=found[-1]: head(x, out))
+            if holds:
+                offload.hold_places()
+
+        monkeypatch.setattr(offload, "run", run_and_more)
+        is_right = run(engine, prompts, params) == wanted
+        engine.runner.runtime.synchronize()
+        is_right &= all(torch.equal(one, logits) for one in found)
+        assert is_right or not holds
+        if not is_right:
+            return
+    assert holds, "20 seeds ran without the wait and nothing went wrong"
+
+
+def test_places_that_are_filled_for_the_next_step_cannot_be_held(path_of):
+    engine = make_engine(path_of("qwen3", **WIDE), **ALONE)
+    run(engine, *workload(0, 40))
+    with pytest.raises(AssertionError, match="a place is filled for the next step"):
+        engine.runner.offload.hold_places()
+
+
 def test_a_step_that_samples_nothing_brings_nothing_of_the_head(path_of):
     engine = make_engine(path_of("qwen3", **WIDE), **ALONE)
     run(engine, random_prompts(1, 300, 300), some_params(1, 1))
