@@ -124,6 +124,7 @@ class Activations:
         shape = len(some), 1 + min(MAX_LOGPROBS, spec.vocab_size)
         results = (torch.empty(shape, dtype=dtype, device=device) for dtype in (torch.float32, torch.int64))
         score(self.model, normed.index_select(0, some), torch.zeros_like(some), *results)
+        self.places.clear()  # of slices of the head, if it is streamed
 
     def _around(self, kv: torch.Tensor, tokens: int) -> Around:
         """Return what the step does around pieces: one sequence of `tokens` tokens attends to one block."""

@@ -166,6 +166,7 @@ class StreamedWeights:
         first, piece = len(self.on_host.pieces), len(self._spec.piece_bytes)
         options = dict(places=self.places, first=first, piece=piece)
         self.head = StreamedHead(head, self._spec.head_rows, self._spec.dtype, **options)
+        device_of(self._device).give_back()  # else what stays would lie in the memory that the slices had before
         return [one.head for one in self.head.slices]
 
     def share_pools(self, model: nn.Module) -> nn.ParameterList:

@@ -15,7 +15,7 @@ from nanoinfer.layers import linear
 from nanoinfer.layers.formats.base import DENSE
 from nanoinfer.layers.formats.packed import Packed
 from nanoinfer.layers.linear import Head, share_scratch
-from nanoinfer.models import host_table
+from nanoinfer.models import host_table, streamed
 from nanoinfer.models.logits import Logits
 from nanoinfer.models.streamed_head import StreamedHead, head_sizes
 from offload.memory.pinned import PinError
@@ -62,11 +62,11 @@ def test_slices_have_the_bits_of_the_whole_head(name):
     sizes = head_sizes(head, dtype, size // 5)
     assert sizes["head_bytes"] == size and len(sizes["slice_bytes"]) == 6 and max(sizes["slice_bytes"]) <= size // 5
     places = [torch.zeros(max(sizes["slice_bytes"]), dtype=torch.uint8) for _ in range(2)]
-    streamed = StreamedHead(head, sizes["head_rows"], dtype, places=places, first=1, piece=7)
-    assert [one.landing for one in streamed.slices] == [((1 + i) % 2, 7 + i) for i in range(6)]
-    assert [one.size for one in streamed.slices] == list(sizes["slice_bytes"])
-    streamed.find_sources()
-    slices = [one.head for one in streamed.slices]
+    slicing = StreamedHead(head, sizes["head_rows"], dtype, places=places, first=1, piece=7)
+    assert [one.landing for one in slicing.slices] == [((1 + i) % 2, 7 + i) for i in range(6)]
+    assert [one.size for one in slicing.slices] == list(sizes["slice_bytes"])
+    slicing.find_sources()
+    slices = [one.head for one in slicing.slices]
     for one in (head, *slices):
         share_scratch(one, dtype=dtype, device="cpu")
     assert dense or all(one.packed.folding is head.packed.folding for one in slices), "else their kernels would differ"
@@ -74,7 +74,7 @@ def test_slices_have_the_bits_of_the_whole_head(name):
     for count in (1, 3, 17):
         x = torch.randn(count, in_features, generator=generator).to(dtype)
         found = torch.full((count, num_rows), torch.nan, dtype=dtype)
-        for number, one in enumerate(streamed.slices):
+        for number, one in enumerate(slicing.slices):
             places[one.landing.place].fill_(255)
             for part, source in one.copies(places[one.landing.place], None):
                 assert part.is_contiguous() and source(None).is_contiguous(), "a copy is one range of bytes"
@@ -241,6 +241,25 @@ def test_close_gives_its_memory_back(path_of):
         engine.close()
         gc.collect()
         assert not arena.num_ready
+
+
+def test_a_failure_while_the_head_is_read_leaves_no_host_memory_behind(path_of, monkeypatch):
+    made = []
+
+    class Arena(streamed.HostArena):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            made.append(self._release)
+
+    def no_more(*args, **kwargs):
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(streamed, "HostArena", Arena)
+    monkeypatch.setattr(host_table, "HostArena", no_more)
+    with pytest.raises(MemoryError, match="no more"):
+        make_engine(path_of("qwen3", **WIDE, tie_word_embeddings=False), **ALL)
+    gc.collect()
+    assert len(made) == 2 and not any(one.alive for one in made)
 
 
 def test_where_pinning_is_refused_a_tied_head_stays_on_the_gpu_and_another_is_streamed(path_of, monkeypatch):
