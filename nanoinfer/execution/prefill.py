@@ -105,6 +105,8 @@ class PrefillProgram:
         ]
         tensors = self.pieces.begin(num_tokens + num_decoding, inputs)
         pieces, samples = self.resources.pieces, len(logits) > 0
+        # Log-probabilities of prompts are made behind the step, with the head in the places.
+        takes_places = len(scored) > 0 and self.resources.model.logits.is_streamed
         plan = pieces.plan(passing, len(tensors), samples)
         return PrefillStep(
             program=self,
@@ -113,7 +115,7 @@ class PrefillProgram:
             chunks=passing,
             plan=plan,
             # A decode step or another prompt follows: no KV can be guessed, nor whether that will be large.
-            ahead=None if any(passing) else pieces.plan(passing, samples=samples),
+            ahead=None if any(passing) or takes_places else pieces.plan(passing, samples=samples),
             section_ends=tuple(pieces.numbers(samples)),
             logits=logits,
             num_tokens=num_tokens,
@@ -123,6 +125,7 @@ class PrefillProgram:
             last_rows=last_rows,
             scored=scored,
             scored_by=scored_by,
+            takes_places=takes_places,
             gpu_ranges=gpu_ranges,
             slot_tables=slot_tables,
             lengths=lengths,
@@ -212,6 +215,7 @@ class PrefillStep(OffloadStep):
         last_normed: [n, hidden_size], what the head reads; filled by the last piece.
         scored, scored_by: [m] each, index in the step of each token behind which one of the prompt has its
             log-probability made, and that one's id; none if nobody wants any.
+        takes_places: whether the head is brought for these behind the step, which fetches nothing ahead then.
         normed: [N, hidden_size], what the head reads of all tokens; left by the last piece where some are scored.
         gpu_ranges: for each window what the chunks attend to in the GPU pool.
         slot_tables: for each window [3, n] int32: first block, end of the keys and load state of each pair of a ring
@@ -234,6 +238,7 @@ class PrefillStep(OffloadStep):
     last_rows: torch.Tensor
     scored: torch.Tensor
     scored_by: torch.Tensor
+    takes_places: bool
     gpu_ranges: list[KeyRange]
     slot_tables: Sequence[torch.Tensor]
     lengths: np.ndarray

@@ -264,6 +264,8 @@ class ModelRunner:
             self.offload.run(step, plan.operation, plan.gone_host_blocks, timeline)
             logits = self._logits(plan)
             prompts = None if prefill is None else self._prompt_logprobs.launch(prefill, plan.chunks)
+            if prefill is not None and prefill.takes_places:
+                self.offload.hold_places()
         if step.plan.transfers and step.shares is None:
             step.shares = self._shares(step, plan.num_members)
         shares = step.shares if step.plan.transfers else None

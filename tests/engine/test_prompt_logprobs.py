@@ -12,6 +12,7 @@ from tiny_models import make_checkpoint
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.execution import prompt_logprobs
+from nanoinfer.models.logits import Logits
 from nanoinfer.requests.detokenizer import TokenTexts
 
 TOP = 4
@@ -172,13 +173,13 @@ def test_without_such_a_request_nothing_of_it_is_launched(path, monkeypatch):
 def test_the_head_runs_over_a_slice_of_rows_at_a_time(path, monkeypatch):
     engine = make_engine(path, max_num_batched_tokens=192, max_num_seqs=4, cuda_graph_batch_sizes=[4])
     rows = engine.plan.slice_rows
-    counts, logits = [], engine.runner.model.logits
+    counts, of_slice = [], Logits.of_slice
 
-    def counted(normed, *out):
+    def counted(logits, number, normed, out):
         counts.append(len(normed))
-        return logits(normed, *out)
+        of_slice(logits, number, normed, out)
 
-    monkeypatch.setattr(engine.runner.model, "logits", counted)
+    monkeypatch.setattr(Logits, "of_slice", counted)
     one(engine, PROMPTS[0][:100], prompt_logprobs=0)
     # The sampled row, then the others, of which the last one has no token behind.
     assert 1 < rows < 50 and counts == [1, *[rows] * (99 // rows), *[99 % rows] * (99 % rows > 0)]

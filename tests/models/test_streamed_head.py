@@ -5,11 +5,12 @@ import gc
 import packings
 import pytest
 import torch
-from engines import SMALL, assert_pools_as_before, make_engine, random_prompts, run, some_params, switching
+from engines import SMALL, assert_pools_as_before, make_engine, outcome, random_prompts, run, some_params, switching
 from gguf_models import write_gguf
 from simulated import SimulatedRuntime
 from tiny_models import make_checkpoint
 
+from nanoinfer import SamplingParams
 from nanoinfer.kernels.linear.packing import Packing
 from nanoinfer.layers import linear
 from nanoinfer.layers.formats.base import DENSE
@@ -194,6 +195,30 @@ def test_work_behind_a_step_may_bring_the_whole_head_by_itself(path_of, holds, m
         if not is_right:
             return
     assert holds, "20 seeds ran without the wait and nothing went wrong"
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1, 2])
+def test_log_probabilities_of_prompts_bring_it_behind_their_step(path_of, seed):
+    """In prefill and mixed steps, beside others, for slices of fewer rows than the prompts have."""
+    path, prompts = path_of("qwen3", **WIDE), workload(0, 200)[0]
+    params = [
+        SamplingParams(max_tokens=9, temperature=0, ignore_eos=True, prompt_logprobs=[2, None][i % 2]) for i in range(6)
+    ]
+
+    def outputs(engine):
+        requests = []
+        for number, pair in enumerate(zip(prompts, params, strict=True)):
+            requests.append(engine.add_request(str(number), *pair))
+            engine.step()
+        while engine.has_work:
+            engine.step()
+        assert_pools_as_before(engine)
+        return [(one.output().prompt_logprobs, outcome(one)) for one in requests]
+
+    wanted = outputs(make_engine(path))
+    engine = make_engine(path, SimulatedRuntime(seed), **ALONE | dict(capture_num_tokens=[8, 24]))
+    assert outputs(engine) == wanted and engine.plan.head_bytes
+    assert engine.stats()["num_mixed_steps"] and any(one for one, _ in wanted)
 
 
 def test_places_that_are_filled_for_the_next_step_cannot_be_held(path_of):
