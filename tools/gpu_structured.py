@@ -193,6 +193,16 @@ def ways_of(engine: LLMEngine) -> dict[str, Way | None]:
         lines = host(given)
         compute.run(lambda: kernel(logits, lines))
 
+    graphs: list = []
+
+    def from_graph(logits: torch.Tensor, given: np.ndarray) -> None:
+        if not graphs:
+            graphs.append(engine.runner.runtime.capture(compute, lambda: kernel(logits, device)))
+        compute.run(graphs[0])
+
+    def other_kernel(logits: torch.Tensor, given: np.ndarray) -> None:
+        compute.run(lambda: device.add_(0))
+
     def on_compute(logits: torch.Tensor, given: np.ndarray) -> None:
         compute.copy(device, host(given))
         compute.run(lambda: kernel(logits, device))
@@ -214,6 +224,8 @@ def ways_of(engine: LLMEngine) -> dict[str, Way | None]:
     return {
         "late sampling alone": None,
         "kernel alone": kernel_only,
+        "kernel in a graph": from_graph,
+        "another kernel": other_kernel,
         "upload alone": upload_only,
         "upload, wait": wait_only,
         "kernel reads host": from_host,

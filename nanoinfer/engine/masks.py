@@ -10,10 +10,8 @@ import numpy as np
 
 from nanoinfer.requests.sequence import Sequence
 
-_MAX_THREADS = 32
-# The library deals a step's masks out in runs, one after the other in each, and with more threads in shorter ones; one
-# mask may take a hundred times as long as another.
-_THREADS_PER_PROCESSOR = 2
+# More are slower: 64 masks took 8.6 ms with 8 threads and 13.8 with 32 on 16 processors (tools/gpu_structured.py).
+_MAX_THREADS = 8
 
 
 class MaskMaker:
@@ -74,8 +72,7 @@ class MaskMaker:
         if self._executor is None:
             from llguidance import LLExecutor  # whoever has a matcher has imported it
 
-            threads = min(_MAX_THREADS, _THREADS_PER_PROCESSOR * (os.cpu_count() or 1))
-            self._executor = LLExecutor(num_threads=threads)
+            self._executor = LLExecutor(num_threads=min(_MAX_THREADS, os.cpu_count() or 1))
         jobs = [(state, place) for place, state in enumerate(states)]
         self._executor.unsafe_compute_mask_ptr(jobs, words.ctypes.data, 4 * num_words, len(states))
         return words
