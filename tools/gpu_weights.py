@@ -105,7 +105,7 @@ def _steps(bench: Bench, llm: LLM, context: int, batches: tuple[int, ...]) -> li
 
 
 def _figures(case: dict) -> dict:
-    if case["problem"]:
+    if case.get("problem"):
         raise RuntimeError(case["problem"])
     return {"streamed_gib": case["streamed_bytes_per_step"] / 2**30}
 

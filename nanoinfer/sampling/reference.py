@@ -155,8 +155,11 @@ def logprobs_of(
     """
     parts, num_chunk_rows = [], _chunk_rows(logits.shape[1])
     for chunk, chunk_tokens in zip(logits.split(num_chunk_rows), tokens.split(num_chunk_rows), strict=True):
-        # Not logsumexp: how its reduction on CUDA is split, and so rounded, depends on the number of rows.
-        logprobs = torch.log_softmax(chunk, dim=-1)
+        # Not logsumexp: how its reduction on CUDA is split, and so rounded, depends on the number of rows. That of
+        # log_softmax depends on where a row begins: at a multiple of 16 bytes, if need be by tokens that never come.
+        num_more = -logits.shape[1] % 4
+        padded = F.pad(chunk, (0, num_more), value=-torch.inf) if num_more else chunk
+        logprobs = torch.log_softmax(padded, dim=-1)[:, : logits.shape[1]]
         chosen = logprobs.gather(1, chunk_tokens[:, None])
         # The rank comes from the logits: log_softmax may round two of them to one value.
         rank = (chunk > chunk.gather(1, chunk_tokens[:, None])).sum(dim=-1) + 1

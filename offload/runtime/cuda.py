@@ -171,7 +171,9 @@ class CudaPinner(Pinner):
     """Registers memory with the driver."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        # Threads that pin have a current device of their own.
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._device = torch.device("cuda", index)
 
     def enter(self) -> None:
         torch.cuda.set_device(self._device)

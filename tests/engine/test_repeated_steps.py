@@ -78,7 +78,7 @@ def draw_engine(generator: random.Random, path, seed: int) -> LLMEngine:
         max_model_len=256,
         max_num_batched_tokens=generator.choice([32, 64]),
         capture_num_tokens=generator.choice([[], [8, 32]]),  # with mixed steps or without
-        num_gpu_blocks_override=generator.randint(18 if not mode else 16, 40),  # after a switch the longest fits, too
+        num_gpu_blocks_override=generator.randint(18 if not mode else 14, 40),
         host_memory_limit=150 * BLOCK_BYTES,
         ring_slot_bytes=generator.choice([1, 2, 3]) * LAYER_BLOCK_BYTES,
         num_ring_slots=generator.choice([2, 3, 5]),

@@ -10,6 +10,7 @@ import pytest
 from engines import outcome, random_prompts
 
 from nanoinfer import LLMEngine, SamplingParams
+from nanoinfer.common.errors import RequestError
 from nanoinfer.requests.request import Request
 
 
@@ -149,7 +150,10 @@ def play_at_random(
     added, aborted = [], set()
     for _ in range(MAX_STEPS):
         while len(added) < len(requests) and (generator.random() < comes or not engine.has_work):
-            added.append(engine.add_request(str(len(added)), *requests[len(added)]))
+            try:
+                added.append(engine.add_request(str(len(added)), *requests[len(added)]))
+            except RequestError:  # the resident mode's pool is too small for it
+                engine.switch_mode("offload")
         if not engine.has_work:
             return added, aborted
         running = [i for i, request in enumerate(added) if not request.is_finished]
