@@ -12,8 +12,9 @@ from nanoinfer.sampling_params import SamplingParams
 VARIABLES = "chat_template_kwargs"
 # A chat shows one text, and decides itself which tokens it needs to see of it.
 _OTHERS = (
-    "n logprobs prompt_logprobs skip_special_tokens include_stop_str_in_output detokenize structured_outputs".split()
-)
+    "n", "logprobs", "prompt_logprobs", "skip_special_tokens", "include_stop_str_in_output", "detokenize",
+    "structured_outputs",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
