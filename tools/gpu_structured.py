@@ -169,69 +169,42 @@ def profiled(engine: LLMEngine, batch: int, form: dict | None, seed: int) -> tup
     return *device_times(events), "pauses, us: median {:.1f}, 95 % {:.1f}, longest {:.1f}".format(*figures)
 
 
-Way = Callable[[torch.Tensor, np.ndarray], None]
+Way = Callable[[np.ndarray], None]
 
 
 def ways_of(engine: LLMEngine) -> dict[str, Way | None]:
     """How a mask may come to the logits, each beside what the engine does; None: not at all."""
     runner, runtime, num_words = engine.runner, engine.runner.runtime, 1 + -(-engine.vocab_size // 32)
-    compute, masks = runner.compute, runner.token_masks
+    compute, logits = runner.compute, runner.decode_program.logits
     kernel, stream, uploaded = operations_of(runtime.device).apply_masks, runtime.stream("others"), runtime.event()
     device = torch.full((1, num_words), -1, dtype=torch.int32, device=runtime.device)
     device[0, 0] = 0
     on_host = [runtime.staging(num_words, torch.int32).view(1, -1) for _ in range(2)]
+    graph = runtime.capture(compute, lambda: kernel(logits, device))
 
     def host(given: np.ndarray) -> torch.Tensor:
         on_host.reverse()
         on_host[0].numpy()[:] = given[:1]
         return on_host[0]
 
-    def kernel_only(logits: torch.Tensor, given: np.ndarray) -> None:
+    def beside(given: np.ndarray) -> None:
+        stream.copy(device, host(given))
+        stream.record(uploaded)
+        compute.wait(uploaded, "the mask comes after its upload")
         compute.run(lambda: kernel(logits, device))
 
-    def from_host(logits: torch.Tensor, given: np.ndarray) -> None:
+    def from_host(given: np.ndarray) -> None:
         lines = host(given)
         compute.run(lambda: kernel(logits, lines))
 
-    graphs: list = []
-
-    def from_graph(logits: torch.Tensor, given: np.ndarray) -> None:
-        if not graphs:
-            graphs.append(engine.runner.runtime.capture(compute, lambda: kernel(logits, device)))
-        compute.run(graphs[0])
-
-    def other_kernel(logits: torch.Tensor, given: np.ndarray) -> None:
-        compute.run(lambda: device.add_(0))
-
-    def on_compute(logits: torch.Tensor, given: np.ndarray) -> None:
-        compute.copy(device, host(given))
-        compute.run(lambda: kernel(logits, device))
-
-    def beside(logits: torch.Tensor, given: np.ndarray) -> None:
-        stream.copy(device, host(given))
-        stream.record(uploaded)
-        compute.wait(uploaded, "the mask comes after its upload")
-        compute.run(lambda: kernel(logits, device))
-
-    def upload_only(logits: torch.Tensor, given: np.ndarray) -> None:
-        stream.copy(device, host(given))
-
-    def wait_only(logits: torch.Tensor, given: np.ndarray) -> None:
-        stream.copy(device, host(given))
-        stream.record(uploaded)
-        compute.wait(uploaded, "the mask comes after its upload")
-
     return {
         "late sampling alone": None,
-        "kernel alone": kernel_only,
-        "kernel in a graph": from_graph,
-        "another kernel": other_kernel,
-        "upload alone": upload_only,
-        "upload, wait": wait_only,
+        "kernel alone": lambda given: compute.run(lambda: kernel(logits, device)),
+        "kernel in a graph": lambda given: compute.run(graph),
+        "another kernel": lambda given: compute.run(lambda: device.add_(0)),
         "kernel reads host": from_host,
-        "upload on compute": on_compute,
         "upload beside": beside,
-        "engine's": masks.apply,
+        "engine's": runner.token_masks.apply,
     }
 
 

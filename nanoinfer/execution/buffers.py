@@ -47,7 +47,7 @@ def buffer_bytes(
     )
     decode = DecodeProgram(resources)
     read_back = ReadBack(runtime, None, len(decode.tokens), fault="")
-    masks = TokenMasks(runtime, None, sizes.max_num_seqs, spec.vocab_size)
+    masks = TokenMasks(runtime, None, resources.graphs, decode.logits)
     held = [decode, PrefillProgram(resources), read_back, resources.states, masks]
     return sum(_storages(held, {id(resources.places.bytes)}).values())
 

@@ -132,7 +132,7 @@ class ModelRunner:
         self.read_back = ReadBack(runtime, self.compute, self.decode_program.tokens.numel(), logits_fault, reads)
         sizes = plan.max_num_batched_tokens, plan.slice_rows
         self._prompt_logprobs = PromptLogprobs(runtime, self.compute, model, *sizes)
-        self.token_masks = TokenMasks(runtime, self.compute, plan.max_num_seqs, spec.vocab_size)
+        self.token_masks = TokenMasks(runtime, self.compute, self.graphs, self.decode_program.logits)
         self.graph_memory: tuple[int, int] | None = None  # bytes in use before, and that plus what all captures took
         runtime.synchronize()  # tables were filled on another stream than the one that will write them
 
@@ -206,7 +206,11 @@ class ModelRunner:
 
     def capture(self, may_offload: bool) -> None:
         """Capture all graphs that are not captured yet; those of offload mode, too, if `may_offload`."""
-        works = [*self.decode_program.works(may_offload), *self.prefill_program.pieces.works()]
+        works = [
+            *self.decode_program.works(may_offload),
+            *self.prefill_program.pieces.works(),
+            *self.token_masks.works(),
+        ]
         missing = [work for work in works if work.key not in self.graphs]
         if missing and self._has_graphs:
             self._capture(missing)
@@ -292,7 +296,7 @@ class ModelRunner:
                 if on_logits is not None:
                     on_logits(logits)
                 if masks is not None:
-                    self.token_masks.apply(logits, masks)
+                    self.token_masks.apply(masks)
                 if prefill is None:
                     launched.step.sample()
                 else:

@@ -93,6 +93,7 @@ def sample_rows(logits: torch.Tensor, rows: torch.Tensor, state, tokens: torch.T
 
 def apply_masks(logits: torch.Tensor, lines: torch.Tensor) -> None:
     """Put -infinity into the logits of tokens that may not come, as `nanoinfer.kernels.step.masks` does."""
+    lines = lines[lines[:, 0] >= 0]
     rows = lines[:, 0].long()
     chosen = logits[rows]
     stays = _bits(lines[:, 1:])[:, : logits.shape[1]] | ~(chosen < torch.inf)

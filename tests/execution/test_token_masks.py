@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from simulated import RaceError, SimulatedRuntime
+from prefill_graphs import WarmUpRuntime
+from simulated import RaceError
 
 from nanoinfer.devices.cpu import CpuDevice
+from nanoinfer.execution.graphs import Graphs
 from nanoinfer.execution.token_masks import TokenMasks
 from nanoinfer.kernels import reference
 from nanoinfer.kernels.operations import operations_of
@@ -33,26 +35,33 @@ def reads_host_memory(request, monkeypatch):
     monkeypatch.setattr(CpuDevice, "is_host", request.param)
 
 
-def run(seed: int | None, rule: str | None = None) -> bool:
+def run(seed: int | None, rule: str | None = None, has_graphs: bool = True) -> bool:
     """Whether each of several steps, none of which is waited for, gets its own masks."""
-    runtime = SimulatedRuntime(seed, rule)
-    compute, generator = runtime.stream("compute"), np.random.default_rng(0)
-    masks = TokenMasks(runtime, compute, 4, VOCAB)
+    runtime = WarmUpRuntime(seed=seed, dropped_rule=rule)
+    compute, generator, logits = runtime.stream("compute"), np.random.default_rng(0), torch.zeros(7, VOCAB)
+    graphs = Graphs(runtime, compute)
+    masks = TokenMasks(runtime, compute, graphs, logits)
+    for work in masks.works() if has_graphs else ():
+        graphs.capture(work)
+    assert not logits.any(), "a warm-up run masks nothing"
     found, wanted = [], []
-    for step in range(6):
-        logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(step))
-        rows = generator.permutation(4)[: generator.integers(1, 5)].tolist()
-        given = [(row, generator.choice(VOCAB, 9, replace=False).tolist()) for row in rows]
-        wanted.append(wanted_of(logits, given))
-        masks.apply(logits, lines_of(given))
-        found.append(logits)
+    for step in range(9):
+        given = torch.randn(7, VOCAB, generator=torch.Generator().manual_seed(step))
+        rows = generator.permutation(7)[: generator.integers(1, 8)].tolist()
+        allowed = [(row, generator.choice(VOCAB, 9, replace=False).tolist()) for row in rows]
+        wanted.append(wanted_of(given, allowed))
+        compute.run(lambda given=given: logits.copy_(given))
+        masks.apply(lines_of(allowed))
+        compute.run(lambda: found.append(logits.clone()))
     runtime.synchronize()
+    assert runtime.num_replays == len(found) * has_graphs
     return all(map(torch.equal, found, wanted))
 
 
-@pytest.mark.parametrize("seed", [None, *range(20)])
-def test_steps_that_nobody_waits_for_get_their_own_masks(seed):
-    assert run(seed)
+@pytest.mark.parametrize("has_graphs", [True, False])
+@pytest.mark.parametrize("seed", [None, *range(10)])
+def test_steps_that_nobody_waits_for_get_their_own_masks(seed, has_graphs):
+    assert run(seed, has_graphs=has_graphs)
 
 
 def test_a_removed_wait_is_noticed():
@@ -75,7 +84,8 @@ def test_the_kernel_writes_what_the_reference_writes(vocab_size, dtype):
     logits[3, vocab_size // 2], logits[4, 0], logits[1, -1] = torch.nan, torch.inf, -torch.inf
     count = max(1, vocab_size // 3)
     masks = [(row, generator.choice(vocab_size, count, replace=False).tolist()) for row in (4, 0, 3)]
-    lines, wanted = torch.from_numpy(lines_of(masks, vocab_size)), wanted_of(logits, masks)
+    unused = [(-1, [])]
+    lines, wanted = torch.from_numpy(lines_of(masks + unused, vocab_size)), wanted_of(logits, masks)
     for apply in (apply_masks, reference.apply_masks):
         found = logits.clone()
         apply(found, lines)
