@@ -10,6 +10,7 @@ from gpu_models import COMMON, GEMMA3, LLAMA_GROUP_OF_3, QWEN3
 from request_helpers import Script, play
 
 from nanoinfer import LLM, SamplingParams
+from offload.runtime.cuda import CudaPinner
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -380,13 +381,7 @@ def test_flash_attn_backend_follows_triton_to_rounding(tmp_path):
 
 
 def test_offload_from_pageable_memory_gives_the_same_bits(model, expected, monkeypatch):
-    from offload.memory import pinned
-
-    class RefusedArena(pinned.HostArena):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, register=lambda *_: "no more locked memory", **kwargs)
-
-    monkeypatch.setattr("nanoinfer.execution.runner.HostArena", RefusedArena)
+    monkeypatch.setattr(CudaPinner, "register", lambda self, address, num_bytes: "no more locked memory")
     with pytest.warns(UserWarning, match="refused to pin"), LLM(model, **COMMON, enable_cpu_offload=True) as llm:
         llm.engine.runner.offload.host.arena._thread.join()
         assert run(llm) == expected

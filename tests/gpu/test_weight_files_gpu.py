@@ -11,6 +11,7 @@ from nanoinfer.weights import read as weight_files
 from nanoinfer.weights.find import PACKAGED
 from nanoinfer.weights.load import check_safetensors, load_model, read_checkpoint
 from nanoinfer.weights.read import read_tensors
+from offload.runtime.cuda import CudaPinner
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -132,13 +133,7 @@ def test_pinned_memory_is_given_back_after_success_and_after_an_error(tmp_path, 
 
 def test_where_the_system_refuses_to_pin_plain_memory_is_taken(tmp_path, monkeypatch):
     entries, saved = save(tmp_path, {"t": torch.randn(16, MIB)})
-    arena = weight_files.HostArena
-
-    def refuse(**options):
-        register = dict(register=lambda address, num_bytes: "out of memory", unregister=lambda address: None)
-        return arena(**options, **register)
-
-    monkeypatch.setattr(weight_files, "HostArena", refuse)
+    monkeypatch.setattr(CudaPinner, "register", lambda self, address, num_bytes: "out of memory")
     target = torch.empty(16, MIB, device="cuda")
     read_tensors([(entries["t"], target)])
     assert torch.equal(target, saved["t"])
