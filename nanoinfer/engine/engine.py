@@ -294,15 +294,15 @@ class LLMEngine:
     def _take(self, step: LaunchedStep, behind: LaunchedStep | None = None) -> None:
         """Wait for a step, hand out its tokens and free the sequences that have ended.
 
-        If this fails, the requests of the step are at risk, and so are those of the step `behind` it, which depends on
-        its tokens.
+        If this fails, the requests that it gives tokens are at risk, and so are those of the step `behind` it, which
+        depends on them.
         """
-        self.work.at_risk = [*step.batch.read, *([] if behind is None else behind.batch.sequences)]
+        self.work.at_risk = [*step.batch.sampled, *([] if behind is None else behind.batch.sequences)]
         self.work.in_flight = None
         self._read_tokens(step)
         begin = time.perf_counter()
         # In their order: in which order blocks are given back decides which cached ones are evicted first.
-        names = dict.fromkeys(one.request_id for one in step.batch.read if one.finish_reason is not None)
+        names = dict.fromkeys(one.request_id for one in step.batch.sequences if one.finish_reason is not None)
         self.work.remove_ended([self.work.requests[name] for name in names if name in self.work.requests])
         for sequence in step.batch.sampled:  # the last token of a block makes it known what the block holds
             if not len(sequence.token_ids) % self.config.block_size and sequence.row is not None:

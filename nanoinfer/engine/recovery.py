@@ -100,12 +100,15 @@ class Work:
             try:
                 self._read_tokens(step)
             except Exception:
-                self.at_risk = [*self.at_risk, *step.batch.read]
+                self.at_risk = [*self.at_risk, *step.batch.sampled]
         if not is_sound:
-            self.at_risk = [s for s in self.sequences if s.state is not SequenceState.WAITING or s.num_pending]
-        for sequence in [*self.at_risk, *(s for s in self.sequences if s.num_pending and s.finish_reason is None)]:
+            self.at_risk = [s for s in self.sequences if s.state is not SequenceState.WAITING]
+        for sequence in self.at_risk:
             request = self.requests.get(sequence.request_id)
             if request is not None and sequence in request.sequences:  # not a later request of the same name
+                request.abort()
+        for request in self.requests.values():
+            if request.is_awaited:  # a step that was launched and will not be read
                 request.abort()
         scheduler.recover(self.sequences)
         ended = [sequence for sequence in self.sequences if sequence.is_finished]

@@ -181,8 +181,7 @@ class Scheduler:
 
 def _batch(chunks: list[PrefillChunk[Sequence]], decoding: list[Sequence]) -> Batch[Sequence]:
     sequences, ending = [chunk.sequence for chunk in chunks], [chunk.sequence for chunk in chunks if chunk.is_last]
-    read = [one for one in sequences if one in ending or one.num_prompt_logprobs is not None]
-    return Batch(chunks, decoding, sequences + decoding, ending + decoding, read + decoding)
+    return Batch(chunks, decoding, sequences + decoding, ending + decoding)
 
 
 def _state(sequence: Sequence) -> SequenceState:

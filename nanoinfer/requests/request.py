@@ -57,6 +57,13 @@ class Request:
     def is_finished(self) -> bool:
         return all(sequence.finish_reason is not None for sequence in self.sequences)
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a launched step makes tokens or log-probabilities of the prompt that the host has not read."""
+        num_known = min(self.sequences[0].num_computed + 1, len(self.prompt_token_ids))
+        lacks_logprobs = self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < num_known
+        return lacks_logprobs or any(one.num_pending for one in self.sequences if one.finish_reason is None)
+
     def mark_scheduled(self) -> None:
         """Note when a sequence of the request is in a step for the first time."""
         if self.first_scheduled is None:

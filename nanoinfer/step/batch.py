@@ -29,11 +29,9 @@ class Batch(Generic[S]):
     Attributes:
         sequences: those of the chunks, then those of `decoding`.
         sampled: the sequences that get a token, in the order of `StepPlan.sampled_rows`.
-        read: those for which the host reads something: `sampled`, and those whose prompt's log-probabilities are made.
     """
 
     chunks: list[PrefillChunk[S]]
     decoding: list[S]
     sequences: list[S]
     sampled: list[S]
-    read: list[S]

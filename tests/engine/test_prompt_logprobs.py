@@ -206,7 +206,7 @@ def test_unsound_logits_in_a_prompt_end_the_request_alone(path):
 
 @pytest.mark.parametrize("chunk", [1, 2])
 def test_a_request_whose_prompt_cannot_be_shown_ends_alone_in_the_middle_of_it(path, monkeypatch, chunk):
-    """It gives back what it holds, although none of its tokens was sampled, and the next chunk is on its way."""
+    """It gives back what it holds at once, although none of its tokens was sampled: nothing more of it is computed."""
     engine = make_engine(path, max_num_batched_tokens=32)
     calls = []
 
@@ -222,6 +222,7 @@ def test_a_request_whose_prompt_cannot_be_shown_ends_alone_in_the_middle_of_it(p
     other, failed = play(engine, prompts, params)
     assert failed.error == "no text" and failed.prompt_logprobs is None
     assert [each.finish_reason for each in failed.outputs] == ["error"] * 2
+    assert engine.stats()["num_prefill_tokens"] == 20 + 32 * chunk
     assert bits([other]) == bits([wanted])
     assert_pools_as_before(engine)
 
@@ -259,6 +260,45 @@ def test_whoever_was_to_get_them_of_a_step_that_could_not_be_read_ends_with_it(p
     while engine.has_work:
         engine.step()
     assert other.output().outputs[0].token_ids == wanted.outputs[0].token_ids
+    assert_pools_as_before(engine)
+
+
+@pytest.mark.parametrize("fails", ["read", "launch, then read", "recovery, of one that gave way"])
+def test_whoever_lost_some_ends_also_where_the_step_behind_is_of_others(path, monkeypatch, fails):
+    """It is in no step that is at risk, and would go on with the next chunk."""
+    engine = make_engine(path, max_num_batched_tokens=32)  # without mixed steps the two take turns
+    other = engine.add_request("other", PROMPTS[0][:20], SamplingParams(max_tokens=30, temperature=0, ignore_eos=True))
+    engine.step()
+    victim = engine.add_request("victim", PROMPTS[1], SamplingParams(prompt_logprobs=1))
+    while not victim.sequences[0].num_computed:
+        engine.step()
+    assert [chunk.sequence.request_id for chunk in engine.work.in_flight.batch.chunks] == ["victim"]
+    schedule, batches = engine.scheduler.schedule, []
+
+    def given_way():
+        engine.scheduler.preempt_youngest()
+        raise RuntimeError("before a step is chosen")
+
+    def failing(error):
+        def fail(*arguments):
+            raise error("out of luck")
+
+        return fail
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.scheduler, "schedule", lambda: batches.append(schedule()) or batches[-1])
+        patch.setattr(type(engine.work.in_flight.tokens), "read", failing(RuntimeError))
+        if fails == "launch, then read":
+            patch.setattr(engine.runner, "execute", failing(RuntimeError))
+        if fails == "recovery, of one that gave way":
+            patch.setattr(engine.scheduler, "schedule", given_way)
+            patch.setattr(type(engine.work.in_flight.tokens), "read", failing(KeyboardInterrupt))
+        with pytest.raises((RuntimeError, KeyboardInterrupt)):
+            engine.step()
+    assert all(not batch.chunks for batch in batches)
+    while engine.has_work:
+        engine.step()
+    assert [one.finish_reason for one in (*victim.sequences, *other.sequences)] == ["abort"] * 2
     assert_pools_as_before(engine)
 
 
