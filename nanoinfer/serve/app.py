@@ -143,7 +143,9 @@ def _add_generation(app: FastAPI, responder: Responder) -> None:
         model = responder.model_name(asked.model)
         params = asked.sampling_params(engine.sampling_defaults | {"max_tokens": DEFAULT_MAX_TOKENS})
         prompts = [await engine.prompts.tokenize(prompt) for prompt in asked.prompts]
-        echoed = [await engine.prompts.echo_of(prompt) for prompt in prompts] if asked.echo else None
+        echoed, with_first = None, asked.echoes_logprobs
+        if asked.echo:
+            echoed = [await engine.prompts.echo_of(prompt, with_first=with_first) for prompt in prompts]
         return CompletionAnswer(asked, model, prompts, engine.prompts.has_text, echoed), params
 
     async def chat_answer(body: bytes) -> Prepared:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from nanoinfer.engine.intake import Intake
+from nanoinfer.requests.detokenizer import TokenTexts
 from nanoinfer.requests.prompts import encode, encode_chat, too_long
 from nanoinfer.sampling.limits import TokenLimits
 from nanoinfer.sampling_params import SamplingParams
@@ -102,9 +103,13 @@ class PromptTokenizer:
             return text or ""
         return await self._on(_lane(len(token_ids)), lambda: self.tokenizer.decode(token_ids))
 
-    async def echo_of(self, prompt: Prompt) -> tuple[str, str | None]:
-        """Return the prompt as text, and the text of its first token alone; "" and None without a tokenizer."""
-        return await self.text_of(prompt), await self.text_of((None, prompt[1][:1])) if self.has_text else None
+    async def echo_of(self, prompt: Prompt, *, with_first: bool) -> tuple[str, str | None]:
+        """Return the prompt as text, and if it is wanted that of its first token alone, which has no log-probability
+        that names it; "" and None without a tokenizer."""
+        text = await self.text_of(prompt)
+        if not (with_first and self.has_text):
+            return text, None
+        return text, await self._on("short", lambda: TokenTexts(self.tokenizer)[prompt[1][0]])
 
     def shown(self, token_ids: list[int]) -> str:
         """Return tokens as text for a person, special ones included; their ids without a tokenizer. On any thread."""
