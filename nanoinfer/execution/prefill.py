@@ -106,7 +106,7 @@ class PrefillProgram:
         tensors = self.pieces.begin(num_tokens + num_decoding, inputs)
         pieces, samples = self.resources.pieces, len(logits) > 0
         # Log-probabilities of prompts are made behind the step, with the head in the places.
-        takes_places = len(scored) > 0 and self.resources.model.logits.is_streamed
+        takes_places = len(scored) > 0 and self.resources.model.streamed.head is not None
         plan = pieces.plan(passing, len(tensors), samples)
         return PrefillStep(
             program=self,

@@ -30,11 +30,6 @@ class Logits:
         self.slices, self._divisor, self._softcap, self._bring = slices, divisor, softcap, bring
         self._ends = [sum(one.num_rows for one in slices[: number + 1]) for number in range(len(slices))]
 
-    @property
-    def is_streamed(self) -> bool:
-        """Whether the slices lie in host memory."""
-        return self._bring is not None
-
     def __call__(self, normed: Tensor, out: Tensor | None = None) -> Tensor:
         """[N, hidden_size] -> [N, vocab_size] in the model's dtype, in `out` if that is given.
 
