@@ -267,6 +267,36 @@ def test_an_interrupted_recovery_is_work_that_the_next_step_does(path, monkeypat
     assert_pools_as_before(engine)
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_whoever_lost_an_output_ends_also_where_the_step_behind_is_of_others(path, monkeypatch, error):
+    """Read in its turn, or in the recovery from a step that was not launched: its stream would lack a token."""
+
+    class Refusing(list):
+        def append(self, output):
+            raise error
+
+    def broken(*arguments):
+        raise RuntimeError("out of luck")
+
+    engine = make_engine(path, max_num_batched_tokens=16)  # without mixed steps the two take turns
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    decoding = engine.add_request("decoding", PROMPTS[1][:5], params)
+    engine.step()
+    behind = engine.add_request("behind", PROMPTS[0], params)
+    while engine.work.in_flight.batch.chunks or not behind.sequences[0].num_computed:
+        engine.step()
+    assert not behind.sequences[0].num_sampled
+    with monkeypatch.context() as patch, pytest.raises((KeyboardInterrupt, RuntimeError)):
+        patch.setattr(engine, "_outputs", Refusing())
+        if error is MemoryError:
+            patch.setattr(engine.runner, "execute", broken)
+        engine.step()
+    while engine.has_work:
+        engine.step()
+    assert [request.sequences[0].finish_reason for request in (decoding, behind)] == ["abort"] * 2
+    assert_pools_as_before(engine)
+
+
 def test_a_request_that_is_interrupted_while_it_is_queued_is_not_there(path):
     """Without its second completion in a queue it would be work that no step does."""
 
