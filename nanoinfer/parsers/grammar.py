@@ -99,17 +99,17 @@ class CallGrammar:
         names = sorted(filter(None, token_ids), key=len, reverse=True)
         self._added = re.compile("(" + ("|".join(map(re.escape, names)) or "(?!)") + ")")
         self._rules: list[str] = []
+        self._names: dict[str, str] = {}  # of rules that several tools may have, by what they say
 
     def of(self, tools: Sequence[Tool], is_free: Callable[[Tool], bool] = lambda tool: False) -> str:
         """Return the grammar of calls of some tools; `is_free`: whose arguments may be any object."""
-        shape, self._rules = self._shape, ["CALL_ID: /[a-zA-Z0-9]{9}/"]
+        shape, self._rules, self._names = self._shape, ["CALL_ID: /[a-zA-Z0-9]{9}/"], {}
         trigger, is_lazy = self._trigger(), False
         if not self._must_call and shape.between is not None:
             is_lazy = self._added.match(trigger) is None
         calls = []
         for place, tool in enumerate(tools):
-            arguments = f"a{place}"
-            self._arguments(arguments, {} if is_free(tool) else tool.parameters)
+            arguments = self._arguments(f"a{place}", {} if is_free(tool) else tool.parameters)
             begins = [one.replace("{name}", tool.name) for one in (shape.begin, shape.other_begin) if one]
             if is_lazy and not shape.first:
                 begins = [one.removeprefix(trigger) for one in begins]
@@ -159,40 +159,45 @@ class CallGrammar:
         self._rules.append("BLANKS: /[ \\n]{1,4}/")
         return f"{inner} BLANKS?" if self._is_thinking else f"({self._text(begin)} {inner} BLANKS?)?"
 
-    def _arguments(self, name: str, parameters: Mapping[str, Any]) -> None:
+    def _rule(self, name: str, body: str, kind: str = "") -> str:
+        """Add a rule, and return its name: that of another one, which says the same. Each has a limited number."""
+        known = self._names.setdefault(kind + body, name)
+        if known == name:
+            self._rules.append(f"{name}{kind}: {body}")
+        return known
+
+    def _arguments(self, name: str, parameters: Mapping[str, Any]) -> str:
+        """Add the rule of a tool's arguments, and return its name."""
         schema = dict(parameters)
         schema.setdefault("type", "object")
         schema.setdefault("x-guidance", _SPACES)
         if self._shape.value is None:
-            self._rules.append(f"{name}: %json {json.dumps(schema)}")
-            return
+            return self._rule(name, f"%json {json.dumps(schema)}")
         parts, properties = [], schema.get("properties")
         needed = schema.get("required") or ()
         for place, (key, one) in enumerate(properties.items() if isinstance(properties, Mapping) else ()):
             before, middle, behind = self._shape.value
-            rule = f"{name}v{place}"
-            self._value(rule, one, schema, behind)
+            rule = self._value(f"{name}v{place}", one, schema, behind)
             part = f"{self._text(before + key + middle)} {rule}"
             parts.append(part if key in needed else f"({part})?")
-        self._rules.append(f"{name}: {' '.join(parts)}" if parts else f'{name}: ""')
+        return self._rule(name, " ".join(parts) or '""')
 
-    def _value(self, rule: str, schema: Any, root: Mapping[str, Any], behind: str) -> None:
-        """A value between tags: strings as they are, up to the tag; other types as JSON."""
+    def _value(self, rule: str, schema: Any, root: Mapping[str, Any], behind: str) -> str:
+        """Add the rule of a value between tags, and return its name: strings as they are, up to the tag; other types
+        as JSON."""
         choices = schema.get("enum") if isinstance(schema, Mapping) else None
         if isinstance(choices, list) and choices:
             texts = [one if isinstance(one, str) else json.dumps(one) for one in choices]
-            self._rules.append(f"{rule}: ({' | '.join(map(json.dumps, texts))}) {self._text(behind)}")
-        elif not is_text(types_of(schema, root)):
+            return self._rule(rule, f"({' | '.join(map(json.dumps, texts))}) {self._text(behind)}")
+        if not is_text(types_of(schema, root)):
             defined = {key: root[key] for key in ("$defs", "definitions") if key in root}
-            self._rules.append(f"{rule}: %json {json.dumps({**defined, 'x-guidance': _SPACES, **schema})}")
-            self._rules[-1] = f"{rule}j" + self._rules[-1][len(rule) :]
-            self._rules.append(f"{rule}: {rule}j {self._text(behind)}")
-        elif self._added.search(behind):  # text cannot have such tokens
+            value = self._rule(f"{rule}j", f"%json {json.dumps({**defined, 'x-guidance': _SPACES, **schema})}")
+            return self._rule(rule, f"{value} {self._text(behind)}")
+        if self._added.search(behind):  # text cannot have such tokens
             head, token, rest = self._added.split(behind, maxsplit=1)
-            self._rules.append(f"{rule.upper()}: {_ANY}")
-            self._rules.append(f"{rule}: {rule.upper()}? {self._text(head)} {self._text(token + rest)}")
-        else:
-            self._rules.append(f"{rule}[lazy]: /(.|\\n)*{_escaped(behind)}/")
+            value = self._rule(rule.upper(), _ANY)
+            return self._rule(rule, f"{value}? {self._text(head)} {self._text(token + rest)}")
+        return self._rule(rule, f"/(.|\\n)*{_escaped(behind)}/", "[lazy]")
 
     def _text(self, text: str) -> str:
         """Return a text as a part of a rule, tokens that were added by their ids."""
@@ -202,6 +207,12 @@ class CallGrammar:
             found += [f"<[{self._token_ids[one]}]>" if one in self._token_ids else json.dumps(one) for one in parts]
             found += [_PLACED[piece]] if piece in _PLACED else []
         return " ".join(found)
+
+
+def tool_at(grammar: str, line: int) -> int | None:
+    """Return the place of the tool whose rule stands in a line of a grammar, counted from 1; None: no tool's."""
+    found = re.match(r"[ac](\d+)", grammar.splitlines()[line - 1])
+    return None if found is None else int(found[1])
 
 
 def _escaped(text: str) -> str:

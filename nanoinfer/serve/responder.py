@@ -104,7 +104,15 @@ class Responder:
         prompt = await prompts.tokenize_chat(partial(asked.conversation, form), arguments, num_bytes)
         made = answer(asked, model, [prompt], prompts.has_text)
         end = await prompts.text_of((None, prompt[1][-PROMPT_END_TOKENS:]))
-        params, drops = use.constrained(params, form, end), params.skip_special_tokens
+        constrained = use.constrained(params, form, end)
+        if constrained is not params:
+            try:
+                await prompts.limits(constrained)  # compiled, and kept
+            except RequestError as error:
+                if error.field == "structured_outputs":  # which the client has not given
+                    raise use.explained(error, constrained.structured_outputs.grammar) from error
+                raise
+        params, drops = constrained, params.skip_special_tokens
         made.parsers = [use.parser(form, end, drops_special=drops) for _ in range(params.n)]
         if form.sees_special(bool(use.tools)):
             params = replace(params, skip_special_tokens=False)
@@ -124,9 +132,8 @@ class Responder:
             try:
                 limits, is_streamed = await engine.prompts.limits(params), bool(answer.request.stream)
             except RequestError as error:
-                if error.field == "structured_outputs":  # the client may have given it by another name, or as tools
-                    field = form_of(vars(answer.request))[0] or "tools"
-                    raise BadRequestError(str(error), param=field) from error
+                if error.field == "structured_outputs":  # the client may have given it by another name
+                    raise BadRequestError(str(error), param=form_of(vars(answer.request))[0]) from error
                 raise
             wants_deltas = is_streamed or answer.wants_deltas
             how = dict(name=answer.name, wants_deltas=wants_deltas, arrival=arrival, charge=charge)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
 from nanoinfer.common.errors import RequestError
 from nanoinfer.parsers.answer_format import AnswerFormat, OutputParser
+from nanoinfer.parsers.grammar import tool_at
 from nanoinfer.parsers.tools import Tool, checked_choice, checked_tools, shown_tools
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.serve.errors import BadRequestError
 from nanoinfer.serve.protocol import ChatRequest
-from nanoinfer.structured_outputs import StructuredOutputsParams
+from nanoinfer.structured_outputs import MAX_CHARS, StructuredOutputsParams
 
 _HARMONY_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
+# Why llguidance takes no grammar, with the line at fault, if it is one.
+_FAULT = re.compile(r"[^:]* cannot be generated: (?:at (\d+)\(\d+\): )?(?:failed to compile JSON schema: )?([^\n]*)")
 PROMPT_END_TOKENS = 64  # in which thinking, or a message of gpt-oss, may have begun
 
 
@@ -70,21 +74,45 @@ class ToolUse:
             BadRequestError: calls must come, and the request asks for another form of the answer.
             RequestError: the tools are too large for a grammar.
         """
-        must_call = self.choice == "required" or isinstance(self.choice, Tool)
-        if must_call and params.structured_outputs is not None:
+        if self._must_call and params.structured_outputs is not None:
             raise BadRequestError(
                 "tool_choice asks for calls, and another field for another form of the answer: leave one of them out",
                 param="tool_choice",
             )
-        if params.structured_outputs is not None or not (must_call or any(tool.is_strict for tool in self.tools)):
+        if params.structured_outputs is not None or not (self._must_call or any(tool.is_strict for tool in self.tools)):
             return params
-        tools = (self.choice,) if isinstance(self.choice, Tool) else self.tools
-        how = dict(must_call=must_call, is_parallel=self.max_calls is None)
-        grammar = form.call_grammar(prompt_end, tools, **how)
-        try:
-            return replace(params, structured_outputs=StructuredOutputsParams(grammar=grammar))
-        except ValueError as error:
-            raise RequestError(f"the tools' schemas are too large: {error}", field="tools") from error
+        how = dict(must_call=self._must_call, is_parallel=self.max_calls is None)
+        grammar = form.call_grammar(prompt_end, self._callable, **how)
+        if len(grammar) > MAX_CHARS:
+            raise self._refusal(f"their grammar would have {len(grammar)} characters, {MAX_CHARS} are possible")
+        return replace(params, structured_outputs=StructuredOutputsParams(grammar=grammar))
+
+    @property
+    def _must_call(self) -> bool:
+        return self.choice == "required" or isinstance(self.choice, Tool)
+
+    @property
+    def _callable(self) -> tuple[Tool, ...]:
+        return (self.choice,) if isinstance(self.choice, Tool) else self.tools
+
+    def explained(self, error: RequestError, grammar: str) -> RequestError:
+        """Return what to say of an error with which the grammar of `constrained` was refused."""
+        found = _FAULT.match(str(error))
+        if found is None:  # no grammar can be compiled
+            return RequestError(str(error), field="tools")
+        line, reason = found.groups()
+        place = None if line is None else tool_at(grammar, int(line))
+        return self._refusal(reason, None if place is None else self._callable[place])
+
+    def _refusal(self, reason: str, tool: Tool | None = None) -> RequestError:
+        asks = "tool_choice asks" if self._must_call else "strict asks"
+        if tool is not None:
+            what, remedy = f"calls of the tool {tool.name!r} cannot be made to follow its schema", "change the schema"
+        else:
+            what = f"calls of {len(self._callable)} tools cannot be made to follow their schemas"
+            remedy = "give fewer tools, or smaller schemas"
+        remedy += ', or leave it to the model (tool_choice "auto", no strict)'
+        return RequestError(f"{what}, as {asks}: {reason}: {remedy}", field="tools")
 
     def parser(self, form: AnswerFormat, prompt_end: str, *, drops_special: bool) -> OutputParser:
         """Return what reads one answer; the arguments are those of `AnswerFormat.parser`."""

@@ -133,6 +133,8 @@ def _refusal(params: StructuredOutputsParams, error: str, path: str | None) -> s
         reason = "no text fulfils it"
     if reason.startswith(("recursion limit exceeded", "maximum recursion")):
         reason = "it is nested too deeply, 128 levels are possible"
+    if reason.startswith("panic: assertion failed: grammar.symbols"):
+        reason = "it needs more symbols than the 65,524 that llguidance takes"
     if reason.startswith("oneOf constraints"):
         reason = "the parts of a oneOf cannot be told apart by what they require: give anyOf"
     return f"structured_outputs.{params.kind} cannot be generated{where}: {reason[:500]}"

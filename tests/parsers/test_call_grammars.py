@@ -86,3 +86,12 @@ def test_between_free_text_a_strict_tool_has_its_arguments_and_others_have_any(w
         before = "" if writer.form.tool_parser == "llama3_json" else "Let me see.\n"
         thought, end, called = right.rpartition("</think>")
         assert accepts(writer, grammar, thought + end + "\n" * bool(end) + before + called.lstrip("\n"))
+
+
+def test_what_tools_have_in_common_is_in_a_grammar_once(writer):
+    """Its symbols are numbered in 16 bits."""
+    tools = [Tool(f"f{number}", CITY.parameters) for number in range(20)]
+    prompt, right = call(writer, name="f17", count=5)
+    grammar = writer.form.call_grammar(prompt, tools)
+    assert grammar.count("%json") == 1
+    assert accepts(writer, grammar, right) and not accepts(writer, grammar, call(writer, name="f17", count="x")[1])

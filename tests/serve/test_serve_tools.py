@@ -10,8 +10,12 @@ from serving import MODEL, make_served_checkpoint, serving
 from transformers import AutoTokenizer
 from written_calls import LLAMA3, TEMPLATES
 
-from nanoinfer import LLM
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.common.errors import RequestError
+from nanoinfer.parsers.answer_format import AnswerFormat
 from nanoinfer.parsers.tools import shown_tools
+from nanoinfer.serve.protocol import ChatRequest
+from nanoinfer.serve.tool_use import ToolUse
 
 WEATHER = {
     "type": "function",
@@ -262,6 +266,9 @@ def tool(**function):
     return {"type": "function", "function": {"name": "f", **function}}
 
 
+UNIQUE = tool(name="tags", parameters={"properties": {"x": {"type": "array", "uniqueItems": True}}})
+
+
 @pytest.mark.parametrize(
     "fields, message",
     [
@@ -283,6 +290,12 @@ def tool(**function):
         (dict(messages=[{"role": "assistant", "tool_calls": "x"}]), r"messages\[0\].tool_calls is 'x': give a list"),
         (dict(messages=[{"role": "assistant", "function_call": {"name": "f"}}]), "function_call is not supported"),
         (dict(tools=[tool(name=f"f{n}") for n in range(1000)]), "max_model_len is 2048"),
+        (
+            dict(tools=[CLOCK, UNIQUE, WEATHER], tool_choice="required"),
+            r"calls of the tool 'tags' cannot be made to follow its schema, as tool_choice asks: Unimplemented keys: "
+            r'\["uniqueItems"\]: change the schema, or leave it to the model \(tool_choice "auto", no strict\)',
+        ),
+        (dict(tools=[CLOCK, tool(**UNIQUE["function"], strict=True)]), "calls of the tool 'tags'.*, as strict asks: "),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_with_what_is_allowed(served_qwen, fields, message):
@@ -306,6 +319,20 @@ def served_qwen(path):
 
         yield lambda **fields: runner.run(create(**fields))
         runner.run(context.__aexit__(None, None, None))
+
+
+def test_tools_that_are_too_large_together_are_refused_with_what_to_do():
+    form = AnswerFormat.of(template("Qwen-Qwen3-0.6B"))
+    schemas = [{"properties": {f"property {n}": {"const": "x" * 1100}}} for n in range(1024)]
+    tools = [tool(name=f"f{n}", parameters=schema) for n, schema in enumerate(schemas)]
+    asked = ChatRequest(messages=ASKED, tools=tools)
+    use = ToolUse.of(asked.model_copy(update={"tool_choice": "required"}), form)
+    with pytest.raises(RequestError, match="calls of 1024 tools .*: their grammar would have .*: give fewer tools"):
+        use.constrained(SamplingParams(), form, "")
+    reason = "structured_outputs.grammar cannot be generated: it needs more symbols than the 65,524 that ..."
+    found = use.explained(RequestError(reason, field="structured_outputs"), "start: call")
+    assert str(found).startswith("calls of 1024 tools cannot be made to follow their schemas, as tool_choice asks: it")
+    assert found.field == "tools"
 
 
 def test_a_schema_of_ten_thousand_levels_is_refused_and_others_go_on(path):

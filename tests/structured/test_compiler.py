@@ -138,6 +138,16 @@ def test_what_cannot_be_is_refused_with_its_path_and_the_reason(compiler, name):
     assert len(str(caught.value)) < 1000
 
 
+def test_what_is_too_large_for_the_library_is_said_in_words(monkeypatch):
+    compiler, panic = (
+        make_compiler(),
+        "panic: assertion failed: grammar.symbols.len() < u16::MAX as usize - 10\n<backtrace>",
+    )
+    monkeypatch.setattr(Trial, "fault", lambda *given: (panic, None))
+    with pytest.raises(RequestError, match="cannot be generated: it needs more symbols than the 65,524 that"):
+        compiler.compile(StructuredOutputsParams(regex="a+"), TOKENIZER)
+
+
 PATTERNS = {"allOf": [{"$ref": "#next"}, {"type": "string", "pattern": "a.*b#number"}]}
 HOSTILE = {
     "deep": dict(json='{"items":' * 400 + "{}" + "}" * 400),
