@@ -122,7 +122,10 @@ def parse(kind: type[B], body: bytes, fields: Fields, is_wanted: Callable[[], bo
     """
     try:
         given = json_body.load(body, is_wanted)
-    except (ValueError, RecursionError) as error:
+    except RecursionError as error:
+        reason = "the body is nested too deeply, 150 levels are possible: send a flatter one"
+        raise BadRequestError(reason, code="invalid_json") from error
+    except ValueError as error:
         raise BadRequestError(f"the body is no valid JSON: {shown(str(error))}", code="invalid_json") from error
     if not isinstance(given, dict):
         raise BadRequestError("the body is no JSON object: send {...}", code="invalid_json")

@@ -16,7 +16,7 @@ from typing import Any
 _SCRIPT = Path(__file__).with_name("check.py")
 _LIMIT_SECONDS = 3.0
 _WAIT_SECONDS = 60.0
-_SIMPLER = "give a simpler one, with fewer references and patterns"
+_SIMPLER = "give a simpler one, with fewer references, patterns and optional properties"
 
 
 class Trial:
