@@ -180,6 +180,28 @@ def test_a_stream_of_another_api_ends_with_an_error_of_its_form(path, wanted):
     assert name == "event: error" and found == wanted and "send it again" in message
 
 
+@pytest.mark.parametrize(
+    ("path", "refusal", "wanted"),
+    [
+        ("/v1/completions", {"error": {"message": "full", "code": "overloaded"}}, "data: {}\n\ndata: [DONE]\n\n"),
+        ("/v1/messages", {"type": "error", "error": {"message": "full"}}, "event: error\ndata: {}\n\n"),
+    ],
+)
+def test_a_stream_of_comments_that_another_replica_refuses_to_go_on_with_ends_with_its_error(path, refusal, wanted):
+    comment, body = ": 64 of 200 prompt tokens read\n\n", json.dumps(refusal)
+    lost = [[head(headers=STREAM), part(comment.encode())], LostError("died")]
+    halves = [[head(429), part(body[:9].encode())], [part(body[9:].encode(), more=False)]]
+    assert asked_of(Scripted(lost, halves), path).text == comment + wanted.format(body)
+
+
+def test_a_refusal_behind_comments_has_the_form_of_a_stream_of_responses():
+    lost = [[head(headers=STREAM), part(b": read\n\n")], LostError("died")]
+    refusal = {"error": {"message": "full", "type": "overloaded_error", "param": "input", "code": "overloaded"}}
+    response = asked_of(Scripted(lost, [whole(json.dumps(refusal).encode(), 429)]), "/v1/responses")
+    data = response.text.removeprefix(": read\n\nevent: error\ndata: ")
+    assert json.loads(data) == {"type": "error", "code": "overloaded", "message": "full", "param": "input"}
+
+
 def test_half_of_a_whole_answer_is_cut():
     async def run():
         client = LeavingClient(Relay(Scripted([[head(), part(b"{")], LostError("died")]), settings()), ASKED)

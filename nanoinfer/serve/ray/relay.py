@@ -138,15 +138,22 @@ class _Sender:
     def __init__(self, path: str, send: Send, charge: ExitStack) -> None:
         self._path, self._send, self._charge = path, send, charge
         self._head: Message | None = None
+        self._refusal: bytearray | None = None  # behind comments: the body of an error, as far as it has come
         self.has_begun = False
 
     async def pass_on(self, messages: list[Message]) -> None:
         for message in messages:
             if message["type"] == "http.response.start":
-                if self._head is not None:
-                    continue  # as it was sent before, with comments
+                if self._head is not None:  # it was sent before, with comments
+                    self._refusal = bytearray() if _is_stream(self._head) and not _is_stream(message) else None
+                    continue
                 self._head = message
-            elif not self.has_begun and not (self._is_stream and _is_comment(message)):
+            elif self._refusal is not None:
+                self._refusal += message["body"]
+                if message.get("more_body", False):
+                    continue
+                message = {"type": "http.response.body", "body": _last_event(self._path, bytes(self._refusal))}
+            elif not self.has_begun and not (_is_stream(self._head) and _is_comment(message)):
                 self.has_begun = True
                 self._charge.close()
             await self._send(message)
@@ -159,17 +166,10 @@ class _Sender:
                 {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
             )
             await self._send({"type": "http.response.body", "body": response.body})
-        elif self._is_stream:
-            await self._send({"type": "http.response.body", "body": _last_event(self._path, error)})
+        elif _is_stream(self._head):
+            await self._send({"type": "http.response.body", "body": _last_event(self._path, error.body(self._path))})
         else:
             raise RuntimeError(str(error))  # behind half an answer: the connection is cut
-
-    @property
-    def _is_stream(self) -> bool:
-        headers = self._head["headers"] if self._head is not None else ()
-        return any(
-            bytes(name).lower() == b"content-type" and b"event-stream" in bytes(value) for name, value in headers
-        )
 
 
 async def _routed(scope: Scope, body: bytes) -> RoutedRequest:
@@ -197,20 +197,27 @@ def _is_unavailable(messages: list[Message]) -> bool:
     return any(message.get("status") == UnavailableError.status for message in messages)
 
 
+def _is_stream(head: Message) -> bool:
+    return any(
+        bytes(name).lower() == b"content-type" and b"event-stream" in bytes(value) for name, value in head["headers"]
+    )
+
+
 def _is_comment(message: Message) -> bool:
     return message.get("more_body", False) and all(
         not line or line[:1] == b":" for line in message["body"].split(b"\n")
     )
 
 
-def _last_event(path: str, error: ApiError) -> bytes:
-    """Return the end of a stream that failed, as the API of this path has it."""
+def _last_event(path: str, error: bytes) -> bytes:
+    """Return the end of a stream that failed, as the API of this path has it. error: the body of `ApiError`."""
     if path.startswith(MESSAGES):
-        return b"event: error\ndata: " + error.body(path) + b"\n\n"
+        return b"event: error\ndata: " + error + b"\n\n"
     if path.startswith(_RESPONSES):
-        event = {"type": "error", "code": error.code, "message": str(error), "param": None}
+        found = json.loads(error)["error"]
+        event = {"type": "error"} | {name: found[name] for name in ("code", "message", "param")}
         return b"event: error\ndata: " + json.dumps(event).encode() + b"\n\n"
-    return b"data: " + error.body() + b"\n\n" + DONE
+    return b"data: " + error + b"\n\n" + DONE
 
 
 def _lost(num_sends: int) -> UnavailableError:
