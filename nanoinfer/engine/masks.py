@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -25,11 +24,6 @@ class MaskMaker:
         self._num_words = -(-vocab_size // 32)
         self._words = np.zeros((0, 0), dtype=np.int32)  # what llguidance writes, reused
         self._executor: Any = None
-
-    @staticmethod
-    def are_wanted(sequences: Iterable[Sequence]) -> bool:
-        """Whether any of them has a grammar."""
-        return any(sequence.matcher is not None for sequence in sequences)
 
     def make(self, sequences: list[Sequence]) -> tuple[np.ndarray | None, list[tuple[Sequence, Exception]]]:
         """Return the masks of the sequences that have a grammar and have not ended, whose tokens were all read.

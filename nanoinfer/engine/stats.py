@@ -162,13 +162,13 @@ def advice(engine: Engine, times: DecodeTimes) -> str:
 def notes(engine: Engine) -> list[str]:
     """Return one sentence for each setting that had no effect."""
     config, found = engine.config, []
-    offload = engine.runner.offload
+    offload, on_gpu = engine.runner.offload, "" if engine.runner.device.is_host else " on the GPU"
     if config.enable_cpu_offload == "auto" and engine.kv_cache.tables.all_rows_fit:
-        found.append('enable_cpu_offload="auto" has no effect: all that can run at once fits on the GPU')
+        found.append(f'enable_cpu_offload="auto" has no effect: all that can run at once fits{on_gpu}')
     # What is streamed beside weights is not counted apart.
     may_be_weights = offload.counters.streamed_bytes or engine.plan.streamed_bytes
     if config.enable_cpu_offload is True and engine.meter.times.num_steps and not may_be_weights:
-        found.append("enable_cpu_offload=True has had no effect so far: all KV fits on the GPU")
+        found.append(f"enable_cpu_offload=True has had no effect so far: all KV fits{on_gpu}")
     if not config.may_offload and offload.host.arena is None:
         names = "resident_kv_limit", "num_ring_slots", "ring_slot_bytes", "pin_host_memory"
         for name in names[: 3 if engine.plan.streamed_bytes else None]:
