@@ -66,6 +66,8 @@ class Decoder(nn.Module):
     """Whether `rope_parameters` in a config are keyed by the type of layer."""
     has_layer_types: bool = False
     """Whether a config names each layer's kind of attention: full, or with a sliding window."""
+    has_one_window: bool = False
+    """Whether all layers have the sliding window of a config that names one, where it does not name their kinds."""
     layer_types: tuple[str, ...] = LAYER_TYPES
     """The types that a config may name."""
     names: Mapping[str, str] = {}
@@ -142,7 +144,8 @@ class Decoder(nn.Module):
     def layer_states(cls, hf_config: PretrainedConfig) -> tuple[AttentionState | RecurrentState, ...]:
         """Return what each layer keeps: full attention, or what the config names. ValueError: a window is missing."""
         if not cls.has_layer_types:
-            return (AttentionState(),) * hf_config.num_hidden_layers
+            window = (hf_config.sliding_window or None) if cls.has_one_window else None
+            return (AttentionState(window),) * hf_config.num_hidden_layers
         layer_types, window = hf_config.layer_types, hf_config.sliding_window
         if "sliding_attention" in layer_types and not window:
             raise ValueError(f"the config has sliding_attention layers, but sliding_window={window!r}")

@@ -3,7 +3,6 @@
 from transformers import PretrainedConfig
 
 from nanoinfer.layers.experts import Sparse
-from nanoinfer.models.base import AttentionState
 from nanoinfer.models.layer import Traits
 from nanoinfer.models.qwen3 import Qwen3
 from nanoinfer.models.registry import register
@@ -16,6 +15,7 @@ class Qwen3Moe(Qwen3):
 
     model_type = "qwen3_moe"
     has_layer_types = False
+    has_one_window = True
 
     @classmethod
     def traits(cls, hf_config: PretrainedConfig) -> Traits:
@@ -23,10 +23,6 @@ class Qwen3Moe(Qwen3):
         routing = routing_of(hf_config, "num_experts", is_rounded=True, **is_normed)
         sparse = Sparse(routing=routing, intermediate_size=hf_config.moe_intermediate_size)
         return super().traits(hf_config, sparse=sparse)
-
-    @classmethod
-    def layer_states(cls, hf_config: PretrainedConfig) -> tuple[AttentionState, ...]:
-        return (AttentionState(hf_config.sliding_window or None),) * hf_config.num_hidden_layers
 
     @classmethod
     def is_sparse(cls, hf_config: PretrainedConfig, layer: int) -> bool:

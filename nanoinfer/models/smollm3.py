@@ -4,22 +4,16 @@ from collections.abc import Mapping
 
 from transformers import PretrainedConfig
 
-from nanoinfer.models.decoder import Decoder
-from nanoinfer.models.layer import Traits
+from nanoinfer.models.llama import Llama
 from nanoinfer.models.registry import register
 
 
 @register("SmolLM3ForCausalLM")
-class SmolLM3(Decoder):
+class SmolLM3(Llama):
     """https://huggingface.co/blog/smollm3"""
 
     model_type = "smollm3"
     has_layer_types = True
-
-    @classmethod
-    def traits(cls, hf_config: PretrainedConfig) -> Traits:
-        bias = hf_config.attention_bias
-        return super().traits(hf_config, qkv_bias=bias, output_bias=bias, mlp_bias=hf_config.mlp_bias)
 
     @classmethod
     def rope_parameters(cls, hf_config: PretrainedConfig) -> tuple[Mapping | None, ...]:
