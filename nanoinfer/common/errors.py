@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from nanoinfer.common.other_names import MEANT, VALUES_MEANT
@@ -51,6 +51,12 @@ def _repr_parts(value: Any) -> Iterator[str]:
         yield brackets[1]
     else:
         yield repr(value[: SHOWN_CHARS + 1] if isinstance(value, str) else value)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first 8 of the names, and how many more there are: a wrong checkpoint may lack hundreds."""
+    rest = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return ", ".join(names[:8]) + rest
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str | None:

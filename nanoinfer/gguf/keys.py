@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from nanoinfer.common.errors import shown
+from nanoinfer.common.errors import listed, shown
 from nanoinfer.gguf.reader import GGUFFile
 
 _MISSING = object()
@@ -76,9 +76,9 @@ class Keys:
         """Raise ValueError if the file says what nobody has asked for: it may change what the model computes."""
         others = sorted(name for name in self._values.keys() - self._asked if not name.startswith(_OTHER_PARTS))
         if others:
-            listed = ", ".join(f"{self.architecture}.{name}" for name in others[:8])
+            named = listed([f"{self.architecture}.{name}" for name in others])
             raise ValueError(
-                f"{self.file.path} has {listed}, which is not supported: what it changes in the model is not known here"
+                f"{self.file.path} has {named}, which is not supported: what it changes in the model is not known here"
             )
 
     def _of_layers(self, name: str, found: Any) -> Any:

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+from nanoinfer.common.errors import listed
 from nanoinfer.gguf.reader import GGUFFile, read_gguf
 
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
@@ -46,7 +47,7 @@ def read_model(path: Path) -> GGUFFile:
         raise ValueError(f"{path} is one of {count} files, whose names end in -00001-of-{count:05}.gguf: rename it so")
     missing = [name for name in names if not path.with_name(name).is_file()]
     if missing:
-        raise ValueError(f"{path} needs files that are not there: {', '.join(missing[:8])}. Download them, too")
+        raise ValueError(f"{path} needs files that are not there: {listed(missing)}. Download them, too")
     tensors = dict(first.tensors)
     for number, name in enumerate(names[1:], 1):
         other = read_gguf(path.with_name(name))

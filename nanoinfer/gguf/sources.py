@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from nanoinfer.common.errors import shown
+from nanoinfer.common.errors import listed, shown
 from nanoinfer.gguf.shards import shard_names, shard_of
 
 # What lies beside models and is none, by the beginnings of words in a file's name.
@@ -57,11 +57,11 @@ def file_in(folder: Path, tag: str | None = None) -> Path | None:
     models = _first_shards(names)
     others = [name for name in names if not is_model(name)]
     if not models:
-        raise ValueError(f"{folder} holds no model, but {_listed(others)}, which go with one")
+        raise ValueError(f"{folder} holds no model, but {listed(others)}, which go with one")
     if len(models) > 1:
-        raise ValueError(f"{folder} holds several models: give one of them, {_listed(models)}")
+        raise ValueError(f"{folder} holds several models: give one of them, {listed(models)}")
     if others:
-        warnings.warn(f"{folder} has {_listed(others)} beside the model: not read here", stacklevel=3)
+        warnings.warn(f"{folder} has {listed(others)} beside the model: not read here", stacklevel=3)
     return folder / models[0]
 
 
@@ -79,7 +79,7 @@ def tagged(names: Iterable[str], tag: str | None, where: str) -> str:
             return found
     asked = f"none of {' and '.join(_USUAL_TAGS)}" if tag is None else f"no {tag}"
     raise ValueError(
-        f"{where} holds {asked}: give one of {_listed(models)}" if models else f"{where} holds no GGUF model"
+        f"{where} holds {asked}: give one of {listed(models)}" if models else f"{where} holds no GGUF model"
     )
 
 
@@ -217,8 +217,3 @@ def _files_below(folder: Path) -> Iterator[Path]:
 
 def _first_shards(names: Iterable[str]) -> list[str]:
     return [name for name in names if is_model(name) and (shard_of(name) or (1, 1))[0] == 1]
-
-
-def _listed(names: list[str]) -> str:
-    rest = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return ", ".join(names[:8]) + rest

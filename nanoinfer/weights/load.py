@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from nanoinfer.common.errors import shown
+from nanoinfer.common.errors import listed, shown
 from nanoinfer.gguf.shards import read_model
 from nanoinfer.layers.formats.base import FLOATS, Filling
 from nanoinfer.models.base import ModelSpec
@@ -166,11 +166,11 @@ def check_safetensors(model_dir: str | Path) -> dict[str, TensorEntry]:
     shards = sorted(set(shard_of.values()))
     missing = [shard for shard in shards if not (model_dir / shard).is_file()]
     if missing:
-        raise ValueError(f"{index} names files that are not there: {_listed(missing)}. Download them again")
+        raise ValueError(f"{index} names files that are not there: {listed(missing)}. Download them again")
     found = {shard: _read_header(model_dir / shard) for shard in shards}
     absent = [f"{name} in {shard}" for name, shard in shard_of.items() if name not in found[shard]]
     if absent:
-        raise ValueError(f"{index} names tensors that are not there: {_listed(absent)}. Download the files again")
+        raise ValueError(f"{index} names tensors that are not there: {listed(absent)}. Download the files again")
     return {name: found[shard][name] for name, shard in shard_of.items()}
 
 
@@ -292,18 +292,18 @@ def check_matches(entries: Mapping[str, TensorEntry], model: Decoder, model_dir:
     views = model.checkpoint_views()
     missing = [name for name, view in views.items() if name not in entries and not getattr(view, "optional", False)]
     if missing:
-        raise ValueError(f"{model_dir} lacks tensors that {model.spec.architecture} needs: {_listed(missing)}")
+        raise ValueError(f"{model_dir} lacks tensors that {model.spec.architecture} needs: {listed(missing)}")
     ignored = model.ignored(entries)
     unexpected = [name for name in entries if name not in views and name not in ignored and not is_kv_scale(name)]
     if unexpected:
         raise ValueError(
-            f"{model_dir} holds tensors that {model.spec.architecture} has no place for: {_listed(unexpected)}. "
+            f"{model_dir} holds tensors that {model.spec.architecture} has no place for: {listed(unexpected)}. "
             "Does config.json belong to these weights?"
         )
     there = [(entries[name], view) for name, view in views.items() if name in entries]
     wrong = [f"{entry.name} is {found}" for entry, view in there if (found := _difference(entry, view))]
     if wrong:
-        raise ValueError(f"{model_dir} does not fit its config.json: {_listed(wrong)}")
+        raise ValueError(f"{model_dir} does not fit its config.json: {listed(wrong)}")
     if model.spec.tied_embeddings and "lm_head.weight" in entries:
         _check_head_repeats_embeddings(entries["lm_head.weight"], entries["model.embed_tokens.weight"])
 
@@ -334,9 +334,3 @@ def _check_head_repeats_embeddings(head: TensorEntry, embeddings: TensorEntry) -
             f"config.json says tie_word_embeddings, but {head.name} in {head.path} differs from {embeddings.name}: "
             "set tie_word_embeddings to false if the model has a head of its own, or remove the tensor"
         )
-
-
-def _listed(items: list[str]) -> str:
-    """List at most 8 of the items: a wrong checkpoint may lack hundreds."""
-    rest = f" and {len(items) - 8} more" if len(items) > 8 else ""
-    return ", ".join(items[:8]) + rest
