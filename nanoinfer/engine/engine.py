@@ -33,7 +33,7 @@ from nanoinfer.step.batch import Batch, PrefillChunk
 from offload import Runtime
 
 # What a closed engine lacks.
-_PARTS = ("work", "runner", "scheduler", "planner", "kv_cache", "mover", "admission")
+_PARTS = ("work", "runner", "scheduler", "planner", "kv_cache", "mover", "admission", "masks")
 
 
 class BusyError(RuntimeError):
