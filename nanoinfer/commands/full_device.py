@@ -12,10 +12,7 @@ def advised_when_full(run: Callable[[argparse.Namespace], int]) -> Callable[[arg
     def advised(options: argparse.Namespace) -> int:
         try:
             return run(options)
-        except (
-            RuntimeError,
-            ValueError,
-        ) as error:  # what torch and triton raise; a ValueError carries a request's error
+        except (RuntimeError, ValueError) as error:  # what torch and triton raise; a request's error is a ValueError
             from nanoinfer.memory.machine import advice_when_full  # not above: reading options must not import torch
 
             advice = advice_when_full(str(error))

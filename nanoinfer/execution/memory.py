@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nanoinfer.common.units import format_gib
+from nanoinfer.common.units import format_gib, format_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +105,8 @@ class MemoryPlan:
             held = self.weight_bytes + self.matrix_bytes
             rest = self.total_bytes - held + self.host_bytes
             return (
-                f"weights {gib(held)} GiB; the rest is reserved, and taken only as requests need it: up "
-                f"to {gib(rest)} GiB, less with gpu_memory_limit and host_memory_limit; {steps} tokens"
+                f"weights {format_size(held)}; the rest is reserved, and taken only as requests need it: up "
+                f"to {format_size(rest)}, less with gpu_memory_limit and host_memory_limit; {steps} tokens"
             )
         buffers = self.workspace_bytes + self.library_bytes + self.graph_bytes
         streamed = ""

@@ -75,9 +75,8 @@ def check_locality(options: argparse.Namespace) -> None:
     if locality is None:
         return
     if options.model is not None or not has_experts(options.shape):
-        what = (
-            f"--model {options.model}" if options.model is not None else f"--shape {options.shape or '(the default)'}"
-        )
+        shape = f"--shape {options.shape or '(the default)'}"
+        what = shape if options.model is None else f"--model {options.model}"
         sparse = ", ".join(filter(has_experts, SHAPES))
         raise ValueError(
             f"--router-locality is of sparse models with random weights, not of {what}: leave it out, or give --shape "

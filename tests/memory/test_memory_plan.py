@@ -179,8 +179,8 @@ def test_on_the_cpu_the_line_says_what_is_held_and_that_the_rest_is_taken_as_nee
     made = engine.plan
     rest = made.total_bytes - made.weight_bytes + made.host_bytes
     assert engine.plan.one_line().startswith(
-        f"weights {made.weight_bytes / 2**30:.2f} GiB; the rest is reserved, and taken only as requests need it: up to "
-        f"{rest / 2**30:.2f} GiB, less with gpu_memory_limit and host_memory_limit; max_model_len "
+        f"weights {made.weight_bytes / 2**20:.2f} MiB; the rest is reserved, and taken only as requests need it: up to "
+        f"{rest / 2**20:.2f} MiB, less with gpu_memory_limit and host_memory_limit; max_model_len "
     )
     engine.close()
 
