@@ -351,7 +351,7 @@ class ModelRunner:
         self._forget_tables()  # a step that may be repeated refers to its program
         arena, streamed = self.offload.host.arena, self.model.streamed
         del self.decode_program, self.prefill_program, self.gpu_kv, self.kept, self.block_copies, self.ring, self.model
-        del self._activations, self._prompt_logprobs, self.graphs, self.offload
+        del self._activations, self._prompt_logprobs, self.token_masks, self.graphs, self.offload
         if arena is not None:
             arena.close()
         streamed.close()

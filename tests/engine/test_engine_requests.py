@@ -1,6 +1,8 @@
 """What a user sees of requests: alone or in company, one after the other, ended early, preempted, failed."""
 
+import gc
 import threading
+import weakref
 
 import pytest
 from engines import COMMON, VOCAB, assert_pools_as_before, make_engine, outcome, random_prompts, run, some_params
@@ -280,6 +282,18 @@ def test_a_closed_llm_leaves_its_streams_to_the_next(path, monkeypatch):
     assert not closed
     llm.close()
     assert closed == [runtime]
+
+
+def test_a_closed_engine_holds_no_memory_though_somebody_holds_its_runner(path):
+    engine = make_engine(path)
+    run(engine, random_prompts(1, 20, 30), [SamplingParams(max_tokens=2, prompt_logprobs=1)])
+    runner = engine.runner
+    decode = runner.decode_program
+    held = [weakref.ref(one) for one in (decode.logits, decode.tokens, runner.gpu_kv, runner.ring.bytes)]
+    del decode
+    engine.close()
+    gc.collect()
+    assert [one() for one in held] == [None] * len(held)
 
 
 def test_a_closed_engine_says_so_and_may_be_closed_again(path):
