@@ -19,6 +19,17 @@ from nanoinfer.execution.token_masks import TokenMasks
 from nanoinfer.models.base import ModelSpec
 from offload import Places, Ring
 
+_PLAIN = {int, bool, float, str, type(None), torch.dtype, torch.device}  # what holds nothing
+
+
+@lru_cache(maxsize=256)
+def split_bytes(spec: ModelSpec, num_ring_slots: int) -> int:
+    """Return by how much the buffers grow with each split that a decode step may attend to."""
+    sizes = MemoryPlan(max_model_len=1, max_num_seqs=1, max_num_batched_tokens=1, blocks_per_slot=1)
+    options = (1,), (), num_ring_slots
+    none, one = (_count(spec.without_weights, replace(sizes, max_splits=count), *options) for count in (0, 1))
+    return one - none
+
 
 @lru_cache(maxsize=4096)
 def buffer_bytes(
@@ -26,8 +37,24 @@ def buffer_bytes(
 ) -> int:
     """Return the bytes of all buffers, tables and states of an engine but the KV pool, the ring and its places.
 
-    batch_sizes, token_counts: what is captured, of decode and of small prefill steps.
+    sizes: without splits, which `split_bytes` counts. batch_sizes, token_counts: what is captured, of decode and of
+    small prefill steps.
     """
+    assert sizes.max_splits == 0
+    # Plans of many contexts are compared: tables have a column for each block of a row, and nothing else depends on it.
+    num_columns, size = -(-sizes.max_model_len // spec.layout.block_size), spec.layout.block_size
+    options = batch_sizes, token_counts, num_ring_slots
+    one, two = (
+        _count(spec.without_weights, replace(sizes, max_model_len=columns * size), *options) for columns in (1, 2)
+    )
+    return one + (num_columns - 1) * (two - one)
+
+
+@lru_cache(maxsize=4096)
+def _count(
+    spec: ModelSpec, sizes: MemoryPlan, batch_sizes: tuple[int, ...], token_counts: tuple[int, ...], num_ring_slots: int
+) -> int:
+    """As `buffer_bytes`, of any sizes."""
     parts = dict(staging=lambda count, dtype: None, event=lambda: None, stream=lambda name: None)
     runtime = SimpleNamespace(device=torch.device("meta"), **parts)
     config = SimpleNamespace(graph_batch_sizes=lambda *most: batch_sizes, graph_num_tokens=lambda *most: token_counts)
@@ -54,22 +81,15 @@ def buffer_bytes(
 
 def _storages(owner: object, seen: set[int]) -> dict[int, int]:
     """Return the bytes of each storage that an object holds, itself or through what it is made of."""
-    if id(owner) in seen:
+    if type(owner) in _PLAIN or id(owner) in seen:
         return {}
     seen.add(id(owner))
     if isinstance(owner, torch.Tensor):
-        return {owner.untyped_storage()._cdata: owner.untyped_storage().nbytes()}
+        storage = owner.untyped_storage()
+        return {storage._cdata: storage.nbytes()}
     if type(owner).__module__.startswith("nanoinfer."):
         owner = getattr(owner, "__dict__", {})
     found: dict[int, int] = {}
     for one in owner.values() if isinstance(owner, dict) else owner if isinstance(owner, list | tuple) else ():
         found |= _storages(one, seen)
     return found
-
-
-@lru_cache(maxsize=256)
-def split_bytes(spec: ModelSpec, num_ring_slots: int) -> int:
-    """Return by how much the buffers grow with each split that a decode step may attend to."""
-    sizes = MemoryPlan(max_model_len=1, max_num_seqs=1, max_num_batched_tokens=1, blocks_per_slot=1)
-    none, one = (buffer_bytes(spec, replace(sizes, max_splits=count), (1,), (), num_ring_slots) for count in (0, 1))
-    return one - none

@@ -79,7 +79,7 @@ class Pieces:
     @property
     def one_of_each_kind(self) -> list[int]:
         """The first piece of each kind, ascending."""
-        first = {piece.kind: i for i, piece in reversed([*enumerate(self._pieces)])}
+        first = {piece.kind(): i for i, piece in reversed([*enumerate(self._pieces)])}
         return sorted(first.values())
 
     def run_around(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from math import prod
 
@@ -135,6 +135,13 @@ class ModelSpec:
     def _hash(self) -> int:
         """Kept: a plan asks for counted bytes of one spec thousands of times."""
         return hash(tuple(getattr(self, field.name) for field in fields(self)))
+
+    @cached_property
+    def without_weights(self) -> ModelSpec:
+        """The same for all formats of the weights."""
+        counts = dict.fromkeys(("weight_bytes", "embedding_bytes", "head_bytes", "scratch_bytes", "matrix_bytes"), 0)
+        counts |= dict.fromkeys(("gpu_scratch_bytes", "product_bytes"), 0)
+        return replace(self, **counts, piece_bytes=(), head_rows=(), slice_bytes=(), sparse=None)
 
     @property
     def has_dense_layers(self) -> bool:

@@ -271,8 +271,11 @@ class Decoder(nn.Module):
 
         The layers between keep recurrent states. Behind the last layer, the piece ends with the input of the head.
         """
-        kind = tuple(map(self.layer_kind, range(max(0, begin - 1), min(end + 1, len(self.layers)))))
-        return Piece((begin == 0, end == len(self.layers), kind), partial(self.run_layers, begin, end, cut), cut)
+        return Piece(partial(self._kind, begin, end), partial(self.run_layers, begin, end, cut), cut)
+
+    def _kind(self, begin: int, end: int) -> Hashable:
+        kinds = tuple(map(self.layer_kind, range(max(0, begin - 1), min(end + 1, len(self.layers)))))
+        return begin == 0, end == len(self.layers), kinds
 
     def attention_sinks(self) -> list[Tensor | None]:
         """Return the sinks of each layer with attention, [num_q_heads]; None: it has none."""
@@ -280,10 +283,11 @@ class Decoder(nn.Module):
 
     def layer_kind(self, layer: int) -> Hashable:
         """Return what tells layers apart whose launches differ: what they keep, sizes and formats of their weights."""
+        modules = [*self.layers[layer].modules()]
         weights = tuple((name, one.shape, one.dtype) for name, one in self.layers[layer].named_parameters())
-        packed = [module.packed for module in self.layers[layer].modules() if hasattr(module, "packed")]
+        packed = [module.packed for module in modules if hasattr(module, "packed")]
         formats = tuple((one.packing, one.folding.scales, one.folding.zeros) for one in packed)
-        experts = tuple(one.kind for one in self.layers[layer].modules() if isinstance(one, Experts))
+        experts = tuple(one.kind for one in modules if isinstance(one, Experts))
         return self.spec.layers[layer], self._rope_of_layer[layer], weights, formats, experts
 
     def run_layers(self, begin: int, end: int, cut: Cut, tensors: StepTensors, held: Held) -> None:

@@ -36,12 +36,13 @@ class Piece:
     """What a model computes between two cuts.
 
     Attributes:
-        kind: pieces of one kind launch the same kernels with the same sizes, so one of them is measured and warmed up.
+        kind: says of which kind it is, when that is asked. Pieces of one kind launch the same kernels with the same
+            sizes, so one of them is measured and warmed up.
         run: enqueues the work on the current stream; may be captured.
         cut: behind the piece. Behind the last one lies the head, and no attention: a transfer only of its first slice.
     """
 
-    kind: Hashable
+    kind: Callable[[], Hashable]
     run: Callable[[StepTensors, Held], None]
     cut: Cut = Cut()
 

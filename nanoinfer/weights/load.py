@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -104,11 +105,15 @@ def _with_quantization(model_dir: Path, raw: dict[str, Any]) -> dict[str, Any]:
 
 def read_spec(checkpoint: CheckpointInfo, dtype: str | torch.dtype) -> ModelSpec:
     """Return the spec of the model, computed in `dtype` (as in `resolve_dtype`); a ValueError names the config."""
-    hf_config = checkpoint.hf_config
     try:
-        return find_class(hf_config.architectures).spec_of(checkpoint, resolve_dtype(dtype, hf_config))
+        return _spec(checkpoint, resolve_dtype(dtype, checkpoint.hf_config))
     except ValueError as error:
         raise ValueError(f"{checkpoint.config_path}: {error}") from error
+
+
+@lru_cache(maxsize=16)  # some ask for a checkpoint's several times; nobody writes to it
+def _spec(checkpoint: CheckpointInfo, dtype: torch.dtype) -> ModelSpec:
+    return find_class(checkpoint.hf_config.architectures).spec_of(checkpoint, dtype)
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class Resident(Decoder):
             landing = Landing(layer % 2, until=len(found) + 1)  # two places in turn, larger than a ring slot
             transfers = Vectors(small), Vectors(large, landing)
             cut = Cut(None, transfers) if self.brings else Cut()
-            found.append(Piece("end", lambda tensors, held, layer=layer: self.end(layer, tensors), cut))
+            found.append(Piece(lambda: "end", lambda tensors, held, layer=layer: self.end(layer, tensors), cut))
             here = [one.to(self.norm.weight.device).view(-1).view(torch.uint8) for one in (small, large)]
             given = layer, piece.cut, transfers, here
             found.append(Piece(piece.kind, lambda *both, given=given: self.begin(*given, *both), piece.cut))
