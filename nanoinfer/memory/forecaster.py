@@ -7,11 +7,12 @@ that, whichever takes longer.
 
 from __future__ import annotations
 
+import json
 import tempfile
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +100,10 @@ def forecaster(
             raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
     limits = dict(gpu_memory_limit=gpu_memory_limit, host_memory_limit=host_memory_limit)
     config = EngineConfig(**{"model": model, "enable_cpu_offload": True, **limits, **arguments})
-    with tempfile.TemporaryDirectory() as directory:
-        path = write_shape(str(model), directory) if model in SHAPES else model
-        specs = Specs(read_checkpoint(path, config.hf_overrides, names=SHAPES))
+    if model in SHAPES:
+        specs = _specs_of_shape(str(model), json.dumps(config.hf_overrides))
+    else:
+        specs = Specs(read_checkpoint(model, config.hf_overrides, names=SHAPES))
     is_this_machine = card is None and not isinstance(config.gpu_memory_limit, int)
     here = accelerator() if is_this_machine else None
     lacks_float8 = card.lacks_float8 if card is not None else None if here is None else device_of(here).lacks_float8()
@@ -117,6 +119,13 @@ def forecaster(
         host_budget_bytes=host_bytes,
     )
     return Forecaster(specs, config, asked, lacks_float8=lacks_float8)
+
+
+@lru_cache(maxsize=16)
+def _specs_of_shape(shape: str, overrides: str) -> Specs:
+    """overrides: as in `EngineConfig.hf_overrides`, in JSON. A shape is the same each time, and so counted once."""
+    with tempfile.TemporaryDirectory() as directory:
+        return Specs(read_checkpoint(write_shape(shape, directory), json.loads(overrides)))
 
 
 def _spec(specs: Specs, config: EngineConfig, lacks_float8: str | None) -> ModelSpec:

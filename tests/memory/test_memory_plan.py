@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from described import CPU, GPU
+from described import CPU, GPU, without_proposals
 from engines import make_engine, random_prompts
 from tiny_models import make_checkpoint, tiny_config
 
@@ -21,7 +21,13 @@ from nanoinfer.weights.load import read_checkpoint, read_spec
 
 
 def spec_of(tmp_path, shape="qwen3-4b", overrides=None):
-    return read_spec(read_checkpoint(write_shape(shape, tmp_path), overrides), torch.bfloat16)
+    if (shape, overrides is UNLIMITED) not in COUNTED:
+        found = read_spec(read_checkpoint(write_shape(shape, tmp_path), overrides), torch.bfloat16)
+        COUNTED[shape, overrides is UNLIMITED] = found
+    return COUNTED[shape, overrides is UNLIMITED]
+
+
+COUNTED = {}  # a shape is the same each time
 
 
 def plan(tmp_path, budget_gib, **arguments):
@@ -285,8 +291,9 @@ def test_rows_that_share_a_long_document_have_room_for_their_splits_together(tmp
     assert many.max_splits * many.split_bytes <= 0.0101 * many.budget_bytes
 
 
-def test_a_smaller_prefill_step_is_taken_where_nothing_streams_then():
+def test_a_smaller_prefill_step_is_taken_where_nothing_streams_then(monkeypatch):
     """Of the largest step; of one whose KV just fits; where none is small enough; and where one is given."""
+    without_proposals(monkeypatch)
     given, no_slots = dict(host_memory="64GiB", gpu_memory="14.5GiB"), dict(cpu_offload_gb=0)
     given_step = no_slots | dict(max_num_batched_tokens=8192)
     found = [

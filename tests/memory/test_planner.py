@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from described import without_proposals
 from engines import COMMON, make_engine, random_prompts
 from tiny_models import make_checkpoint
 
@@ -49,7 +50,8 @@ def test_layers_with_a_window_do_not_stream(tmp_path):
 
 
 @pytest.mark.parametrize("offload", [True, "auto", False])
-def test_the_limits_that_it_names_are_tight(offload):
+def test_the_limits_that_it_names_are_tight(offload, monkeypatch):
+    without_proposals(monkeypatch)
     common = dict(gpu_memory="400MiB", host_memory="600MiB", enable_cpu_offload=offload)
     forecast = nanoinfer.plan("tiny", context=8192, batch=2, **common)
     longest, largest = forecast.longest_context, forecast.largest_batch
@@ -193,7 +195,9 @@ def test_the_command_prints_a_table_or_json(capsys):
     assert main(["plan", "qwen3-40b", "--gpu-memory-limit", "12GiB"]) == 2 and capsys.readouterr().err
 
 
-def test_an_option_that_is_given_reaches_the_forecast_and_one_that_is_not_has_the_functions_default(capsys):
+def test_an_option_that_is_given_reaches_the_forecast_and_others_have_the_functions_default(capsys, monkeypatch):
+    without_proposals(monkeypatch)
+
     def forecast(*options):
         main(
             [

@@ -2,6 +2,8 @@
 
 import shlex
 
+from described import without_proposals
+
 import nanoinfer
 from nanoinfer.commands.main import main, make_parser
 from nanoinfer.common.units import GIB
@@ -33,10 +35,11 @@ def test_what_costs_time_alone_comes_first():
     assert less.proposals[0].changes == {"enable_cpu_offload": True, "max_num_batched_tokens": 4096}
 
 
-def test_a_smaller_prefill_step_has_the_figures_of_the_size_that_is_named():
+def test_a_smaller_prefill_step_has_the_figures_of_the_size_that_is_named(monkeypatch):
     asked = dict(gpu_memory="1060MiB", host_memory="64GiB", quantization="int4", max_num_batched_tokens=4096)
     forecast = nanoinfer.plan("qwen3-4b", **asked)
     assert forecast.proposals
+    without_proposals(monkeypatch)
     for one in forecast.proposals:
         made = nanoinfer.plan("qwen3-4b", **asked | one.changes)
         assert made.fits and made.memory.total_bytes == one.memory_bytes, made.problem
