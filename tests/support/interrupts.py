@@ -19,10 +19,10 @@ Line = tuple[str, int]
 
 
 class Tracer:
-    """Counts the lines of the product that run, and raises at one of them.
+    """Counts the lines of the product that run, or raises at one of them.
 
     Attributes:
-        counts: line -> how often it ran while `tracing`.
+        counts: line -> how often it ran while `tracing`; behind `raise_at`, those inside of a function that it names.
         raised: the lines at which exceptions were raised, in their order.
     """
 
@@ -31,6 +31,8 @@ class Tracer:
         self.raised: list[Line] = []
         self._targets: list[tuple[Line, int, str | None]] = []
         self._error: Callable[[], BaseException] = KeyboardInterrupt
+        self._raises = False
+        self._count = self._count_line
 
     def raise_at(self, *targets: tuple[Line, int, str | None], error: Callable[[], BaseException]) -> None:
         """Raises when `line` is about to run for the nth time since the target before was reached.
@@ -39,6 +41,7 @@ class Tracer:
             targets: (line, n, function) each; with a function's name only what runs inside of it counts.
         """
         self._targets, self._error, self.counts = list(targets), error, Counter()
+        self._raises = True
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
@@ -50,14 +53,27 @@ class Tracer:
             sys.settrace(before)
 
     def _on_call(self, frame: FrameType, event: str, argument: Any) -> Callable | None:
-        return self._on_line if frame.f_code.co_filename.startswith(ROOTS) else None
+        """Which lines of a function are looked at: those that may raise or are counted, since each takes its time."""
+        if not frame.f_code.co_filename.startswith(ROOTS):
+            return None
+        if not self._raises:
+            return self._count
+        if not self._targets:
+            return None
+        (file, _), _, function = self._targets[0]
+        return self._on_line if function is not None or frame.f_code.co_filename == file else None
+
+    def _count_line(self, frame: FrameType, event: str, argument: Any) -> Callable:
+        if event == "line":
+            self.counts[frame.f_code.co_filename, frame.f_lineno] += 1
+        return self._count
 
     def _on_line(self, frame: FrameType, event: str, argument: Any) -> Callable:
-        if event == "line":
+        if event == "line" and self._targets:
             line = (frame.f_code.co_filename, frame.f_lineno)
-            if not self._targets or self._targets[0][2] is None or _is_inside(frame, self._targets[0][2]):
+            if self._targets[0][2] is None or _is_inside(frame, self._targets[0][2]):
                 self.counts[line] += 1
-                if self._targets and self._targets[0][0] == line and self.counts[line] == self._targets[0][1]:
+                if self._targets[0][0] == line and self.counts[line] == self._targets[0][1]:
                     del self._targets[0]
                     self.counts.clear()
                     self.raised.append(line)
