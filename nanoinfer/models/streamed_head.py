@@ -63,8 +63,10 @@ def head_sizes(head: Head, dtype: torch.dtype, most_bytes: int) -> dict[str, Any
     count = min(fewest + fewest % 2, blocks)
     ends = [min(step * (blocks * number // count), head.num_rows) for number in range(count + 1)]
     rows = tuple(end - begin for begin, end in pairwise(ends))
-    slices = sliced(head, rows, dtype, "meta")
-    return dict(head_bytes=size, head_rows=rows, slice_bytes=tuple(aligned_begins(one)[1] for one in slices))
+    # A vocabulary of millions has thousands of slices, of a few sizes.
+    kinds = sorted(set(rows))
+    sizes = dict(zip(kinds, (aligned_begins(one)[1] for one in sliced(head, kinds, dtype, "meta")), strict=True))
+    return dict(head_bytes=size, head_rows=rows, slice_bytes=tuple(sizes[count] for count in rows))
 
 
 def sliced(head: Head, rows: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> list[Head]:
