@@ -202,8 +202,10 @@ def compile_packed() -> None:
 
 def compile_blocks() -> None:
     """The block types of GGUF: each way in which codes and scales lie, for one row, few and many."""
+    # High bits apart and one scale; two kinds of scales and minima. All of it at once, Q5_K, takes the compiler longer.
+    brief = ("Q5_0", "Q4_K") if gpu.architecture == architectures[0] else ()
     for name, block in BLOCKS.items():
-        if name == "MXFP4" or (is_brief and (name != "Q6_K" or gpu.architecture != architectures[0])):
+        if name == "MXFP4" or (is_brief and name not in brief):
             continue
         weight = empty_packed(block.packing, 256, 1024, "cpu")
         for num_tokens in (1,) if is_brief else (1, 16, 64, 300):
