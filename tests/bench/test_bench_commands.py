@@ -218,7 +218,11 @@ def test_a_full_gpu_is_one_line(monkeypatch, capsys):
             "the directory of '/no/such/place/x.json' does not exist",
         ),
         ("latency", ["--max-num-seqs", "0"], "--max-num-seqs 0 must be a whole number of at least 1"),
-        ("latency", ["--max-num-seqs", "1", "--batch-size", "2", "--shape", "tiny"], "--max-num-seqs is 1, raise it"),
+        (
+            "latency",
+            ["--max-num-seqs", "1", "--batch-size", "2", "--shape", "tiny", "--input-len", "20", "--output-len", "4"],
+            "--max-num-seqs is 1, raise it",
+        ),
         ("throughput", ["--num-prompts", "0"], "--num-prompts 0 must be at least 1"),
         ("throughput", ["--input-len", "9-3"], "--input-len '9-3' must be a number of at least 1 or a range"),
         ("throughput", ["--input-len", "1-2-3"], "--input-len '1-2-3' must be a number of at least 1 or a range"),
