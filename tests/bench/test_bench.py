@@ -129,7 +129,7 @@ def test_a_checkpoint_is_measured_with_its_own_weights(tmp_path, capsys):
 
 
 def test_a_case_that_cannot_fit_is_a_row_with_the_reason(capsys):
-    case = ["--mode", "streamed,resident", "--batch", "1", "--context", "64"]
+    case = ["--mode", "streamed", "--batch", "1", "--context", "64"]
     assert main([*TINY, *case, "--gpu-memory-limit", "1MiB", "--max-num-batched-tokens", "256"]) == 0
     printed = capsys.readouterr().out
     assert "is too small" in printed and "give at least" in printed
