@@ -175,8 +175,8 @@ def test_a_capture_leaves_no_trace_in_slots(path_of):
     with torch.inference_mode():
         for one in tables:
             one.held.fill_(one.first_slot)
-    engine.runner.graphs.captured.clear()
-    engine.runner.capture(False)
+        engine.runner.graphs.captured.clear()
+        engine.runner.capture(False)
     engine.runner.runtime.synchronize()
     assert all((one.held == -1).all() and (one.owner == -1).all() and not one.used.any() for one in tables)
 
