@@ -202,7 +202,7 @@ def compile_packed() -> None:
 
 def compile_blocks() -> None:
     """The block types of GGUF: each way in which codes and scales lie, for one row, few and many."""
-    # High bits apart and one scale; two kinds of scales and minima. Q6_K alone takes the compiler twice as long as both.
+    # High bits apart and one scale; two kinds of scales and minima. Q6_K alone takes twice as long as both.
     brief = ("Q5_0", "Q4_K") if gpu.architecture == architectures[0] else ()
     for name, block in BLOCKS.items():
         if name == "MXFP4" or (is_brief and name not in brief):
