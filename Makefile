@@ -38,7 +38,7 @@ test: $(STAMP)
 fuzz: $(STAMP)
 	$(TEST_ENV) $(VENV)/bin/python -m pytest tests --fuzz -m sampled -n $(JOBS) --dist worksteal $(ARGS)
 
-# All kernels for AMD's GPUs, down to their instructions: minutes for each.
+# All kernels for AMD's GPUs, down to their instructions: ten minutes for gfx942, longer for the others.
 amd-test: $(STAMP)
 	$(TEST_ENV) $(VENV)/bin/python -m pytest tests/kernels/test_kernels_compile.py --fuzz -k gfx $(ARGS)
 
