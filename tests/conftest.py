@@ -88,3 +88,36 @@ def quick_interpreter():
     with pytest.MonkeyPatch.context() as patch:
         make_interpreter_quick(patch)
         yield
+
+
+@pytest.fixture(scope="module")
+def path_of(tmp_path_factory):
+    """Family, and settings of `make_checkpoint` -> the folder of that checkpoint, which is made once."""
+    from tiny_models import make_checkpoint
+
+    made = {}
+
+    def make(family, **settings):
+        key = family, *settings.items()
+        if key not in made:
+            made[key] = make_checkpoint(family, tmp_path_factory.mktemp(family), **settings)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def specs_of(tmp_path_factory):
+    """Name of a shape -> its `Specs`, which are read once."""
+    from nanoinfer.memory.setup import Specs
+    from nanoinfer.models.shapes import write_shape
+    from nanoinfer.weights.load import read_checkpoint
+
+    made = {}
+
+    def specs(shape):
+        if shape not in made:
+            made[shape] = Specs(read_checkpoint(write_shape(shape, tmp_path_factory.mktemp(shape))))
+        return made[shape]
+
+    return specs

@@ -9,24 +9,10 @@ from nanoinfer.execution.memory import MemoryPlan
 from nanoinfer.memory.plan import TooSmall, make_plan
 from nanoinfer.memory.setup import Specs
 from nanoinfer.memory.streamed import link_cost, missed_bytes
-from nanoinfer.models.shapes import write_shape
-from nanoinfer.weights.load import read_checkpoint
 
 GIB = 2**30
 INT4 = dict(quantization="int4", head_quantization="int8")
 ASKED = dict(max_model_len=32768, max_num_seqs=1, enable_cpu_offload=True)
-
-
-@pytest.fixture(scope="module")
-def specs_of(tmp_path_factory):
-    made = {}
-
-    def specs(shape: str) -> Specs:
-        if shape not in made:
-            made[shape] = Specs(read_checkpoint(write_shape(shape, tmp_path_factory.mktemp(shape))))
-        return made[shape]
-
-    return specs
 
 
 @pytest.fixture

@@ -9,23 +9,8 @@ from nanoinfer.devices.base import Device
 from nanoinfer.devices.cpu import CpuDevice
 from nanoinfer.memory.forecaster import plan as forecast
 from nanoinfer.memory.plan import TooSmall, make_plan
-from nanoinfer.memory.setup import Specs
-from nanoinfer.models.shapes import write_shape
-from nanoinfer.weights.load import read_checkpoint
 
 GIB = 2**30
-
-
-@pytest.fixture(scope="module")
-def specs_of(tmp_path_factory):
-    made = {}
-
-    def specs(shape: str) -> Specs:
-        if shape not in made:
-            made[shape] = Specs(read_checkpoint(write_shape(shape, tmp_path_factory.mktemp(shape))))
-        return made[shape]
-
-    return specs
 
 
 @pytest.fixture

@@ -6,24 +6,9 @@ from described import GPU
 from nanoinfer.config import EngineConfig
 from nanoinfer.memory.forecaster import plan as forecast
 from nanoinfer.memory.plan import TooSmall, make_plan
-from nanoinfer.memory.setup import Specs
-from nanoinfer.models.shapes import write_shape
-from nanoinfer.weights.load import read_checkpoint
 
 GIB = 2**30
 SMALL_STEPS = dict(max_model_len=2048, max_num_seqs=1, max_num_batched_tokens=256)
-
-
-@pytest.fixture(scope="module")
-def specs_of(tmp_path_factory):
-    made = {}
-
-    def specs(shape: str) -> Specs:
-        if shape not in made:
-            made[shape] = Specs(read_checkpoint(write_shape(shape, tmp_path_factory.mktemp(shape))))
-        return made[shape]
-
-    return specs
 
 
 @pytest.fixture

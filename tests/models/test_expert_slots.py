@@ -21,19 +21,6 @@ FAMILIES = ("qwen3_moe", "gpt_oss", "mixtral", "glm4_moe", "olmoe")
 LARGE = dict(hidden_size=128, intermediate_size=256, moe_intermediate_size=128)
 
 
-@pytest.fixture(scope="module")
-def path_of(tmp_path_factory):
-    made = {}
-
-    def make(family, **settings):
-        key = family, *settings.items()
-        if key not in made:
-            made[key] = make_checkpoint(family, tmp_path_factory.mktemp(family), **settings)
-        return made[key]
-
-    return make
-
-
 def workload(seed, longest=90, tokens=10):
     """Prompts in large steps, whose experts come together, and steps of few rows."""
     return random_prompts(4, 10, longest, seed) + random_prompts(3, 1, 20, seed), some_params(7, tokens, logprobs=3)

@@ -33,19 +33,6 @@ def block(monkeypatch):
     monkeypatch.setattr(linear, "HEAD_BLOCK", 16)
 
 
-@pytest.fixture(scope="module")
-def path_of(tmp_path_factory):
-    made = {}
-
-    def make(family, **settings):
-        key = family, *settings.items()
-        if key not in made:
-            made[key] = make_checkpoint(family, tmp_path_factory.mktemp(family), **settings)
-        return made[key]
-
-    return make
-
-
 def workload(seed=1, longest=60, tokens=8):
     return random_prompts(3, 10, longest, seed) + random_prompts(3, 1, 20, seed), some_params(6, tokens, logprobs=3)
 

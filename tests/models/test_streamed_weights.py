@@ -6,7 +6,6 @@ import pytest
 import torch
 from engines import SMALL, assert_pools_as_before, make_engine, random_prompts, run, some_params, switching
 from simulated import SimulatedRuntime
-from tiny_models import make_checkpoint
 
 from nanoinfer.execution.activations import Activations
 from nanoinfer.layers import linear
@@ -17,19 +16,6 @@ from nanoinfer.models.streamed import ALIGNMENT, place_sizes, spread
 # Dense and sparse, experts apart and fused, merged projections, norms behind, biases, a first dense layer.
 FAMILIES = ("llama", "qwen2", "gemma3", "phi3", "starcoder2", "qwen3_moe", "gpt_oss", "mixtral", "glm4_moe", "olmoe")
 ALL = dict(resident_weights_limit=0)
-
-
-@pytest.fixture(scope="module")
-def path_of(tmp_path_factory):
-    made = {}
-
-    def make(family, **settings):
-        key = family, *settings.items()
-        if key not in made:
-            made[key] = make_checkpoint(family, tmp_path_factory.mktemp(family), **settings)
-        return made[key]
-
-    return make
 
 
 @pytest.fixture(autouse=True)
