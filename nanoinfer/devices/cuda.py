@@ -90,7 +90,7 @@ def target_of_architecture(
     """Return what a GPU has of which this is known. architecture: a compute capability, or a name such as "gfx942"."""
     given = dict(is_compiled=True, num_cores=num_cores, core_memory=core_memory, program_memory=program_memory)
     if isinstance(architecture, str):
-        return Target(**given, precision="ieee")  # where its products have no fp8, Triton emulates it
+        return Target(**given, precision="ieee", least_rows=16)  # where its products have no fp8, Triton emulates it
     return Target(
         **given,
         has_dependent_launches=architecture >= DEPENDENT_LAUNCHES,

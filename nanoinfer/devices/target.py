@@ -21,6 +21,7 @@ class Target(NamedTuple):
         precision: what products of values narrower than float32 are called with; no bit depends on it, and compilers do
             not take the same.
         has_float8: kernels can read KV in fp8 (e4m3).
+        least_rows: products of fewer rows than this are none for the matrix units, and are multiplied value by value.
     """
 
     is_compiled: bool = False
@@ -33,6 +34,7 @@ class Target(NamedTuple):
     has_instructions: bool = False
     has_float8: bool = True
     precision: str = "tf32"
+    least_rows: int = 8
 
 
 INTERPRETER = Target()

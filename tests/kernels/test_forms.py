@@ -8,13 +8,15 @@ triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
     pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
 
-from packings import PACKINGS
+from expert_cases import make_experts
+from packings import PACKINGS, filled
 
 from nanoinfer.devices.cuda import target_of_architecture
 from nanoinfer.devices.target import INTERPRETER
 from nanoinfer.kernels.attention.shape import can_use_tma
+from nanoinfer.kernels.experts import product, tiles
 from nanoinfer.kernels.launch import pdl
-from nanoinfer.kernels.linear import forms, launches, rows
+from nanoinfer.kernels.linear import forms, launches, packed, rows
 from nanoinfer.kernels.linear.packed_weight import empty_packed
 from nanoinfer.kernels.linear.packing import Packing
 
@@ -25,21 +27,25 @@ AMD = [target_of_architecture(name, 100, 64 * 1024, 64 * 1024) for name in ("gfx
 
 
 def as_if_on(monkeypatch, target) -> None:
-    for module in (pdl, forms, launches, rows):
+    for module in (pdl, forms, launches, rows, packed, product, tiles):
         monkeypatch.setattr(module, "target_of", lambda device: target)
+
+
+def watched(kernel, option: str, values: list):
+    """The kernel, whose launches add the value of an option to `values`."""
+
+    class Watched:
+        def __getitem__(self, grid):
+            return lambda *args, **options: (values.append(options[option]), kernel[grid](*args, **options))
+
+    return Watched()
 
 
 def test_products_have_the_bits_of_those_whose_tiles_a_copy_unit_loads(monkeypatch):
     make_interpreter_exact(monkeypatch)
     loads, generator = [], torch.Generator().manual_seed(0)
     x, weight = (torch.randn(size, 192, generator=generator).bfloat16() for size in (40, 70))
-    kernel = rows.tile_linear_kernel
-
-    class Watched:
-        def __getitem__(self, grid):
-            return lambda *args, **kwargs: (loads.append(kwargs["TMA"]), kernel[grid](*args, **kwargs))
-
-    monkeypatch.setattr(rows, "tile_linear_kernel", Watched())
+    monkeypatch.setattr(rows, "tile_linear_kernel", watched(rows.tile_linear_kernel, "TMA", loads))
     found = []
     for target in (HOPPER, ADA, *AMD):
         monkeypatch.setattr(rows, "target_of", lambda device, target=target: target)
@@ -47,6 +53,46 @@ def test_products_have_the_bits_of_those_whose_tiles_a_copy_unit_loads(monkeypat
         found.append(rows.linear(x, weight))
     assert loads == [True, False, False, False, False]
     assert all(torch.equal(found[0], other) for other in found[1:]) and found[0].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["dense", "int4 in pairs of groups", "int8 by row", "Q4_K"])
+def test_few_rows_are_as_many_as_matrix_units_take(name, monkeypatch):
+    """The form of every target is compared but for what only a compiler can run."""
+    make_interpreter_exact(monkeypatch)
+    experts, x, generator = (
+        make_experts(name, 256, 256, 4),
+        (torch.randn(3, 256) / 128).half(),
+        torch.Generator().manual_seed(0),
+    )
+    ids, weights = torch.tensor([[0, 2], [2, 3], [0, 1]], dtype=torch.int32), torch.ones(3, 2)
+    if name == "dense":
+        matrix = torch.randn(40, 256, generator=generator).half()
+        products = (lambda: rows.linear(x, matrix)), (lambda: rows.linear(x, matrix, activation="silu"))
+    else:
+        weight = filled(Packing(**PACKINGS[name]), 40, 256)[1].packed
+        products = (
+            (lambda: packed.packed_linear(x, weight)),
+            (lambda: packed.packed_linear(x, weight, activation="silu")),
+        )
+    taken, found = [], []
+    for module, kernel in (
+        (rows, "rows_linear_kernel"), (packed, "packed_linear_kernel"), (product, "expert_product_kernel"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, kernel, watched(getattr(module, kernel), "BLOCK_M", taken))
+    for least_rows in (8, 16):
+        as_if_on(monkeypatch, INTERPRETER._replace(least_rows=least_rows))
+        outs = [made() for made in products]
+        for count in (1, 3):
+            outs.append(
+                product.expert_mlp(
+                    x[:count], ids[:count], weights[:count], experts.table, experts.operands, experts.activation, 2
+                )
+            )
+        found.append(outs)
+        assert set(taken) == {least_rows} and len(taken) == 6
+        taken.clear()
+    assert all(target.least_rows == 16 for target in AMD) and HOPPER.least_rows == ADA.least_rows == 8
+    assert all(map(torch.equal, *found)) and all(out.isfinite().all() and out.any() for out in found[0])
 
 
 @pytest.mark.parametrize("name", ["int4 in pairs of groups", "int4 with zeros", "int8 by row", "fp8 by row", "mxfp4"])

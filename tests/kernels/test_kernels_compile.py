@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -57,8 +58,13 @@ def test_every_kernel_compiles_for_amd(name, tmp_path):
 
 
 def assert_all_compile(gpu: str, cache: Path) -> None:
-    compiled = run_compiler("compile_kernels.py", cache, gpu)
-    assert {tuple(line.split()) for line in compiled.splitlines()} == {(gpu, name) for name in kernel_names()}
+    """On as many of the processors as fall to this process of the test run."""
+    num_processes = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
+    shares = [("--share", f"{index}/{num_processes}") for index in range(1, num_processes + 1)]
+    with ThreadPoolExecutor(num_processes) as pool:
+        compiled = pool.map(lambda share: run_compiler("compile_kernels.py", cache, gpu, *share), shares)
+        lines = {line for text in compiled for line in text.splitlines()}
+    assert lines == {f"{gpu} {name}" for name in kernel_names()}
 
 
 def test_a_weight_takes_the_instructions_that_the_docs_say(tmp_path, fuzz):

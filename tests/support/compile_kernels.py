@@ -3,9 +3,11 @@
 The interpreter accepts what the compiler refuses, such as a variable that changes its shape in a loop. Prints the
 architecture and the name of each kernel that was compiled, one per line. With --first-stages up to the layouts of tiles
 (TTGIR), a third of the time: what follows refuses little; and of an architecture after the first only what has another
-form there, each form once.
+form there, each form once. With --share 3/16 every sixteenth launch from the third on: sixteen processes compile all.
 """
 
+import argparse
+import itertools
 import re
 import sys
 from dataclasses import replace
@@ -50,6 +52,8 @@ def compile_only(kernel, grid):
         has_pdl = gpu.target.has_dependent_launches
         assert kwargs.get("PDL", has_pdl) == has_pdl, f"{kernel.__name__} would be compiled in another form"
         assert "enable_fp_fusion" in kwargs, f"{kernel.__name__} has the bits of triton's default"
+        if next(launches) % num_shares != share:
+            return None
         compiled.add(f"{gpu.architecture} {kernel.__name__}")
         found = kernel.warmup(*args, grid=grid, **kwargs)
         # Operands that the compiler takes for 8-bit ones have their columns in another order, and sums other bits.
@@ -89,6 +93,14 @@ def first_stages(backend=None, stages=None, *_):
             stages[name] = lambda source, metadata: metadata.update(name="", shared=0) or b""
 
 
+options = argparse.ArgumentParser()
+options.add_argument("architectures", nargs="+")
+options.add_argument("--first-stages", action="store_true", dest="is_brief")
+options.add_argument("--share", default="1/1")
+architectures, is_brief, share = vars(options.parse_args()).values()
+share, num_shares = map(int, share.split("/"))
+share -= 1
+launches = itertools.count()
 compiled: set[str] = set()
 driver.set_active(gpu := NoGpu())
 jit.JITFunction.__getitem__ = compile_only
@@ -324,7 +336,6 @@ def compile_experts() -> None:
         gather.copy_rows(zeros(8, size), torch.zeros(4, dtype=torch.int64))
 
 
-is_brief, *architectures = ("--first-stages" in sys.argv, *(word for word in sys.argv[1:] if word[0] != "-"))
 if is_brief:
     knobs.runtime.add_stages_inspection_hook = first_stages
 for gpu.architecture in architectures:

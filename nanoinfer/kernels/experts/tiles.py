@@ -29,9 +29,10 @@ def tiles_of(x: Tensor, num_pairs: int, num_experts: int, is_packed: bool) -> Ti
     if x.element_size() == 4:
         return Tiles(16, 32, 32, 4, 1)
     found = next(tiles for most, tiles in _TILES[is_packed] if num_pairs <= most * num_experts)
-    if found.block_n > 128 and target_of(x.device).program_memory < LARGE_SHARED_MEMORY:
+    target = target_of(x.device)
+    if found.block_n > 128 and target.program_memory < LARGE_SHARED_MEMORY:
         found = found._replace(block_n=64, num_warps=4)
-    return found
+    return found._replace(block_m=max(found.block_m, target.least_rows))
 
 
 _FOR_MORE = ((32, Tiles(32, 64, 128, 4, 3)), (128, Tiles(64, 64, 64, 4, 3)))

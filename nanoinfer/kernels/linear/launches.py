@@ -42,7 +42,7 @@ class Tiles(NamedTuple):
     """Tiles, and which products they serve: of up to so many rows of x, and only of some.
 
     block_m, block_n, columns: rows of x, rows of the weight, and columns of a step, of which `stages` are loaded at a
-    time. Of few rows and of packed weights block_m is no larger than the rows of x need.
+    time. Of few rows and of packed weights block_m is no larger than the rows of x need and matrix units take.
     """
 
     block_m: int
@@ -153,7 +153,7 @@ def _chosen(table: str, gated: bool, of: Product) -> Tiles:
     tiles = next(tiles for tiles in _TABLES[table, gated] if of.num_tokens <= tiles.up_to and tiles.only(tiles, of))
     if table in ("loaded", "copied"):
         return tiles
-    return tiles._replace(block_m=min(tiles.block_m, max(8, next_power_of_2(of.num_tokens))))
+    return tiles._replace(block_m=max(of.target.least_rows, min(tiles.block_m, next_power_of_2(of.num_tokens))))
 
 
 def arguments(

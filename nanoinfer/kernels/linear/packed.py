@@ -205,7 +205,7 @@ def packed_linear(
     least_step = first_blocks(form) * form.block
     tiles = tiles_of("8 bits" if form.bits == 8 else "4 bits", x, out, gated, num_parts, least_step=least_step)
     most_planes = MAX_PLANES
-    if form.mode == SCALE_WORDS.value and tiles.block_m == 8:
+    if form.mode == SCALE_WORDS.value and num_tokens <= 8:
         tiles, most_planes = tiles_of_scale_words(tiles, form, weight.num_rows, num_parts, gated)
     unroll = blocks_of_step(part_size, tiles.columns, form, most_planes)
     step, stages = unroll * form.block, tiles.stages
@@ -233,7 +233,7 @@ def packed_linear(
         stages = max(1, min(stages, (target.program_memory - 1024) // (step_bytes + scale_bytes)))
     packed_linear_kernel[grid](
         x, x_rows, *tensors_of(weight), FORM=form, UNROLL=unroll, EVEN=weight.num_rows % tiles.block_n == 0,
-        EVEN_SIZE=is_even, AHEAD=2 if tiles.block_m == 8 and part_size >= 2 * form.block else 0,
+        EVEN_SIZE=is_even, AHEAD=2 if num_tokens <= 8 and part_size >= 2 * form.block else 0,
         **arguments(x, bias, activation, out, num_parts, tiles) | dict(STAGES=stages),
     )  # fmt: skip
     return out

@@ -182,7 +182,7 @@ def _product(
     if few:
         # On an H200, products of 9 to 16 rows without a gate take 4% longer if they ask ahead, all others up to 5%
         # less.
-        asks = (tiles.block_m == 8 or gated) and part_size >= 128 and num_rows <= LARGE_OUTPUT
+        asks = (num_tokens <= 8 or gated) and part_size >= 128 and num_rows <= LARGE_OUTPUT
         even = dict(EVEN=num_rows % tiles.block_n == 0, EVEN_SIZE=part_size % tiles.columns == 0)
         rows_linear_kernel[grid[1:]](x, weight, AHEAD=2 if asks else 0, **even, **given)
         return out
