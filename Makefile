@@ -6,7 +6,8 @@ STAMP := $(VENV)/.ready
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 # Small models spend their time in Python, and threads that wait for each other by spinning crawl on a busy machine.
 # Without a visible GPU the tests are the same everywhere; those that need one are run by gpu-test.
-TEST_ENV := CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) HF_HUB_OFFLINE=1
+# Byte code is kept: tests start a hundred processes that import the same modules.
+TEST_ENV := PYTHONDONTWRITEBYTECODE= CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) HF_HUB_OFFLINE=1
 ARGS ?=
 # Processes that run tests.
 JOBS ?= 2
@@ -38,7 +39,7 @@ test: $(STAMP)
 fuzz: $(STAMP)
 	$(TEST_ENV) $(VENV)/bin/python -m pytest tests --fuzz -m sampled -n $(JOBS) --dist worksteal $(ARGS)
 
-# All kernels for AMD's GPUs, down to their instructions: ten minutes for gfx942, longer for the others.
+# All kernels for AMD's GPUs, down to their instructions, on all processors: half an hour with two of them.
 amd-test: $(STAMP)
 	$(TEST_ENV) $(VENV)/bin/python -m pytest tests/kernels/test_kernels_compile.py --fuzz -k gfx $(ARGS)
 

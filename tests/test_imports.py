@@ -1,6 +1,7 @@
 """Who may import whom: folders lie in layers, imports go down, and no two folders or files import each other."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,9 @@ def imports_of(module: str) -> set[str]:
     return found - submodules - {module}
 
 
-IMPORTS = {module: imports_of(module) for module in MODULES}
+@cache
+def imports() -> dict[str, set[str]]:
+    return {module: imports_of(module) for module in MODULES}
 
 
 def room_of(module: str) -> str:
@@ -96,7 +99,7 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
 
 def test_no_two_files_import_each_other_in_a_circle():
     # A package's `__init__` hands names on, to users: it is above all that it names.
-    assert not circles({module: others for module, others in IMPORTS.items() if module != "nanoinfer"})
+    assert not circles({module: others for module, others in imports().items() if module != "nanoinfer"})
 
 
 def test_imports_go_down():
@@ -104,7 +107,7 @@ def test_imports_go_down():
     assert not unknown, "say in LAYERS how high they lie"
     wrong = [
         f"{module} -> {other}"
-        for module, others in IMPORTS.items()
+        for module, others in imports().items()
         for other in others
         if room_of(other) != room_of(module)
         and HEIGHTS[room_of(other)] >= HEIGHTS[room_of(module)]
@@ -118,7 +121,7 @@ def test_offload_knows_nothing_of_a_model():
         module
         for module in MODULES
         if module.startswith("offload")
-        for other in IMPORTS[module]
+        for other in imports()[module]
         if other.startswith("nanoinfer")
     ]
 
@@ -126,7 +129,7 @@ def test_offload_knows_nothing_of_a_model():
 def test_execution_knows_steps_and_no_sequence():
     """What plans a step and what carries it out could run in two processes."""
     above = ("nanoinfer.engine", "nanoinfer.kv", "nanoinfer.requests")
-    found = {other for module in MODULES if module.startswith("nanoinfer.execution") for other in IMPORTS[module]}
+    found = {other for module in MODULES if module.startswith("nanoinfer.execution") for other in imports()[module]}
     assert "nanoinfer.step.plan" in found and not [other for other in found if other.startswith(above)]
 
 
@@ -134,7 +137,7 @@ def test_execution_knows_steps_and_no_sequence():
 def test_no_library_imports_another(library):
     others = tuple(f"nanoinfer.{other}" for other in LIBRARIES if other != library)
     inside = [module for module in MODULES if module.startswith(f"nanoinfer.{library}")]
-    assert inside and not [f"{m} -> {other}" for m in inside for other in IMPORTS[m] if other.startswith(others)]
+    assert inside and not [f"{m} -> {other}" for m in inside for other in imports()[m] if other.startswith(others)]
 
 
 def test_the_checks_find_what_they_look_for():

@@ -274,7 +274,7 @@ def compile_attention(head_dim: int, kv_dtype: torch.dtype, *, is_common: bool) 
         )  # fmt: skip
     if is_common and not is_brief:
         merge.merge(out, lse, lse.clone(), ints(9), ints(8), q, tiles=4, sinks=zeros(32))
-    for batch_size in batch_sizes[:1] if is_again else batch_sizes:
+    for batch_size in () if is_again else batch_sizes:  # dependent launches alone are another form of it
         sinks = zeros(32) if is_brief and batch_size == batch_sizes[-1] else None
         merge.merge(
             out, lse, lse.clone(), ints(batch_size + 1), ints(batch_size), zeros(batch_size, 32, head_dim), tiles=4,
@@ -323,7 +323,7 @@ def compile_experts() -> None:
             )
             reads = torch.zeros(1, dtype=torch.int64)
             layers.expert_mlp(x, ids, weights, owner.table, owner.operands, activation, 4, None, reads)
-        if not is_brief or (activation is silu and not is_again):
+        if not is_brief or (formats is DENSE and activation is silu and not is_again):
             layers.shared_mlp(x, owner.table[:1], owner.operands, activation, 128)
     for num_experts, num_slots in ((128, 25),) if is_brief else ((128, 25), (512, 512), (8, 3)):
         (tables,) = make_slots(num_experts, num_slots, stride=2 * 1024 * 1024 if num_slots == 25 else 384)
