@@ -46,11 +46,11 @@ def prompts():
 @pytest.fixture(scope="module")
 def alone(path, prompts):
     """What each request gets by itself, resident, with chunks as large as can be."""
-    params, found = some_params(len(prompts), max_tokens=6), []
-    for prompt, own in zip(prompts, params, strict=True):
-        engine = make_engine(path, **TOY, enable_cpu_offload=False, max_num_batched_tokens=256)
-        found += run(engine, [prompt], [own])
-        engine.close()
+    arguments = dict(enable_cpu_offload=False, max_num_batched_tokens=256, enable_prefix_caching=False)
+    engine = make_engine(path, **TOY, **arguments)
+    params = some_params(len(prompts), max_tokens=6)
+    found = [outcome for pair in zip(prompts, params, strict=True) for outcome in run(engine, *([one] for one in pair))]
+    engine.close()
     return found
 
 

@@ -1,12 +1,14 @@
-"""What a switch captures: graphs that are missing, and otherwise nothing at all."""
+"""The counts with graphs by default, and what a switch captures: graphs that are missing, and otherwise nothing."""
 
 import pytest
 import torch
+from described import CPU, GPU
 from engines import make_engine, run, some_params
 from prefill_graphs import CHUNKED, COUNTS, WarmUpRuntime, engine_with_graphs
 from simulated import SimulatedRuntime
 from tiny_models import make_checkpoint
 
+from nanoinfer import EngineConfig
 from nanoinfer.execution.runner import ModelRunner
 
 
@@ -64,8 +66,8 @@ def test_a_decode_step_without_transfers_is_two_graphs(path, enable_cpu_offload)
 
 def test_a_switch_there_and_back_between_two_steps_changes_no_bit(path):
     """Nothing is captured then, and the blocks come back at other places than the step before saw them."""
-    params = some_params(5)
-    wanted = run(engine_with_graphs(path), CHUNKED, params)
+    load = CHUNKED[:2], some_params(2, max_tokens=8)
+    wanted = run(engine_with_graphs(path), *load)
     num_moved = 0
 
     def there_and_back(engine, step):
@@ -76,5 +78,16 @@ def test_a_switch_there_and_back_between_two_steps_changes_no_bit(path):
             engine.switch_mode("resident")
             num_moved += int((engine.kv_cache.tables.gpu != before).sum())
 
-    assert run(engine_with_graphs(path, SimulatedRuntime(poison=True)), CHUNKED, params, there_and_back) == wanted
+    assert run(engine_with_graphs(path, SimulatedRuntime(poison=True)), *load, there_and_back) == wanted
     assert num_moved > 0, "every block came back to its place, which shows nothing"
+
+
+def test_default_counts_follow_the_device_and_the_size_of_a_step():
+    config = EngineConfig(model="unused")
+    assert config.graph_num_tokens(8192, GPU) == [16, 32, 64, 128, 256, 512]
+    assert config.graph_num_tokens(256, GPU) == [16, 32, 64], "where memory is short, graphs get little of it"
+    short = EngineConfig(model="unused", max_num_batched_tokens=100)
+    assert short.graph_num_tokens(100, GPU) == [16, 32, 64] and short.graph_num_tokens(100, CPU) == []
+    assert config.graph_num_tokens(8192, CPU) == []
+    given = EngineConfig(model="unused", capture_num_tokens=[9, 3, 9])
+    assert given.graph_num_tokens(64, GPU) == given.graph_num_tokens(64, CPU) == [3, 9]

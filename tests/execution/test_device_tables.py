@@ -57,33 +57,40 @@ def test_equal_values_are_uploaded_once():
     assert len(uploads) == 4
 
 
+PROMPTS, PARAMS = random_prompts(3, 20, 40), some_params(3, max_tokens=10, logprobs=None)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("model"), **SMALL)
+
+
+@pytest.fixture(scope="module")
+def wanted(path):
+    return run(make_engine(path), PROMPTS, PARAMS)
+
+
 @pytest.mark.parametrize("enable_cpu_offload", [False, True])
-def test_rows_whose_upload_failed_are_uploaded_again(tmp_path, enable_cpu_offload, monkeypatch):
+def test_rows_whose_upload_failed_are_uploaded_again(path, wanted, enable_cpu_offload, monkeypatch):
     """The device decodes from its own rows: a row believed to be there would give another one's tokens."""
-    path = make_checkpoint("qwen3", tmp_path, **SMALL)
-    prompts, params = random_prompts(3, 20, 40), some_params(3, max_tokens=24, logprobs=None)
-    wanted = run(make_engine(path), prompts, params)
     for call, after in itertools.product((1, 2), (False, True)):
         engine = make_engine(path, enable_cpu_offload=enable_cpu_offload)
         rows = engine.runner.decode_program.rows
         with monkeypatch.context() as patch:
             patch.setattr(rows.staging, "upload", failing(rows.staging.upload, call, after=after))
-            requests = [engine.add_request(str(i), *pair) for i, pair in enumerate(zip(prompts, params, strict=True))]
+            requests = [engine.add_request(str(i), *pair) for i, pair in enumerate(zip(PROMPTS, PARAMS, strict=True))]
             with pytest.raises(RuntimeError, match="out of luck"):
                 while engine.has_work:
                     engine.step()
         assert any(request.is_finished for request in requests)
-        assert run(engine, prompts, params) == wanted
+        assert run(engine, PROMPTS, PARAMS) == wanted
         assert_pools_as_before(engine)
 
 
 @pytest.mark.parametrize("enable_cpu_offload", [False, True])
 def test_tables_that_hold_anything_are_uploaded_again_once_they_are_forgotten(
-    tmp_path, enable_cpu_offload, monkeypatch
+    path, wanted, enable_cpu_offload, monkeypatch
 ):
-    path = make_checkpoint("qwen3", tmp_path, **SMALL)
-    prompts, params = random_prompts(3, 20, 40), some_params(3, max_tokens=24, logprobs=None)
-    wanted = run(make_engine(path), prompts, params)
     tables, create = [], DeviceTable.__init__
     monkeypatch.setattr(DeviceTable, "__init__", lambda self, *given: tables.append(self) or create(self, *given))
     engine = make_engine(path, enable_cpu_offload=enable_cpu_offload)
@@ -94,4 +101,4 @@ def test_tables_that_hold_anything_are_uploaded_again_once_they_are_forgotten(
             table.tensor.zero_()
         engine.runner.forget()
 
-    assert run(engine, prompts, params, lose) == wanted and tables
+    assert run(engine, PROMPTS, PARAMS, lose) == wanted and tables

@@ -21,6 +21,21 @@ def path(tmp_path_factory):
     return make_checkpoint("qwen3", tmp_path_factory.mktemp("model"), **SMALL)
 
 
+@pytest.fixture(scope="module")
+def alone(path):
+    """Prompts, and how many tokens -> the tokens of each where all have room and nobody shares. Played once."""
+    played = {}
+
+    def play_once(prompts, num_tokens):
+        key = str(prompts), num_tokens
+        if key not in played:
+            engine = make_engine(path, enable_prefix_caching=False)
+            played[key] = tokens_of(run(engine, prompts, [greedy(num_tokens)] * len(prompts)))
+        return played[key]
+
+    return play_once
+
+
 def greedy(max_tokens):
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
 
@@ -31,7 +46,7 @@ def tokens_of(outcomes):
 
 def test_who_came_first_gives_way_last_and_comes_back_first(path):
     """Four run in a pool for about two; a fifth waits, and stays behind all of them."""
-    prompts, params = random_prompts(5, 20, 20, seed=1), [greedy(40)] * 5
+    prompts, params = random_prompts(5, 30, 30, seed=1), [greedy(22)] * 5
     engine = make_engine(path, max_num_seqs=4, **PLAIN)
     give_back = shrink_gpu_pool(engine, 9)
     requests = [engine.add_request(str(i), prompt, param) for i, (prompt, param) in enumerate(zip(prompts, params))]
@@ -101,18 +116,18 @@ def test_a_row_that_is_used_again_at_the_same_length_reads_the_blocks_of_its_new
     assert outcomes == fresh and tokens_of(fresh)[0] != tokens_of(fresh)[1]
 
 
-def share_a_document(engine, path, longest_end=5):
+def share_a_document(engine, alone, longest_end=5):
     """Run three requests that share six full blocks for some tokens. Return them, and what each gets alone."""
     (document,) = random_prompts(1, 96, 96, seed=6)
     prompts = [document + end for end in random_prompts(3, 5, longest_end, seed=7)]
-    wanted = run(make_engine(path, enable_prefix_caching=False), prompts, [greedy(30)] * 3)
-    requests = [engine.add_request("0", prompts[0], greedy(30))]
+    params, wanted = greedy(14), alone(prompts, 14)
+    requests = [engine.add_request("0", prompts[0], params)]
     engine.step()
-    requests += [engine.add_request(str(i), prompts[i], greedy(30)) for i in (1, 2)]
+    requests += [engine.add_request(str(i), prompts[i], params) for i in (1, 2)]
     for _ in range(4):
         engine.step()
     assert len(document_blocks(engine)) == 3
-    return requests, tokens_of(wanted)
+    return requests, wanted
 
 
 def document_blocks(engine):
@@ -153,10 +168,10 @@ def to_the_end(engine, requests):
     return [request.sequences[0].output_token_ids for request in requests]
 
 
-def test_who_finds_no_room_on_the_host_gives_back_what_was_kept_for_another_one(path):
+def test_who_finds_no_room_on_the_host_gives_back_what_was_kept_for_another_one(path, alone):
     """The document is kept already, its own tail finds no room."""
     engine = make_engine(path, max_num_batched_tokens=256, host_memory_limit=7 * BLOCK_BYTES)
-    requests, wanted = share_a_document(engine, path)
+    requests, wanted = share_a_document(engine, alone)
     two_give_way(engine)
     assert [request.is_finished for request in requests] == [False, True, False]
     assert engine.mover.kept.num_used == engine.mover.kept.num_blocks == 7 and not engine.mover.kept.num_shared
@@ -167,8 +182,8 @@ def test_who_finds_no_room_on_the_host_gives_back_what_was_kept_for_another_one(
     assert found[0] == wanted[0] and found[2] == wanted[2] and "host_memory_limit" in requests[1].error
 
 
-def test_an_interrupt_between_keeping_kv_and_giving_back_its_row_leaves_one_that_waits(path):
-    prompts, params = random_prompts(3, 40, 44, seed=9), [greedy(30)] * 3
+def test_an_interrupt_between_keeping_kv_and_giving_back_its_row_leaves_one_that_waits(path, alone):
+    prompts, params = random_prompts(3, 40, 44, seed=9), [greedy(28)] * 3
     engine = make_engine(path, enable_prefix_caching=False)
     give_back, release, interrupted = shrink_gpu_pool(engine, 9), engine.kv_cache.release, []
 
@@ -186,16 +201,15 @@ def test_an_interrupt_between_keeping_kv_and_giving_back_its_row_leaves_one_that
         if interrupted:
             assert all(sequence.kept_blocks is None for sequence in engine.scheduler.running)
     assert interrupted
-    wanted = tokens_of(run(make_engine(path, enable_prefix_caching=False), prompts, params))
-    assert [request.sequences[0].output_token_ids for request in requests] == wanted
+    assert [request.sequences[0].output_token_ids for request in requests] == alone(prompts, 28)
     give_back()
     assert_pools_as_before(engine)
 
 
-def test_a_beginning_that_several_share_is_kept_once_and_shared_again(path):
+def test_a_beginning_that_several_share_is_kept_once_and_shared_again(path, alone):
     """Each of its blocks lies once on the host, however many gave way, and once on the GPU when they come back."""
     engine = make_engine(path, max_num_batched_tokens=256)
-    requests, wanted = share_a_document(engine, path, longest_end=12)
+    requests, wanted = share_a_document(engine, alone, longest_end=12)
     two_give_way(engine)
     kept, waiting = engine.runner.kept, [sequence.kept_blocks for sequence in engine.scheduler.waiting]
     assert waiting[0][:6] == waiting[1][:6] and not set(waiting[0][6:]) & set(waiting[1][6:])
@@ -207,10 +221,10 @@ def test_a_beginning_that_several_share_is_kept_once_and_shared_again(path):
     assert to_the_end(engine, requests) == wanted
 
 
-def test_two_that_gave_way_share_new_blocks_when_nobody_has_the_old_ones(path):
+def test_two_that_gave_way_share_new_blocks_when_nobody_has_the_old_ones(path, alone):
     """Each shared block is copied once, to the host and back."""
     engine = make_engine(path, max_num_batched_tokens=256)
-    requests, wanted = share_a_document(engine, path)
+    requests, wanted = share_a_document(engine, alone)
     copied = count_copies(engine)
     two_give_way(engine)
     waiting, engine.scheduler.waiting = engine.scheduler.waiting, type(engine.scheduler.waiting)()
@@ -229,10 +243,10 @@ def test_two_that_gave_way_share_new_blocks_when_nobody_has_the_old_ones(path):
 @pytest.mark.parametrize("back_in", ["offload", "resident"])
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.sampled("0-offload", "1-resident")
-def test_who_gave_way_shares_blocks_after_a_switch_of_the_mode(path, seed, back_in):
+def test_who_gave_way_shares_blocks_after_a_switch_of_the_mode(path, alone, seed, back_in):
     """Whatever the modes in which they come back, nothing but their tails is copied."""
     engine = make_engine(path, SimulatedRuntime(seed), max_num_batched_tokens=256, enable_cpu_offload="auto")
-    requests, wanted = share_a_document(engine, path)
+    requests, wanted = share_a_document(engine, alone)
     two_give_way(engine)
     copied = count_copies(engine)
     engine.switch_mode("offload")
@@ -278,49 +292,57 @@ def test_a_block_that_was_handed_out_again_is_no_copy_of_what_is_kept(path):
     assert_pools_as_before(engine)
 
 
-def test_sequences_give_way_within_host_memory_limit(path):
+def test_sequences_give_way_within_host_memory_limit(path, alone):
     """Who finds no room on the host fails alone and says what to raise; all others go on."""
     engine = make_engine(path, host_memory_limit=3 * 2**13, enable_prefix_caching=False)
     assert engine.runner.kept.max_bytes == 3 * 2**13
     give_back = shrink_gpu_pool(engine, 9)
-    prompts, params = random_prompts(3, 40, 44, seed=9), [greedy(60)] * 3
+    prompts, params = random_prompts(3, 40, 44, seed=9), [greedy(28)] * 3
     requests = [engine.add_request(str(i), *pair) for i, pair in enumerate(zip(prompts, params, strict=True))]
     errors = [output.error for _ in range(300) if engine.has_work for output in engine.step() if output.error]
     assert errors and all("host_memory_limit" in error and "raise it" in error for error in errors)
     assert all(request.is_finished for request in requests) and engine.runner.kept.num_bytes == 0
-    wanted = tokens_of(run(make_engine(path, enable_prefix_caching=False), prompts, params))
     found = [request.sequences[0] for request in requests]
-    assert [s.output_token_ids == w for s, w in zip(found, wanted)] == [s.finish_reason == "length" for s in found]
+    are_whole = [s.output_token_ids == w for s, w in zip(found, alone(prompts, 28))]
+    assert are_whole == [s.finish_reason == "length" for s in found]
     assert sum(s.finish_reason == "length" for s in found) == 3 - len(errors) > 0
     give_back()
     assert_pools_as_before(engine)
 
 
-@pytest.mark.parametrize("num_gpu_blocks", [20, 22])
-@pytest.mark.sampled("20")
+@pytest.mark.parametrize("num_gpu_blocks", [15, 16])
+@pytest.mark.sampled("16")
 def test_a_kept_block_that_was_given_back_is_no_copy_while_another_one_is_kept(path, num_gpu_blocks):
     """Of two that share a document one gives way, comes back and gives way again, and a third is kept all the while."""
     (document,) = random_prompts(1, 96, 96, seed=6)
-    first, last = random_prompts(1, 40, 40, seed=3) + random_prompts(1, 100, 100, seed=4)
+    first, last = random_prompts(1, 40, 40, seed=3) + random_prompts(1, 60, 60, seed=4)
     prompts = [first, *(document + end for end in random_prompts(2, 5, 5, seed=7)), last]
-    params = [greedy(70), greedy(150), greedy(150), greedy(60)]
+    params = [greedy(70), greedy(50), greedy(50), greedy(20)]
     wanted = tokens_of(run(make_engine(path, enable_prefix_caching=False), prompts, params))
     engine = make_engine(path, max_num_batched_tokens=256)
     give_back, requests = shrink_gpu_pool(engine, num_gpu_blocks), []
+    gave_way, give_way = [], engine.mover.give_way
+
+    def recorded(sequence):
+        kept = [waiting.request_id for waiting in engine.scheduler.waiting if waiting.kept_blocks is not None]
+        gave_way.append((sequence.request_id, kept))
+        give_way(sequence)
+
+    engine.mover.give_way = recorded
     for i, pair in enumerate(zip(prompts, params, strict=True)):
         requests.append(engine.add_request(str(i), *pair))
         for _ in range(3):
             engine.step()
     while engine.has_work:
         engine.step()
-    assert engine.scheduler.num_preemptions > 2
+    assert gave_way == [("3", []), ("2", ["3"]), ("2", ["3"])]
     assert [request.sequences[0].output_token_ids for request in requests] == wanted
     give_back()
     assert_pools_as_before(engine)
 
 
 @pytest.mark.parametrize("seed", range(120))
-@pytest.mark.sampled("0", "1")
+@pytest.mark.sampled("64", "17")
 def test_many_that_share_and_give_way_get_what_they_get_alone(path, seed):
     """Prompts from a tree, a pool for two or three of them, arrivals and aborts: whoever else is kept meanwhile.
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -14,8 +15,9 @@ from nanoinfer import SamplingParams
 from offload.lifetimes import GPU_RULE, WRITES
 
 ROOMY = dict(enable_cpu_offload=True, resident_kv_limit=None, num_gpu_blocks_override=60)
-PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=2)
-BEGINNING, *ENDS = random_prompts(1, 160, 160, seed=1) + random_prompts(4, 20, 20, seed=2)
+PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
+BEGINNING, *ENDS = random_prompts(1, 160, 160, seed=1) + random_prompts(4, 28, 28, seed=2)
+PROMPTS = [BEGINNING + end for end in ENDS]
 
 
 @pytest.fixture(scope="module")
@@ -33,38 +35,60 @@ def play(engine, prompts, at_step=None, params=PARAMS):
     return outcomes, streamed
 
 
+@pytest.fixture(scope="module")
+def in_turn(path):
+    """What each of `PROMPTS` gets in resident mode, one after the other."""
+    return play(make_engine(path), PROMPTS)[0]
+
+
+@pytest.fixture(scope="module")
+def turns_of(path):
+    """Number of tokens -> parameters, a prompt, its next turn, another one, and what they get in resident mode."""
+
+    @cache
+    def turns(num_tokens):
+        engine, params, first = make_engine(path), replace(PARAMS, max_tokens=num_tokens), PROMPTS[0]
+        wanted, _ = play(engine, [first], params=params)
+        others = [first + wanted[0][0][0] + ENDS[1], PROMPTS[2]]
+        return params, [first, *others], wanted + play(engine, others, params=params)[0]
+
+    return turns
+
+
+@pytest.fixture(scope="module")
+def second_alone(path):
+    """What the second one of `PROMPTS` gets without the first."""
+    return play(make_engine(path), PROMPTS[1:2])[0]
+
+
 def half_way(path, prompt):
     """An engine with a request, "first", that has some of its tokens."""
     engine = make_engine(path, SimulatedRuntime(), **ROOMY)
     engine.add_request("first", prompt, PARAMS)
-    for _ in range(8):
+    for _ in range(6):
         engine.step()
     return engine
 
 
-@pytest.mark.parametrize("num_tokens", [13, 20])
+@pytest.mark.parametrize("num_tokens", [5, 8])
 @pytest.mark.parametrize("seed", [None, *range(6)])
-@pytest.mark.sampled("None-13", "1-13", "2-20")
-def test_a_beginning_that_is_still_on_the_gpu_does_not_stream(path, seed, num_tokens):
-    """With 13 tokens the last block becomes full in the last step, and is being written to the host at the end."""
-    params = replace(PARAMS, max_tokens=num_tokens)
-    first = BEGINNING + ENDS[0]
-    wanted, _ = play(make_engine(path), [first], params=params)
-    turns = [first, first + wanted[0][0][0] + ENDS[1], BEGINNING + ENDS[2]]
-    wanted, _ = play(make_engine(path), turns, params=params)
+@pytest.mark.sampled("None-5", "1-5", "2-8")
+def test_a_beginning_that_is_still_on_the_gpu_does_not_stream(path, turns_of, seed, num_tokens):
+    """With 5 tokens the last block becomes full in the last step, and is being written to the host at the end."""
+    params, turns, wanted = turns_of(num_tokens)
     engine = make_engine(path, SimulatedRuntime(seed), **ROOMY)
     assert play(engine, turns, params=params) == (wanted, [0, 0, 0])
-    # Of 180 tokens and the generated ones 12 blocks are known: the next turn finds them all, the last prompt 10.
+    # Of 188 tokens and the generated ones 12 blocks are known: the next turn finds them all, the last prompt 10.
     assert engine.stats()["prefix_cache_hit_tokens"] == 16 * (12 + 10)
     assert_pools_as_before(engine)
 
 
-def test_a_block_that_is_taken_back_and_dropped_still_waits_for_its_write_through(path):
+def test_a_block_that_is_taken_back_and_dropped_still_waits_for_its_write_through(path, fuzz):
     """Who gets it next would overwrite what is being sent to the host."""
     num_deferred = 0
-    for seed in range(8):
+    for seed in range(8 if fuzz else 2):
         engine = make_engine(path, SimulatedRuntime(seed), **ROOMY)
-        play(engine, [BEGINNING + ENDS[0]], params=replace(PARAMS, max_tokens=13))
+        play(engine, [PROMPTS[0]], params=replace(PARAMS, max_tokens=5))
         lifetimes, pool = engine.kv_cache.tables.lifetimes, engine.kv_cache.tables.gpu_blocks
         unread = [(number, event) for number, event in engine.runner.offload.unread[GPU_RULE, WRITES]]
         running = {number for number, event in unread if not event.is_reached}
@@ -81,7 +105,7 @@ def test_a_block_that_is_taken_back_and_dropped_still_waits_for_its_write_throug
 
 
 def test_only_what_lost_its_room_streams_the_oldest_blocks_first(path):
-    prompts = [BEGINNING + ENDS[0], random_prompts(1, 250, 250, seed=3)[0], BEGINNING + ENDS[1]]
+    prompts = [PROMPTS[0], random_prompts(1, 250, 250, seed=3)[0], PROMPTS[1]]
     wanted, _ = play(make_engine(path), prompts)
     engine = make_engine(path, **ROOMY | dict(num_gpu_blocks_override=24))
     found = []
@@ -97,7 +121,7 @@ def test_only_what_lost_its_room_streams_the_oldest_blocks_first(path):
 
 
 def test_sequences_that_run_beside_each_other_share_a_copy(path):
-    prompts = [BEGINNING + end for end in ENDS[:3]]
+    prompts = PROMPTS[:3]
     wanted = run(make_engine(path), prompts[:1], [PARAMS]) + run(make_engine(path), prompts[1:], [PARAMS] * 2)
     engine = make_engine(path, **ROOMY)
     got = run(engine, prompts[:1], [PARAMS])
@@ -113,26 +137,22 @@ def test_sequences_that_run_beside_each_other_share_a_copy(path):
     assert_pools_as_before(engine)
 
 
-def test_what_a_failed_step_leaves_is_not_taken_up(path, monkeypatch):
-    prompts = [BEGINNING + ENDS[0], BEGINNING + ENDS[1]]
-    wanted, _ = play(make_engine(path), prompts[1:])
-    engine = half_way(path, prompts[0])
+def test_what_a_failed_step_leaves_is_not_taken_up(path, second_alone, monkeypatch):
+    engine = half_way(path, PROMPTS[0])
     with monkeypatch.context() as patch:
         patch.setattr(engine.runner.offload, "run", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.step()
     assert engine.kv_cache.tables.gpu_blocks.num_cached == 0
-    outcomes, streamed = play(engine, prompts[1:])
-    assert outcomes == wanted and streamed[0] > 0 and engine.stats()["prefix_cache_hit_tokens"] == 160
+    outcomes, streamed = play(engine, PROMPTS[1:2])
+    assert outcomes == second_alone and streamed[0] > 0 and engine.stats()["prefix_cache_hit_tokens"] == 160
     assert_pools_as_before(engine)
 
 
-def test_what_an_aborted_request_leaves_is_taken_up(path):
-    prompts = [BEGINNING + ENDS[0], BEGINNING + ENDS[1]]
-    wanted, _ = play(make_engine(path), prompts[1:])
-    engine = half_way(path, prompts[0])
+def test_what_an_aborted_request_leaves_is_taken_up(path, second_alone):
+    engine = half_way(path, PROMPTS[0])
     engine.abort("first")
-    assert play(engine, prompts[1:]) == (wanted, [0]) and engine.stats()["prefix_cache_hit_tokens"] == 160
+    assert play(engine, PROMPTS[1:2]) == (second_alone, [0]) and engine.stats()["prefix_cache_hit_tokens"] == 160
     assert_pools_as_before(engine)
 
 
@@ -140,20 +160,20 @@ def test_what_an_aborted_request_leaves_is_taken_up(path):
 @pytest.mark.sampled("1")
 def test_a_copy_is_one_of_the_block_that_the_host_has(path, seed):
     """Two that run beside each other compute their beginning in chunks of their own: only one of them is the host's."""
-    beside = [replace(PARAMS, max_tokens=30), replace(PARAMS, max_tokens=2)]
+    beside = [replace(PARAMS, max_tokens=12), replace(PARAMS, max_tokens=2)]
     outcomes = []
     for takes_copies in (True, False):
         engine = make_engine(path, SimulatedRuntime(seed), **ROOMY | dict(max_num_batched_tokens=100))
-        run(engine, [BEGINNING + ENDS[0], BEGINNING + ENDS[1]], beside)
+        run(engine, PROMPTS[:2], beside)
         assert_pools_as_before(engine)  # compares all copies with the host's
         if not takes_copies:
             engine.kv_cache.copies.find = lambda host_blocks: []
-        outcomes.append(play(engine, [BEGINNING + ENDS[2]])[0])
+        outcomes.append(play(engine, [PROMPTS[2]])[0])
     assert outcomes[0] == outcomes[1]
 
 
 def test_a_host_block_that_is_handed_out_again_has_no_copy(path):
-    prompts = [BEGINNING + ENDS[0], *random_prompts(3, 180, 180, seed=5), BEGINNING + ENDS[1]]
+    prompts = [PROMPTS[0], *random_prompts(3, 180, 180, seed=5), PROMPTS[1]]
     wanted, _ = play(make_engine(path, enable_prefix_caching=False), prompts)
     engine = make_engine(path, **ROOMY | dict(host_memory_limit=26 * BLOCK_BYTES, num_gpu_blocks_override=80))
     outcomes, _ = play(engine, prompts)
@@ -163,12 +183,10 @@ def test_a_host_block_that_is_handed_out_again_has_no_copy(path):
     assert_pools_as_before(engine)
 
 
-def test_the_limit_of_what_stays_on_the_gpu_holds_for_copies_too(path):
-    prompts = [BEGINNING + end for end in ENDS]
-    wanted, _ = play(make_engine(path), prompts)
+def test_the_limit_of_what_stays_on_the_gpu_holds_for_copies_too(path, in_turn):
     engine = make_engine(path, **ROOMY | dict(resident_kv_limit=4 * BLOCK_BYTES))
     residency = engine.kv_cache.copies.residency
-    assert play(engine, prompts[:2])[0] == wanted[:2]
+    assert play(engine, PROMPTS[:2])[0] == in_turn[:2]
     other = engine.add_request("other", random_prompts(1, 150, 150, seed=8)[0], PARAMS)
     while other.sequences[0].num_generated < 2:
         engine.step()
@@ -185,7 +203,7 @@ def test_the_limit_of_what_stays_on_the_gpu_holds_for_copies_too(path):
 def test_with_a_window_nothing_is_kept(tmp_path):
     """Blocks that came back through the ring lack the layers whose window had moved on."""
     path = make_checkpoint("gemma3", tmp_path, **SMALL | dict(sliding_window=24))
-    prompts = [BEGINNING + end for end in ENDS[:3]]
+    prompts = PROMPTS[:3]
     wanted, _ = play(make_engine(path), prompts)
     engine = make_engine(path, **ROOMY)
     kv_cache = engine.kv_cache
@@ -196,28 +214,26 @@ def test_with_a_window_nothing_is_kept(tmp_path):
     assert run(engine, prompts[2:], [PARAMS]) == wanted[2:]
 
 
-def test_copies_survive_the_other_mode(path):
-    prompts = [BEGINNING + end for end in ENDS[:2]]
-    wanted, _ = play(make_engine(path), prompts)
+def test_copies_survive_the_other_mode(path, in_turn):
     engine = make_engine(path, **ROOMY)
-    got, _ = play(engine, prompts[:1])
+    got, _ = play(engine, PROMPTS[:1])
     engine.switch_mode("resident")
     play(engine, random_prompts(1, 100, 100, seed=7))
     engine.switch_mode("offload")
-    assert play(engine, prompts[1:]) == (wanted[1:], [0]) and got == wanted[:1]
+    assert play(engine, PROMPTS[1:2]) == (in_turn[1:2], [0]) and got == in_turn[:1]
     assert_pools_as_before(engine)
 
 
 def test_copies_that_were_taken_up_are_in_the_cache_of_resident_mode(path):
     engine = make_engine(path, **ROOMY)
-    play(engine, [BEGINNING + ENDS[0]])
-    taker = engine.add_request("taker", BEGINNING + ENDS[1], PARAMS)
+    play(engine, [PROMPTS[0]])
+    taker = engine.add_request("taker", PROMPTS[1], PARAMS)
     while taker.sequences[0].num_generated < 2:
         engine.step()
     engine.switch_mode("resident")
     before = engine.stats()["prefix_cache_hit_tokens"]
-    wanted, _ = play(make_engine(path), [BEGINNING + ENDS[0], BEGINNING + ENDS[2]])
-    (((tokens, *_),),), _ = play(engine, [BEGINNING + ENDS[2]])
+    wanted, _ = play(make_engine(path), [PROMPTS[0], PROMPTS[2]])
+    (((tokens, *_),),), _ = play(engine, [PROMPTS[2]])
     assert tokens == wanted[1][0][0], "beside another one: equal to rounding"
     assert engine.stats()["prefix_cache_hit_tokens"] - before == 160
     assert_pools_as_before(engine)
@@ -226,7 +242,7 @@ def test_copies_that_were_taken_up_are_in_the_cache_of_resident_mode(path):
 def test_rows_that_share_blocks_behind_one_of_their_own_share_them_in_offload_mode_too(path):
     """Of two beginnings in the GPU pool one may begin with blocks of another sequence: the shared ones come later."""
     engine = make_engine(path, **ROOMY | dict(num_gpu_blocks_override=70, max_num_batched_tokens=256))
-    kv_cache, long = engine.kv_cache, replace(PARAMS, max_tokens=180, logprobs=None)
+    kv_cache, long = engine.kv_cache, replace(PARAMS, max_tokens=30, logprobs=None)
     engine.switch_mode("resident")
     for number in range(2):
         engine.add_request(str(number), BEGINNING + ENDS[number], long)
