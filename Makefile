@@ -65,12 +65,13 @@ lm-eval-test: $(STAMP)
 bench: $(STAMP)
 	$(VENV)/bin/python bench_offload.py $(ARGS)
 
-# The GPU's own Python, with a CUDA build of torch in it. GPU_JOBS=8: so many processes share the GPU, which needs
-# pytest-xdist; those that share it with nobody come behind, in one. 5 says that ARGS left none of a group.
+# The GPU's own Python, with a CUDA build of torch in it. GPU_JOBS=8: so many processes share the GPU, each with one
+# thread, for threads of many would wait for each other; it needs pytest-xdist. Those that share the GPU with nobody come
+# behind, in one process. 5 says that ARGS left none of a group.
 GPU_JOBS ?=
 GPU_TEST := $(PYTHON) -m pytest tests/gpu
 gpu-test:
-	@$(GPU_TEST) -m "not alone" $(if $(GPU_JOBS),-n $(GPU_JOBS) --dist worksteal) $(ARGS); shared=$$?; \
+	@$(if $(GPU_JOBS),OMP_NUM_THREADS=1) $(GPU_TEST) -m "not alone" $(if $(GPU_JOBS),-n $(GPU_JOBS) --dist worksteal) $(ARGS); shared=$$?; \
 	$(GPU_TEST) -m alone $(ARGS); case $$shared$$? in 00|05|50) ;; *) exit 1;; esac
 
 # ARGS="--part sparse": sparse models, ARGS="--part links": slower links, each a part of its own.

@@ -43,6 +43,8 @@ class DecodeWork:
     """[1] int32, device. Rows of ``items`` from this number on are stale and never reach a result."""
     partials_per_block: Tensor
     """[B] int32, device: items of each block of a batch row, 1 or the backend's ``tiles_per_block``."""
+    after_copy: bool = False
+    """Whether a copy on the same stream has written the items last: then the launch waits until it is complete."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -91,7 +91,7 @@ class TritonBackend(AttentionBackend):
         decode_partial(
             q, kv, work.items, work.num_items, work.partials_per_block,
             seq_lens, partials.out, partials.lse, partials.weight,
-            window=window, shape=self.shape, num_programs=self.num_programs,
+            window=window, shape=self.shape, num_programs=self.num_programs, after_copy=work.after_copy,
         )  # fmt: skip
 
     def merge(

@@ -68,7 +68,7 @@ class DecodeAttention:
         if whole_rows:
             self._backend.decode_rows(q, kv, self._block_table[: len(q)], lengths, out, window)
         else:
-            work = self._work(self.splits[kind].items, kind)
+            work = self._work(self.splits[kind].items, kind, after_copy=False)
             self._backend.decode_partial(q, kv, work, lengths, self._partials, window)
 
     def end(self, layer: int, out: torch.Tensor, whole_rows: bool) -> None:
@@ -97,16 +97,17 @@ class DecodeAttention:
         self._backend.decode_partial(
             self._q,
             self._ring.slots[ring_slot],
-            self._work(self._slot_records[ring_slot], kind),
+            self._work(self._slot_records[ring_slot], kind, after_copy=True),
             self._lengths,
             self._partials,
             self._windows[kind],
         )
 
-    def _work(self, table: torch.Tensor, kind: int) -> DecodeWork:
+    def _work(self, table: torch.Tensor, kind: int, after_copy: bool) -> DecodeWork:
         """Return a flat `work_table` as `DecodeWork`."""
         return DecodeWork(
             items=table[4:].view(-1, 4),
             num_items=table[:1],
             partials_per_block=self.splits[kind].partials_per_block,
+            after_copy=after_copy,
         )

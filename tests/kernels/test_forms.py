@@ -1,5 +1,7 @@
 """Where a device lacks something, kernels have another form: of the same bits, chosen by what is there."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from exact_interpreter import make_interpreter_exact
@@ -8,11 +10,14 @@ triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
     pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
 
+from attention_cases import int32, make_paged, make_q, make_spec, make_work
 from expert_cases import make_experts
 from packings import PACKINGS, filled
 
+from nanoinfer.attention.triton_backend import TritonBackend
 from nanoinfer.devices.cuda import target_of_architecture
 from nanoinfer.devices.target import INTERPRETER
+from nanoinfer.kernels.attention import decode_partial
 from nanoinfer.kernels.attention.shape import can_use_tma
 from nanoinfer.kernels.experts import product, tiles
 from nanoinfer.kernels.launch import pdl
@@ -32,11 +37,11 @@ def as_if_on(monkeypatch, target) -> None:
 
 
 def watched(kernel, option: str, values: list):
-    """The kernel, whose launches add the value of an option to `values`."""
+    """The kernel, or None for one that does nothing: its launches add the value of an option to `values`."""
 
     class Watched:
         def __getitem__(self, grid):
-            return lambda *args, **options: (values.append(options[option]), kernel[grid](*args, **options))
+            return lambda *args, **options: (values.append(options[option]), kernel and kernel[grid](*args, **options))
 
     return Watched()
 
@@ -115,6 +120,20 @@ def test_a_launch_names_dependent_launches_only_where_there_are_some(monkeypatch
         assert pdl.launch_options(x, fuses=False) == dict(PDL=False, enable_fp_fusion=False)
     monkeypatch.setattr(pdl, "target_of", lambda device: HOPPER)
     assert pdl.launch_options(x) == dict(PDL=True, launch_pdl=True, enable_fp_fusion=True)
+    assert pdl.launch_options(x, after_copy=True) == dict(PDL=False, enable_fp_fusion=True)
+
+
+def test_attention_to_a_list_that_was_just_copied_waits_until_all_before_it_is_complete(monkeypatch):
+    """It reads the list before its wait, so it would have the one before."""
+    monkeypatch.setattr(pdl, "target_of", lambda device: HOPPER)
+    taken = []
+    monkeypatch.setattr(decode_partial, "decode_partial_kernel", watched(None, "PDL", taken))
+    spec = make_spec()
+    backend, work = TritonBackend(spec, "cpu"), make_work([(0, 0, 0, 0)])
+    q, kv, partials = make_q(spec, 1), make_paged(spec, [9]).kv, backend.partials(2)
+    for after_copy in (False, True):
+        backend.decode_partial(q, kv, replace(work, after_copy=after_copy), int32([9]), partials, None)
+    assert taken == [True, False]
 
 
 def test_attention_loads_tiles_by_address_where_there_is_no_copy_unit():

@@ -222,6 +222,7 @@ def decode_partial(
     window: int | None,
     shape: KernelShape,
     num_programs: int,
+    after_copy: bool = False,
 ) -> None:
     """Attend to the listed items, which are whole blocks or separate tiles, and write the partial of each item.
 
@@ -234,7 +235,7 @@ def decode_partial(
 
     q: [B, num_q_heads, head_dim]; kv: one layer's pool or one ring slot; items: [capacity, 4] int32; num_items: [1]
     int32; partials_per_block: [B] int32, items per block: its number of tiles, or 1; weight: shape as lse. num_programs
-    changes which program computes an item, never its bits.
+    changes which program computes an item, never its bits. after_copy: see `DecodeWork`.
     """
     tiles = decode_tiles(shape)
     decode_partial_kernel[(num_programs, shape.num_kv_heads)](
@@ -242,5 +243,5 @@ def decode_partial(
         seq_lens, out, lse, weight, q.stride(0), NO_WINDOW if window is None else window,
         **shape.constants(), WINDOWED=window is not None, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
         STAGES=tiles.num_stages, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-        **launch_options(q, fuses=False),
+        **launch_options(q, fuses=False, after_copy=after_copy),
     )  # fmt: skip

@@ -5,8 +5,10 @@ wait: tables that the host uploaded, and what a step's first kernels wrote. It m
 `wait_for_inputs`, all previous kernels are complete, because each of them waits, too.
 
 The next kernel starts once every program has called `let_next_in`. No program calls it before its own wait, so at most
-two kernels run at once. A copy or the begin of a graph lets nothing start early: what follows it starts when everything
-before it is complete.
+two kernels run at once. The begin of a graph lets nothing start early: what follows it starts when everything before it
+is complete. A copy is no such barrier: launched behind the copy of its own list, attention over a ring slot had other
+bits in one of a hundred runs on an H200 that other processes used too, at steps whose lists were new. So what a copy has
+written last is not read before the wait, or the launch has no early start (`after_copy`).
 
 Short kernels call `let_next_in` right after their wait, but for one whose programs would crowd the next one's: see
 `merge.form`. Kernels that stream weights call it after their loops: when
@@ -48,12 +50,13 @@ def let_next_in(PDL: tl.constexpr):
         cuda.gdc_launch_dependents()
 
 
-def launch_options(x: Tensor, *, fuses: bool = True) -> dict[str, bool]:
+def launch_options(x: Tensor, *, fuses: bool = True, after_copy: bool = False) -> dict[str, bool]:
     """Return the launch's PDL arguments: PDL tells the kernel, launch_pdl the driver. x: any tensor of the launch.
 
     fuses: whether the compiler may fuse products and sums. Each launch says so, because triton's versions have other
-    defaults, and the bits depend on it.
+    defaults, and the bits depend on it. after_copy: whether the kernel reads, before its wait, what a copy has written
+    that is enqueued right before it.
     """
-    if target_of(x.device).has_dependent_launches:
+    if target_of(x.device).has_dependent_launches and not after_copy:
         return {"PDL": True, "launch_pdl": True, "enable_fp_fusion": fuses}
     return {"PDL": False, "enable_fp_fusion": fuses}  # where there are none, the compiler may not know the option
