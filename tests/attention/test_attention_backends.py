@@ -1,6 +1,7 @@
 """What every attention backend owes its callers; the Triton kernels run in Triton's interpreter."""
 
 import sys
+from contextlib import suppress
 
 import pytest
 import torch
@@ -26,6 +27,9 @@ from attention_cases import (
 
 from nanoinfer.attention.base import KeyRange
 from nanoinfer.attention.registry import make_backend
+
+with suppress(ImportError):
+    import triton  # noqa: F401  # before the tests begin, so that its interpreter is made quick in a run of this file too
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 SHAPES = [  # q_heads, kv_heads, head_dim, block_size, dtype, softcap, sinks
@@ -113,7 +117,7 @@ def test_decode_of_blocks_that_are_cut_equals_dense_attention(name, window, part
     "2-None-torch.bfloat16-triton",
 )
 def test_decode_bits_do_not_depend_on_where_blocks_lie(name, dtype, window, partials_per_block):
-    block_size, lens = (16, [40, 5, 64]) if partials_per_block == 1 else (128, [300, 5, 260])
+    block_size, lens = (16, [40, 5, 64]) if partials_per_block == 1 else (128, [140, 5, 257])
     spec = make_spec(head_dim=32, block_size=block_size, dtype=dtype)
     backend, paged, q = build(name, spec), make_paged(spec, lens), make_q(spec, 3)
     want, want_partials = run_decode(backend, q, paged.kv, paged.tables, lens, window, partials_per_block)
@@ -279,20 +283,20 @@ def test_prefill_equals_dense_attention_at_window_edges(name, window):
     "20-None-torch.float32-triton",
     "None-15.0-torch.bfloat16-triton",
 )
-def test_prefill_bits_do_not_depend_on_pieces(name, dtype, window, softcap):
+def test_prefill_bits_do_not_depend_on_pieces(name, dtype, window, softcap, fuzz):
     spec = make_spec(q_heads=3, kv_heads=1, head_dim=32, dtype=dtype, softcap=softcap)
     query_pos, q_lens = [37, 0, 60], [40, 9, 7]
     paged, q = make_paged(spec, [77, 9, 67]), make_q(spec, 56)
     backend = build(name, spec)
     whole = run_prefill(backend, q, paged, query_pos, q_lens, window)
     assert relative_error(whole, dense_prefill(spec, q, paged, query_pos, q_lens, window)) < TOLERANCE[dtype]
-    for cuts in (1, 3):
+    for cuts in (1, 3) if fuzz else (2,):  # three ranges: the first, one between, the last
         assert torch.equal(run_prefill(backend, q, paged, query_pos, q_lens, window, cuts), whole)
 
 
 @backends
 def test_prefill_piece_without_keys_leaves_an_empty_state(name):
-    spec, query_pos, q_lens = make_spec(), [37, 0, 5], [20, 18, 3]
+    spec, query_pos, q_lens = make_spec(q_heads=2, kv_heads=1), [37, 0, 5], [20, 18, 3]
     paged, q = make_paged(spec, [57, 18, 8]), make_q(spec, 41)
     backend = build(name, spec)
     out = run_prefill_after_history(backend, q, paged, query_pos, q_lens)
@@ -302,7 +306,8 @@ def test_prefill_piece_without_keys_leaves_an_empty_state(name):
 @backends
 @pytest.mark.parametrize("blocks_per_slot", [1, 2])
 def test_prefill_through_ring_slots_equals_resident_bit_for_bit(name, blocks_per_slot):
-    spec, query_pos, q_lens = make_spec(), [37, 0, 64], [20, 18, 3]
+    heads = (4, 2) if blocks_per_slot == 2 else (2, 1)
+    spec, query_pos, q_lens = make_spec(*heads), [37, 0, 64], [20, 18, 3]
     paged, q = make_paged(spec, [57, 18, 67]), make_q(spec, 41)
     backend = build(name, spec)
     out = run_prefill_through_ring(backend, q, paged, query_pos, q_lens, blocks_per_slot)
@@ -311,7 +316,7 @@ def test_prefill_through_ring_slots_equals_resident_bit_for_bit(name, blocks_per
 
 @backends
 def test_sequences_that_share_a_ring_slot_equal_resident_bit_for_bit(name):
-    spec, query_pos, q_lens = make_spec(), [37, 32, 64], [20, 18, 3]
+    spec, query_pos, q_lens = make_spec(q_heads=2, kv_heads=1), [37, 32, 64], [20, 18, 3]
     paged, q = make_paged(spec, [57, 50, 67]), make_q(spec, 41)
     for table in paged.tables[1:]:
         table[:2] = paged.tables[0][:2]
@@ -353,13 +358,13 @@ def test_a_sink_counts_once_however_a_row_is_cut(name, window, partials_per_bloc
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.sampled("None-torch.float32-torch", "20-torch.bfloat16-triton")
-def test_a_sink_counts_once_however_a_prompts_keys_are_cut(name, dtype, window):
+def test_a_sink_counts_once_however_a_prompts_keys_are_cut(name, dtype, window, fuzz):
     spec = make_spec(q_heads=3, kv_heads=1, head_dim=32, dtype=dtype, sinks=True)
     query_pos, q_lens = [37, 0, 60], [40, 9, 7]
     paged, q, backend = make_paged(spec, [77, 9, 67]), make_q(spec, 56), build(name, spec)
     whole = run_prefill(backend, q, paged, query_pos, q_lens, window)
     assert relative_error(whole, dense_prefill(spec, q, paged, query_pos, q_lens, window)) < TOLERANCE[dtype]
-    for cuts in (1, 3):
+    for cuts in (1, 3) if fuzz else (2,):  # three ranges: the first, one between, the last
         assert torch.equal(run_prefill(backend, q, paged, query_pos, q_lens, window, cuts), whole)
 
 

@@ -118,14 +118,15 @@ def test_experts_of_every_format_have_the_bits_of_plain_sums(name, launches, mon
     elif name == "Q5_0":  # three blocks that share words with a fourth, which is not there
         hidden = 384
     experts = make_experts(name, hidden, size, 5, missing=(1,))
-    x, weights = torch.randn(18, hidden).half(), torch.randn(18, 2)
-    ids = torch.tensor([[0, 2]] * 17 + [[1, 4]], dtype=torch.int32)
+    count = BLOCKS.block_m + 1 if name in IN_BLOCKS else PLANES.block_m + 1
+    x, weights = torch.randn(count + 1, hidden).half(), torch.randn(count + 1, 2)
+    ids = torch.tensor([[0, 2]] * count + [[1, 4]], dtype=torch.int32)
     ids[3], ids[4, 1] = -1, 4
     wanted = run(experts, x, ids, weights, operation=plain_mlp)
-    assert wanted.any(2).sum(1).tolist() == [16, 2] and torch.equal(run(experts, x, ids, weights), wanted)
+    assert wanted.any(2).sum(1).tolist() == [count - 1, 2] and torch.equal(run(experts, x, ids, weights), wanted)
     is_whole = [options["WHOLE"] for options in launches["expert_product_kernel"]]
     assert all(is_whole) if name in IN_BLOCKS else not any(is_whole)
-    for row in (slice(1), slice(17, 18)):
+    for row in (slice(1), slice(count, count + 1)):
         assert torch.equal(run(experts, x[row], ids[row], weights[row]), wanted[:, row])
 
 

@@ -64,17 +64,18 @@ def test_products_have_the_bits_of_those_whose_tiles_a_copy_unit_loads(monkeypat
 def test_few_rows_are_as_many_as_matrix_units_take(name, monkeypatch):
     """The form of every target is compared but for what only a compiler can run."""
     make_interpreter_exact(monkeypatch)
+    size = {"Q4_K": 256, "int4 in pairs of groups": 128}.get(name, 64)  # one block
     experts, x, generator = (
-        make_experts(name, 256, 256, 4),
-        (torch.randn(3, 256) / 128).half(),
+        make_experts(name, size, size, 4),
+        (torch.randn(3, size) / 128).half(),
         torch.Generator().manual_seed(0),
     )
     ids, weights = torch.tensor([[0, 2], [2, 3], [0, 1]], dtype=torch.int32), torch.ones(3, 2)
     if name == "dense":
-        matrix = torch.randn(40, 256, generator=generator).half()
+        matrix = torch.randn(40, size, generator=generator).half()
         products = (lambda: rows.linear(x, matrix)), (lambda: rows.linear(x, matrix, activation="silu"))
     else:
-        weight = filled(Packing(**PACKINGS[name]), 40, 256)[1].packed
+        weight = filled(Packing(**PACKINGS[name]), 40, size)[1].packed
         products = (
             (lambda: packed.packed_linear(x, weight)),
             (lambda: packed.packed_linear(x, weight, activation="silu")),

@@ -52,7 +52,7 @@ def test_layers_with_a_window_do_not_stream(tmp_path):
 @pytest.mark.parametrize("offload", [True, "auto", False])
 def test_the_limits_that_it_names_are_tight(offload, monkeypatch):
     without_proposals(monkeypatch)
-    common = dict(gpu_memory="400MiB", host_memory="600MiB", enable_cpu_offload=offload)
+    common = dict(gpu_memory="600MiB", host_memory="800MiB", enable_cpu_offload=offload)
     forecast = nanoinfer.plan("tiny", context=8192, batch=2, **common)
     longest, largest = forecast.longest_context, forecast.largest_batch
     assert nanoinfer.plan("tiny", context=longest, batch=2, **common).fits
@@ -199,24 +199,12 @@ def test_an_option_that_is_given_reaches_the_forecast_and_others_have_the_functi
     without_proposals(monkeypatch)
 
     def forecast(*options):
-        main(
-            [
-                "plan",
-                "tiny",
-                "--gpu-memory-limit",
-                "400MiB",
-                "--host-memory-limit",
-                "600MiB",
-                "--context",
-                "8k",
-                "--json",
-                *options,
-            ]
-        )
+        limits = ("--gpu-memory-limit", "1GiB", "--host-memory-limit", "1GiB", "--context", "8k")
+        main(["plan", "tiny", *limits, "--json", *options])
         return json.loads(capsys.readouterr().out)
 
     plain = forecast()
-    limits = dict(gpu_memory="400MiB", host_memory="600MiB", context=8192)
+    limits = dict(gpu_memory="1GiB", host_memory="1GiB", context=8192)
     assert plain == json.loads(nanoinfer.plan("tiny", **limits).to_json())
     for option in ("--context 4k", "--batch 2", "--link-gbps 50", "--device-gbps 450", "--offload off",
                    "--resident-kv 0", "--dtype bfloat16", "--kv-cache-dtype fp8", "--block-size 128",
@@ -224,14 +212,18 @@ def test_an_option_that_is_given_reaches_the_forecast_and_others_have_the_functi
         assert forecast(*option.split()) != plain, option
 
 
+@pytest.fixture(scope="module")
+def long_path(tmp_path_factory):
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("model"), max_position=2048)
+
+
 @pytest.mark.parametrize("batch, length", [(1, 900), (3, 300), (8, 150)])
-def test_a_step_streams_what_was_forecast(tmp_path, batch, length):
+def test_a_step_streams_what_was_forecast(long_path, batch, length):
     """Of sequences that are decoded since their prompts: what is left in the pool is theirs."""
-    path = make_checkpoint("qwen3", tmp_path, max_position=2048)
     limit = f"{1300 + 33 * (batch + 1)}KiB"  # each row has a line of limits
     limits = dict(gpu_memory_limit=limit, host_memory_limit="64MiB", resident_kv_limit=None, max_model_len=1024)
-    engine = make_engine(path, **limits, enable_cpu_offload=True, max_num_seqs=batch, max_num_batched_tokens=128)
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    engine = make_engine(long_path, **limits, enable_cpu_offload=True, max_num_seqs=batch, max_num_batched_tokens=128)
+    params = SamplingParams(temperature=0, max_tokens=18, ignore_eos=True)
     (prompt,) = random_prompts(1, length, length)
     requests = [engine.add_request(str(i), [i, *prompt], params) for i in range(batch)]
     compared = 0

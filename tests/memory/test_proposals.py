@@ -35,12 +35,12 @@ def test_what_costs_time_alone_comes_first():
     assert less.proposals[0].changes == {"enable_cpu_offload": True, "max_num_batched_tokens": 4096}
 
 
-def test_a_smaller_prefill_step_has_the_figures_of_the_size_that_is_named(monkeypatch):
+def test_a_smaller_prefill_step_has_the_figures_of_the_size_that_is_named(monkeypatch, fuzz):
     asked = dict(gpu_memory="1060MiB", host_memory="64GiB", quantization="int4", max_num_batched_tokens=4096)
     forecast = nanoinfer.plan("qwen3-4b", **asked)
-    assert forecast.proposals
+    assert forecast.proposals and "max_num_batched_tokens" in forecast.proposals[0].changes
     without_proposals(monkeypatch)
-    for one in forecast.proposals:
+    for one in forecast.proposals if fuzz else forecast.proposals[::3]:
         made = nanoinfer.plan("qwen3-4b", **asked | one.changes)
         assert made.fits and made.memory.total_bytes == one.memory_bytes, made.problem
 

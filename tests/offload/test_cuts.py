@@ -27,7 +27,8 @@ def engine_of(tmp_path, monkeypatch):
 
 
 def workload(seed, longest=99):
-    return random_prompts(4, 20, longest, seed) + random_prompts(3, 1, 20, seed), some_params(7, logprobs=3)
+    prompts = random_prompts(4, 20, longest, seed) + random_prompts(3, 1, 20, seed)
+    return prompts, some_params(7, max_tokens=10, logprobs=3)
 
 
 @pytest.mark.parametrize("seed", [None, *range(8)])

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from described import without_proposals
 from engines import COMMON, SMALL, make_engine
 from serving import make_served_checkpoint
 from tiny_models import FAMILIES, make_checkpoint, tiny_config
@@ -23,8 +24,7 @@ from nanoinfer.weights.generation_config import end_token_ids, sampling_defaults
 from nanoinfer.weights.load import check_safetensors, load_model, read_checkpoint
 from nanoinfer.weights.tokenizer_files import load_tokenizer
 
-NOT_FINITE = [math.nan, math.inf, -math.inf]
-NUMBERS = [-1, 0, 1, 3, 2**31, 10**12, 10**30, -(10**12), 1.5, 1e308, 1e-320, *NOT_FINITE]
+NUMBERS = [-1, 0, 1, 3, 2**31, 10**12, 10**30, -(10**12), 1.5, 1e308, 1e-320, math.nan, math.inf, -math.inf]
 OTHERS = [None, True, False, "", "x", "5", "x" * 5000, [], [1], [[2]], ["x"], {}, {"a": 1}]
 # Fields that config files have had, beside those that transformers writes today.
 OLDER_FIELDS = dict(
@@ -159,7 +159,8 @@ def test_any_value_in_any_field_of_the_config_is_refused_by_name_or_the_engine_s
         ("sliding_window", 2**30),
     ],
 )
-def test_the_largest_sizes_are_taken_or_refused_for_their_memory_and_larger_ones_by_name(field, largest, tmp_path):
+def test_the_largest_sizes_are_taken_or_refused_for_memory_larger_ones_by_name(field, largest, tmp_path, monkeypatch):
+    without_proposals(monkeypatch)
     written = fields_of("mistral") | dict(hidden_size=1024)
     (tmp_path / "config.json").write_text(json.dumps(written | {field: largest}))
     spec = Specs(read_checkpoint(tmp_path)).of(EngineConfig(model=tmp_path, **SETTINGS))
@@ -329,9 +330,8 @@ def test_any_value_in_a_file_of_the_tokenizer_is_refused_by_name_or_the_tokenize
 
 def test_a_tokenizer_without_its_main_file_is_refused_in_one_line(tmp_path):
     (make_served_checkpoint(tmp_path) / "tokenizer.json").unlink()
-    with pytest.raises(
-        ValueError, match="cannot be loaded .* check its files .it holds no tokenizer.json., or"
-    ) as error:
+    said = "cannot be loaded .* check its files .it holds no tokenizer.json., or"
+    with pytest.raises(ValueError, match=said) as error:
         load_tokenizer(EngineConfig(model=tmp_path, **(COMMON | dict(skip_tokenizer_init=False))), tmp_path)
     assert "\n" not in str(error.value)
 
