@@ -29,6 +29,7 @@ from transformers import (
     OlmoeConfig,
     Phi3Config,
     PretrainedConfig,
+    PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -182,12 +183,20 @@ def make_checkpoint(
     return Path(directory)
 
 
-@torch.inference_mode()
 def reference_logits(
     directory: str | Path, token_ids: list[int], *, dtype: torch.dtype = torch.float32, first_position: int = 0
 ) -> Tensor:
     """transformers' own logits for every token of one sequence: [num_tokens, vocab_size] float32."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
+    return logits_of(read_reference(directory, dtype), token_ids, first_position)
+
+
+def read_reference(directory: str | Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
+
+
+@torch.inference_mode()
+def logits_of(model: PreTrainedModel, token_ids: list[int], first_position: int = 0) -> Tensor:
+    """A model of transformers -> what `reference_logits` gives."""
     positions = torch.arange(first_position, first_position + len(token_ids))[None]
     return model(torch.tensor([token_ids]), position_ids=positions, use_cache=False).logits[0].float()
 
