@@ -1,6 +1,7 @@
 """What every test starts from."""
 
 import gc
+import sys
 
 import pytest
 import torch
@@ -87,6 +88,16 @@ def quick_floors():
 def quick_interpreter():
     with pytest.MonkeyPatch.context() as patch:
         make_interpreter_quick(patch)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quick_configs():
+    """transformers writes each config that it reads as text, for a log: half of the time that reading one takes."""
+    configs = sys.modules.get("transformers.configuration_utils")
+    with pytest.MonkeyPatch.context() as patch:
+        if configs is not None:
+            patch.setattr(configs.PretrainedConfig, "__repr__", object.__repr__)
         yield
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
@@ -40,6 +41,7 @@ from transformers import (
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma3"]
 VOCAB_SIZE = 160
+_MADE: dict[str, dict[str, bytes]] = {}  # small checkpoints that were asked for: their files, by name
 _CONFIGS = {
     "llama": LlamaConfig,
     "mistral": MistralConfig,
@@ -158,6 +160,24 @@ def make_checkpoint(
     far apart. shards: at least this many files, where it is above 1. fused: with names and tensors as transformers has
     them in memory, among which one holds all experts of a layer.
     """
+    asked = repr((family, shards, seed, dtype, fused, config_fields))
+    files = _MADE.get(asked)
+    if files is None:
+        with TemporaryDirectory() as made:
+            _save(family, made, shards, seed, dtype, fused, config_fields)
+            files = {path.name: path.read_bytes() for path in Path(made).iterdir()}
+        if sum(map(len, files.values())) < 2**20:
+            _MADE[asked] = files
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (directory / name).write_bytes(content)
+    return directory
+
+
+def _save(
+    family: str, directory: str, shards: int, seed: int, dtype: torch.dtype, fused: bool, config_fields: dict
+) -> None:
     config = tiny_config(family, **config_fields)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
@@ -180,7 +200,6 @@ def make_checkpoint(
     model.to(dtype)
     limit = {} if shards == 1 else dict(max_shard_size=model.num_parameters() * dtype.itemsize // shards)
     model.save_pretrained(directory, save_original_format=not fused, **limit)
-    return Path(directory)
 
 
 def reference_logits(
