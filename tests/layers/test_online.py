@@ -22,12 +22,13 @@ from nanoinfer.layers.formats.scaled import PackedScaled
 from nanoinfer.layers.formats.schemes import stored
 from nanoinfer.layers.linear import Linear
 from nanoinfer.weights import fill
-from nanoinfer.weights.load import load_model, read_checkpoint
+from nanoinfer.weights.load import load_model, read_checkpoint, read_spec
 from nanoinfer.weights.quantize import quantised_while_read
 from nanoinfer.weights.write import quantise_checkpoint
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BOTH = [(name, head) for name in QUANTISED for head in (None, "int8")]
+IN_TURN = [(name, None if number % 2 else "int8") for number, name in enumerate(QUANTISED)]
 
 
 def format_of(name: str, columns: int, dtype: torch.dtype) -> PackedScaled:
@@ -161,24 +162,24 @@ def test_zeros_make_the_codes_of_a_group_span_its_range(dtype):
 @pytest.mark.parametrize("name, head", BOTH)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.sampled("False-int4-None", "True-int8-int8", "False-fp8-None")
-def test_loading_what_was_written_is_loading_the_source_with_the_option(tmp_path, monkeypatch, name, head, tied):
+def test_loading_what_was_written_is_loading_the_source_with_the_option(tmp_path, monkeypatch, name, head, tied, fuzz):
     monkeypatch.setattr("nanoinfer.weights.write._SHARD_BYTES", 60_000)
     sizes = dict(tied=tied, hidden_size=96, intermediate_size=224) if head else dict(tied=tied)
     source = make(tmp_path / "wide", shards=3 if tied else 1, **sizes)
     out = quantise_checkpoint(source, tmp_path / "out", name, head_quantization=head, **QUIET)
     assert len(list(out.glob("*.safetensors"))) > 1 and (out / "generation_config.json").is_file()
-    for dtype in ("auto", "float32", "float16"):
-        assert equal(matrices(load(out, dtype=dtype)), matrices(load(source, name, head, dtype)))
-    specs = [load(out).spec, load(source, name, head).spec]
-    assert specs[0] == specs[1] and specs[0].weight_bytes < load(source).spec.weight_bytes
-    prompts, params = random_prompts(3), some_params(3, 6, logprobs=3)
-    wanted = run(make_engine(out), prompts, params)
+    for dtype in ("auto", "float32", "float16") if fuzz else ("auto", "float16" if tied else "float32"):
+        found, wanted = load(out, dtype=dtype), load(source, name, head, dtype)
+        assert equal(matrices(found), matrices(wanted)) and found.spec == wanted.spec
+        wide = read_spec(read_checkpoint(source), dtype)
+        assert found.spec.weight_bytes < wide.weight_bytes
+    prompts, params = random_prompts(3, 5, 60), some_params(3, 5, logprobs=3)
+    wanted = run(make_engine(out, quantization=name), prompts, params)  # which names what the checkpoint has
     assert run(make_engine(source, quantization=name, head_quantization=head), prompts, params) == wanted
     streaming = dict(enable_cpu_offload=True, resident_kv_limit=0)
     engine = make_engine(source, SimulatedRuntime(1), quantization=name, head_quantization=head, **streaming)
     assert run(engine, prompts, params) == wanted
     assert_pools_as_before(engine)
-    make_engine(out, quantization=name)  # which names what the checkpoint has
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -219,10 +220,10 @@ def test_transformers_expands_what_was_written_to_the_same_bits_and_has_the_same
                 assert torch.equal(theirs, matrix[begin : begin + count]), (path, part)
                 begin += count
     # In bfloat16 it rounds activations at other places, and read in float32 it leaves W unrounded.
-    prompts = random_prompts(2)
-    wanted = greedy_tokens(found.float(), prompts, 16)
+    prompts = random_prompts(2, 5, 40)
+    wanted = greedy_tokens(found.float(), prompts, 6)
     engine = make_engine(out, dtype="float32")
-    greedy = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    greedy = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     assert [answer[0][0] for answer in run(engine, prompts, [greedy] * 2)] == wanted
 
 
@@ -283,7 +284,7 @@ def test_tables_that_are_only_looked_up_need_no_buffer(tmp_path):
 
 
 def test_a_wide_tensor_lies_on_the_device_in_pieces(tmp_path, monkeypatch):
-    source = make(tmp_path)
+    source = make(tmp_path, num_layers=1)
     wanted, staged, read_tensors = matrices(load(source, "int4", "int8")), [], fill.read_tensors
 
     def read(targets, **arguments):
@@ -307,9 +308,9 @@ def test_what_lies_on_the_device_while_loading_is_at_most_a_tensor_more(tmp_path
     assert live.peak < held + wide + at_once
 
 
-def test_random_weights_are_packed_noise(tmp_path):
+def test_random_weights_are_packed_noise(tmp_path, fuzz):
     source = make(tmp_path)
-    for name, head in BOTH:
+    for name, head in BOTH if fuzz else IN_TURN:
         checkpoint = quantised_while_read(read_checkpoint(source), name, head)
         model = load_model(checkpoint, "auto", "cpu", load_format="dummy", **QUIET)
         assert model.spec == load(source, name, head).spec
@@ -320,10 +321,10 @@ def test_random_weights_are_packed_noise(tmp_path):
         assert abs(wide.mean()) < 5 * 0.02 / wide.numel() ** 0.5, "the mean does not grow from layer to layer"
 
 
-def test_a_forecast_counts_packed_bytes(tmp_path):
+def test_a_forecast_counts_packed_bytes(tmp_path, fuzz):
     source = make(tmp_path)
     arguments = dict(max_model_len=384, max_num_seqs=4, max_num_batched_tokens=64, block_size=16)
-    for name, head in BOTH:
+    for name, head in BOTH if fuzz else IN_TURN:
         options = dict(quantization=name, head_quantization=head)
         memory = plan(source, gpu_memory="1GiB", host_memory="1GiB", **arguments, **options).memory
         assert memory.weight_bytes == make_engine(source, **arguments, **options, dtype="auto").plan.weight_bytes
