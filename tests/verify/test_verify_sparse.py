@@ -10,7 +10,7 @@ from nanoinfer.verify.runs import make_runs
 
 # The first layer of glm4_moe is dense.
 ROUTERS = ("drawn", "tied", "one expert")
-SMALL = dict(context=64, output_len=6, device="cpu", block_size=16, ring_slot_bytes=2**13, num_ring_slots=2, seed=3)
+SMALL = dict(context=48, output_len=4, device="cpu", block_size=16, ring_slot_bytes=2**13, num_ring_slots=2, seed=3)
 
 
 @pytest.mark.parametrize("family", SPARSE_FAMILIES)
