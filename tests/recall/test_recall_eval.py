@@ -138,7 +138,8 @@ def test_contexts_have_the_length_that_was_asked_for_and_no_two_documents_are_eq
             assert depths == sorted(depths) and depths[0] < 0.05 and depths[-1] > 0.8
 
 
-def test_every_mode_is_asked_the_same_and_gives_the_answers_of_transformers(checkpoint, tokenizer, exam):
+def test_every_mode_is_asked_the_same_and_gives_the_answers_of_transformers(checkpoint, tokenizer):
+    exam = Exam(tokenizer, Grid(lengths=(768, 1024), depths=(0.0, 1.0), num_questions=5))
     end, common = tokenizer.eos_token_id, dict(block_size=64, max_model_len=1536, max_num_seqs=8, device="cpu")
     common |= dict(dtype="float32", skip_tokenizer_init=True, progress_bar=False)
     wanted = evaluate(ReferenceAnswers(checkpoint, end), exam, progress=False)
@@ -160,7 +161,7 @@ def test_every_mode_is_asked_the_same_and_gives_the_answers_of_transformers(chec
 @pytest.mark.sampled("eval")
 def test_both_commands_print_the_table_and_write_figures_and_picture(checkpoint, tmp_path, capsys, entry):
     report, picture = tmp_path / "recall.json", tmp_path / "recall.png"
-    arguments = [str(checkpoint), "--context", "1k", "--depths", "0,1", "--questions", "5", "--device", "cpu"]
+    arguments = [str(checkpoint), "--context", "768", "--depths", "0,1", "--questions", "5", "--device", "cpu"]
     arguments += ["--mode", "hf,resident,streamed", "--dtype", "float32", "--no-progress", "--block-size", "64"]
     arguments += ["--kv-cache-dtype", "auto,fp8"]
     arguments += ["--json", str(report), "--plot", str(picture)]
@@ -174,7 +175,7 @@ def test_both_commands_print_the_table_and_write_figures_and_picture(checkpoint,
     )
     written = json.loads(report.read_text())
     labels = ["hf", "resident", "resident fp8", "streamed", "streamed fp8"]
-    assert list(written["results"]) == labels and written["lengths"] == [1024]
+    assert list(written["results"]) == labels and written["lengths"] == [768]
     assert all(f"\n{label} " in printed for label in labels) and "log-prob error  streamed MB" in printed
     assert written["checkpoint_sha256"] == hashlib.sha256((checkpoint / "model.safetensors").read_bytes()).hexdigest()
     errors = {label: written["results"][label]["largest_logprob_error"][0] for label in labels}
@@ -268,7 +269,7 @@ def test_lists_of_formats_are_for_recall_alone(option, value, capsys):
 
 def test_formats_of_weights_stand_beside_each_other(checkpoint, tmp_path, capsys):
     report = tmp_path / "recall.json"
-    arguments = ["--task", "recall", str(checkpoint), "--context", "1k", "--depths", "0", "--questions", "5"]
+    arguments = ["--task", "recall", str(checkpoint), "--context", "768", "--depths", "0", "--questions", "5"]
     arguments += ["--device", "cpu", "--dtype", "float32", "--no-progress", "--json", str(report)]
     lists = ["--quantization", "none,int4", "--head-quantization", "none,int8"]
     assert offload.main([*arguments, "--mode", "resident", *lists]) == 0
@@ -305,7 +306,7 @@ def test_what_is_finished_is_kept_when_a_later_mode_fails(checkpoint, tmp_path, 
 
     monkeypatch.setattr(command, "LLM", fail)
     report, picture = tmp_path / "recall.json", tmp_path / "recall.png"
-    arguments = ["--context", "1k", "--depths", "0", "--questions", "5", "--no-progress", "--device", "cpu"]
+    arguments = ["--context", "768", "--depths", "0", "--questions", "5", "--no-progress", "--device", "cpu"]
     files = ["--json", str(report), "--plot", str(picture)]
     assert cli.main(["eval", "recall", str(checkpoint), "--mode", "hf,resident", *arguments, *files]) == 2
     printed = capsys.readouterr()
