@@ -7,6 +7,8 @@ import pytest
 import torch
 from quick_interpreter import make_interpreter_quick
 
+FROZEN = {"modules": 0}  # how many were imported when objects were frozen last
+
 
 @pytest.fixture(autouse=True)
 def seeded():
@@ -72,8 +74,20 @@ def quick_collections(frozen_until_the_end):
 
     In each module: tests import more, whole packages of models among it.
     """
+    freeze()
+
+
+@pytest.fixture(autouse=True)
+def quick_collections_behind_imports(quick_collections):
+    """As after a test that imported much, where the next ones of its module end many engines."""
+    if len(sys.modules) > FROZEN["modules"] + 50:
+        freeze()
+
+
+def freeze():
     gc.collect()
     gc.freeze()
+    FROZEN["modules"] = len(sys.modules)
 
 
 @pytest.fixture(autouse=True, scope="session")

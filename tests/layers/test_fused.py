@@ -84,7 +84,7 @@ def test_weights_are_those_that_the_reference_makes_of_the_whole(tmp_path, name)
 @pytest.mark.parametrize("name", ["ct-fp8-block", "gptq-int4-act-order", "ct-groups"])
 def test_tokens_and_logits_are_those_of_the_parts(tmp_path, name):
     packed, dense = write(tmp_path, (CASES | NAMED)[name](), is_fused=True, shards=3)
-    prompts, params = random_prompts(3), some_params(3, 8, logprobs=3)
+    prompts, params = random_prompts(3, 5, 40), some_params(3, 5, logprobs=3)
     wanted = run(make_engine(dense), prompts, params)
     assert run(make_engine(packed), prompts, params) == wanted
     streaming = dict(enable_cpu_offload=True, resident_kv_limit=0)

@@ -35,7 +35,7 @@ def test_any_number_of_slots_gives_the_same_bits(path_of, family, quantization):
         family, num_layers=3, **(LARGE if quantization == "int4" or family in ("gpt_oss", "glm4_moe") else {})
     )
     resident = make_engine(path, **settings)
-    wanted, sparse = run(resident, *workload(1, 40, 6)), resident.runner.spec.sparse
+    wanted, sparse = run(resident, *workload(1, 40, 4)), resident.runner.spec.sparse
     assert not resident.stats()["expert_hits"] and resident.plan.expert_bytes == 0
     for slots, options in (
         (sparse.num_chosen, {}),
@@ -43,7 +43,7 @@ def test_any_number_of_slots_gives_the_same_bits(path_of, family, quantization):
         (sparse.num_experts, dict(max_num_seqs=2)),
     ):
         engine = make_engine(path, expert_slots=slots, **settings, **options)
-        assert run(engine, *workload(1, 40, 6)) == wanted, slots
+        assert run(engine, *workload(1, 40, 4)) == wanted, slots
         stats = engine.stats()
         assert stats["expert_fetches"] > 0 and stats["expert_hits"] > 0
         assert (stats["expert_evictions"] > 0) == (slots < sparse.num_experts)
@@ -58,7 +58,7 @@ def test_any_number_of_slots_gives_the_same_bits(path_of, family, quantization):
 def test_any_order_of_streams_gives_the_same(path_of, seed):
     """Decode, prefill and mixed steps, captured and not, beside KV that streams, and with switches between modes."""
     path, modes = path_of("qwen3_moe", **SMALL | dict(num_layers=3)), {3: "offload", 9: "resident", 14: "offload"}
-    prompts, params = workload(seed)
+    prompts, params = workload(seed, 70, 7)
     wanted = run(make_engine(path), prompts, params)
     graphs = dict(capture_num_tokens=[8, 24], enforce_eager=seed % 2 == 0)
     engine = make_engine(
@@ -72,7 +72,7 @@ def test_any_order_of_streams_gives_the_same(path_of, seed):
 @pytest.mark.parametrize("rule", ["place.piece_after_fill", "place.fill_after_last_piece"])
 def test_the_waits_of_large_steps_are_needed(path_of, rule):
     path = path_of("qwen3_moe", **SMALL | dict(num_layers=4))
-    prompts, params = workload(0, 60)
+    prompts, params = workload(0, 40, 6)
     wanted = run(make_engine(path), prompts, params)
     for seed in range(20):
         engine = make_engine(path, SimulatedRuntime(seed, dropped_rule=rule), expert_slots=3, max_num_seqs=4)
@@ -109,12 +109,12 @@ def _spare_is_kept(ids, slots):
 @pytest.mark.parametrize("wrong", [_is_not_forgotten, _is_not_fetched, _spare_is_kept])
 def test_each_rule_is_needed(path_of, monkeypatch, wrong):
     path = path_of("qwen3_moe", **SMALL | dict(num_layers=4))
-    wanted = run(make_engine(path), *workload(0, 60))
+    wanted = run(make_engine(path), *workload(0, 40, 6))
     engine = make_engine(path, expert_slots=3, max_num_seqs=4)
     for layer in engine.runner.model.layers:
         monkeypatch.setattr(layer.mlp.experts, "operations", _Changed(layer.mlp.experts.operations, wrong))
     try:
-        found = run(engine, *workload(0, 60))
+        found = run(engine, *workload(0, 40, 6))
     except Exception:
         return
     assert found != wanted
@@ -131,7 +131,7 @@ class _Changed:
 def test_after_an_exception_nothing_is_said_to_lie_in_a_slot(path_of, monkeypatch):
     """A table was written, and the copies behind it were not."""
     path = path_of("qwen3_moe", **SMALL | dict(num_layers=3))
-    prompts, params = workload(2, 30)
+    prompts, params = workload(2, 30, 6)
     wanted = run(make_engine(path), prompts, params)
     engine = make_engine(path, expert_slots=4)
     experts = engine.runner.model.layers[1].mlp.experts
@@ -227,7 +227,7 @@ def no_pinning(monkeypatch):
 
 
 def test_where_pinning_is_refused_whole_layers_stream(path_of, no_pinning):
-    prompts, params = workload(2, 30)
+    prompts, params = workload(2, 30, 6)
     with pytest.warns(UserWarning, match="cannot be pinned here.*whole layers are streamed"):
         engine = make_engine(path_of("qwen3_moe", **SMALL))
     assert engine.plan.num_expert_slots == 0 and engine.plan.streamed_pieces
@@ -250,6 +250,7 @@ def test_layers_with_experts_of_unlike_types_have_pools_of_their_own(tmp_path):
     """A GGUF file, whose layers have runs of three lengths; two lengths belong to two layers each."""
     pytest.importorskip("gguf")
     sizes = dict(hidden_size=256, moe_intermediate_size=256, intermediate_size=256)
+    sizes |= dict(num_experts=4, num_experts_per_tok=2)
     directory = make_checkpoint("qwen3_moe", tmp_path / "wide", num_layers=5, **sizes)
     of_layer = [("Q4_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q4_0", "Q8_0"), ("Q8_0", "Q4_0"), ("Q4_0", "Q5_0")]
 
@@ -258,7 +259,7 @@ def test_layers_with_experts_of_unlike_types_have_pools_of_their_own(tmp_path):
         return of_layer[int(found[1])][found[2] == "down"] if found else "F32"
 
     path = write_gguf("qwen3_moe", directory, tmp_path / "model.gguf", type_of=type_of)
-    prompts, params = workload(3, 60, 6)
+    prompts, params = workload(3, 30, 4)
     resident = make_engine(path)
     wanted, sparse = run(resident, prompts, params), resident.runner.spec.sparse
     assert len(set(sparse.strides)) >= 3
@@ -272,7 +273,7 @@ def test_layers_with_experts_of_unlike_types_have_pools_of_their_own(tmp_path):
 
 
 def test_the_advice_is_about_experts_that_are_waited_for(path_of, monkeypatch):
-    prompts, params = workload(2, 30)
+    prompts, params = workload(2, 30, 6)
     engine = make_engine(path_of("qwen3_moe", **SMALL), expert_slots=3, enable_cpu_offload=False, max_num_seqs=4)
     run(engine, prompts, params)
     assert "at the CPU's speed" in engine.stats()["advice"]

@@ -44,11 +44,11 @@ def test_streamed_weights_change_no_bit(path_of, family, quantization):
         path = path_of(family, hidden_size=128, intermediate_size=256, moe_intermediate_size=128)
     else:
         path = path_of(family)
-    wanted = run(make_engine(path, **settings), *workload(1, 40, 6))
+    wanted = run(make_engine(path, **settings), *workload(1, 40, 4))
     some = dict(resident_weights_limit=2**14)
     for count, streaming in enumerate((ALL, some, ALL | dict(enable_cpu_offload=True))):
         engine = make_engine(path, **settings, **streaming)
-        assert run(engine, *workload(1, 40, 6)) == wanted, streaming
+        assert run(engine, *workload(1, 40, 4)) == wanted, streaming
         plan, runs = engine.plan, engine.runner.model.streamed.runs
         assert tuple(runs) == plan.streamed_pieces and 0 < len(runs) <= engine.runner.spec.attention.num_q_heads
         assert count == 1 or len(runs) == len(engine.runner.spec.piece_bytes) - 1
@@ -65,7 +65,7 @@ def test_streamed_weights_change_no_bit(path_of, family, quantization):
 def test_any_order_of_streams_gives_the_same(path_of, family, seed):
     """Decode, prefill and mixed steps, captured and not, beside KV that streams, and with switches between modes."""
     path, modes = path_of(family, **SMALL), {3: "offload", 9: "resident", 14: "offload"}
-    prompts, params = workload(seed)
+    prompts, params = workload(seed, 70, 8)
     wanted = run(make_engine(path), prompts, params)
     graphs = dict(capture_num_tokens=[8, 24], enforce_eager=seed % 2 == 0)
     engine = make_engine(path, SimulatedRuntime(seed), **ALL, enable_cpu_offload="auto", max_num_seqs=4, **graphs)
@@ -78,7 +78,7 @@ def test_any_order_of_streams_gives_the_same(path_of, family, seed):
 @pytest.mark.parametrize("rule", ["place.piece_after_fill", "place.fill_after_last_piece"])
 def test_the_waits_are_needed(path_of, rule):
     path = path_of("qwen3", **SMALL)
-    prompts, params = workload(0, 40)
+    prompts, params = workload(0, 40, 6)
     wanted = run(make_engine(path), prompts, params)
     for seed in range(20):
         engine = make_engine(path, SimulatedRuntime(seed, dropped_rule=rule), **ALL)

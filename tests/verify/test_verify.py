@@ -31,6 +31,7 @@ MODELS = {
     "llama": dict(family="llama"),
 }
 SMALL = dict(context=48, output_len=4, device="cpu", block_size=16, ring_slot_bytes=2**13, num_ring_slots=2, seed=3)
+WIDE = SMALL | dict(ring_slot_bytes=2**15)  # for gemma3
 PLACES = ["resident", "streamed", "mixture", "switch", "auto", "weights"]
 RUNS = [*PLACES, "alone", "pairs", "chunk", "eager", "prefix", "preempted", "n=2"]
 LAYERS = 2
@@ -116,7 +117,7 @@ def only_in(name, make):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.sampled("gemma3")
 def test_clean_engines_are_identical_in_every_run(paths, name):
-    verdict = verify(paths[name], **SMALL | dict(ring_slot_bytes=2**15))
+    verdict = verify(paths[name], **WIDE)
     assert verdict.is_identical and [run.name for run in verdict.runs] == RUNS, verdict.report()
     assert all(run.left_out is None for run in verdict.runs), verdict.report()
     tokens, greedy = 2 + 3 * 4, 2 + 4
@@ -307,7 +308,7 @@ def test_logits_are_fetched_once_their_step_has_run(paths, fuzz):
 def test_every_legal_order_of_the_streams_is_identical(paths, only, fuzz):
     only(*(RUNS if fuzz else PLACES))
     for seed in range(3 if fuzz else 1):
-        verdict = verify(paths["gemma3"], **SMALL | dict(ring_slot_bytes=2**15), make_runtime=lambda name, seed=seed: SimulatedRuntime(seed))
+        verdict = verify(paths["gemma3"], **WIDE, make_runtime=lambda name, seed=seed: SimulatedRuntime(seed))
         assert verdict.is_identical, verdict.report()
 
 
