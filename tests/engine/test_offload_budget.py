@@ -56,17 +56,17 @@ def greedy(max_tokens: int, **arguments) -> SamplingParams:
 
 
 def random_script(generator: random.Random) -> Script:
-    """Eight requests of unequal lengths, some with log-probabilities."""
+    """Seven requests of unequal lengths, some with log-probabilities."""
     arrivals = {}
-    for i in range(8):
-        prompt = random_prompts(1, 1, 110, seed=generator.getrandbits(30))[0]
+    for i in range(7):
+        prompt = random_prompts(1, generator.choice([1, 50]), 110, seed=generator.getrandbits(30))[0]
         logprobs = generator.choice([None, None, 2])
-        params = greedy(generator.randint(1, 60), temperature=0.8 * (i % 2), seed=i, logprobs=logprobs)
+        params = greedy(generator.randint(1, 36), temperature=0.8 * (i % 2), seed=i, logprobs=logprobs)
         arrivals.setdefault(generator.choice([0, 0, 9, 20]), []).append((prompt, params))
     arrivals = dict(sorted(arrivals.items()))
     # Two that cannot have ended by then.
-    arrivals[21] = [(random_prompts(1, length, length, seed=length)[0], greedy(60)) for length in (70, 40)]
-    return Script(arrivals, aborts={22: 8, 24: 9})
+    arrivals[21] = [(random_prompts(1, length, length, seed=length)[0], greedy(36)) for length in (70, 40)]
+    return Script(arrivals, aborts={22: 7, 24: 8})
 
 
 class Watch:
@@ -131,8 +131,8 @@ def test_any_budget_pool_ring_and_order_gives_the_same_batches_and_bits_as_resid
     num_promoted = num_dropped = 0
     for trial in range(4 if fuzz else 2):
         runtime, captured = counting_runtime(generator.choice([None, generator.getrandbits(20)]))
-        limit = generator.choice([None, None, generator.randint(1, 12) * BLOCK_BYTES])
-        pool = generator.randint(9, 26)
+        limit = generator.randint(1, 12) * BLOCK_BYTES if trial % 2 else None
+        pool = generator.randint(9, 15)
         arguments = dict(
             resident_kv_limit=limit,
             num_ring_slots=generator.randint(2, 5),
@@ -151,18 +151,18 @@ def test_any_budget_pool_ring_and_order_gives_the_same_batches_and_bits_as_resid
             limit_in_blocks = limit // engine.runner.layout.block_bytes
             assert all(state[0] <= limit_in_blocks for state in watch.states), "the limit does not hold"
         num_promoted, num_dropped = num_promoted + sum(watch.promoted), num_dropped + sum(watch.dropped)
-    assert num_promoted > 10 and num_dropped > 10, "hardly a block moved"
+    assert num_promoted > 10 and num_dropped > 10, f"hardly a block moved: {num_promoted}, {num_dropped}"
 
 
 def test_blocks_leave_as_sequences_grow_and_come_back_when_others_end(path_of):
     """With everything back, nothing streams and a step is one graph."""
     prompts = random_prompts(3, 60, 60, seed=4)
-    params = [greedy(110, logprobs=1), greedy(40, logprobs=1), greedy(40, logprobs=1)]
+    params = [greedy(78, logprobs=1), greedy(40, logprobs=1), greedy(40, logprobs=1)]
     wanted = run(make_engine(path_of("qwen3"), **ARGUMENTS), prompts, params)
     runtime, captured = counting_runtime()
     engine = make_engine(path_of("qwen3"), runtime, **OFFLOAD)
     num_captured = len(captured)
-    give_back = shrink_gpu_pool(engine, 15)  # 60 + 110 tokens are 11 blocks; all three have 18 when the two end
+    give_back = shrink_gpu_pool(engine, 15)  # 60 + 78 tokens are 9 blocks; all three have 18 when the two end
     watch = Watch(engine)
     num_checked, stated = 0, []
 
@@ -212,7 +212,7 @@ def test_every_layer_with_full_attention_streams_the_same_bytes(path_of, pool):
     engine = make_engine(path_of("llama"), **OFFLOAD)
     give_back = shrink_gpu_pool(engine, pool)
     watch = Watch(engine)
-    run(engine, random_prompts(4, 50, 110, seed=7), some_params(4, max_tokens=50, logprobs=None))
+    run(engine, random_prompts(4, 50, 110, seed=7), some_params(4, max_tokens=24, logprobs=None))
     for filled in watch.filled.values():
         assert filled[0] == filled[1] > 0
     stats = engine.stats()
@@ -226,7 +226,7 @@ def test_every_layer_with_full_attention_streams_the_same_bytes(path_of, pool):
 
 PREFIX = random_prompts(1, 70, 70, seed=11)[0]
 SHARED = [
-    (PREFIX + tail, greedy(24 + 8 * i, temperature=0.7 * (i % 2), seed=i, n=1 + i % 2, logprobs=[None, 2][i % 2]))
+    (PREFIX + tail, greedy(20 + 5 * i, temperature=0.7 * (i % 2), seed=i, n=1 + i % 2, logprobs=[None, 2][i % 2]))
     for i, tail in enumerate(random_prompts(5, 1, 30, seed=12))
 ]
 # The first request's blocks are published before the others come.
@@ -266,7 +266,7 @@ def test_a_shared_prefix_survives_switches_with_any_budget(path_of, family, pool
 def test_blocks_that_rows_share_when_offload_mode_begins_can_leave_one_by_one(path_of, seed):
     """In resident mode rows share GPU blocks: dropping one row's share of a block gives the pool nothing back."""
     prompts = [PREFIX + tail for tail in random_prompts(4, 3, 12, seed=2)]
-    params = [greedy(60)] * 4
+    params = [greedy(40)] * 4
     outcomes = []
     for num_gpu_blocks in (None, 13):
         engine = make_engine(path_of("qwen3"), SimulatedRuntime(seed), **(OFFLOAD | dict(enable_cpu_offload=False)))
@@ -288,11 +288,11 @@ def test_blocks_that_rows_share_when_offload_mode_begins_can_leave_one_by_one(pa
 
 def test_host_blocks_that_others_still_hold_are_not_promised_as_soon_as_one_row_ends(path_of):
     """A short request ends while another holds its prefix; the third, which waits, must not be let in for that."""
-    prefix = random_prompts(1, 96, 96)[0]
-    prompts = [[*prefix, 5], [*prefix, 6, 7], random_prompts(1, 100, 100, seed=4)[0]]
-    params = [greedy(4), greedy(90), greedy(45)]
+    prefix = random_prompts(1, 48, 48)[0]
+    prompts = [[*prefix, 5], [*prefix, 6, 7], random_prompts(1, 52, 52, seed=4)[0]]
+    params = [greedy(4), greedy(46), greedy(40)]
     wanted = [completions[0][0] for completions in run(make_engine(path_of("qwen3"), **ARGUMENTS), prompts, params)]
-    arguments = OFFLOAD | dict(resident_kv_limit=0, host_memory_limit=15 * BLOCK_BYTES)
+    arguments = OFFLOAD | dict(resident_kv_limit=0, host_memory_limit=8 * BLOCK_BYTES, max_model_len=112)
     engine = make_engine(path_of("qwen3"), **arguments)
     run(engine, [[*prefix, 3]], [greedy(2)])
     outcomes = run(engine, prompts, params)
@@ -303,15 +303,15 @@ def test_host_blocks_that_others_still_hold_are_not_promised_as_soon_as_one_row_
 
 def test_host_blocks_that_the_next_row_takes_up_again_are_not_promised_to_it_as_new_room(path_of):
     """A request ends, and the one that waited for its row finds its prefix while copies may still touch the blocks."""
-    prefix = random_prompts(1, 96, 96)[0]
+    prefix = random_prompts(1, 48, 48)[0]
     prompts = [[*prefix, 5], random_prompts(1, 20, 20, seed=4)[0], [*prefix, 6, 7]]
-    params = [greedy(6), greedy(110), greedy(85)]
+    params = [greedy(6), greedy(54), greedy(44)]
     wanted = [completions[0][0] for completions in run(make_engine(path_of("qwen3"), **ARGUMENTS), prompts, params)]
-    arguments = OFFLOAD | dict(resident_kv_limit=0, host_memory_limit=15 * BLOCK_BYTES, max_num_seqs=2)
+    arguments = OFFLOAD | dict(resident_kv_limit=0, host_memory_limit=8 * BLOCK_BYTES, max_num_seqs=2, max_model_len=112)
     engine = make_engine(path_of("qwen3"), **arguments)
     outcomes = run(engine, prompts, params)
     assert [completions[0][0] for completions in outcomes] == wanted
-    assert engine.stats()["num_prefill_tokens"] < sum(map(len, prompts)) - 90, "the prefix was not found"
+    assert engine.stats()["num_prefill_tokens"] < sum(map(len, prompts)) - 45, "the prefix was not found"
     assert_pools_as_before(engine)
 
 
@@ -320,19 +320,19 @@ def test_host_blocks_that_the_next_row_takes_up_again_are_not_promised_to_it_as_
 def test_blocks_that_came_back_through_the_ring_serve_others_in_resident_mode_with_all_their_layers(path_of, seed):
     """Layers whose window has moved on do not stream, so what comes back lacks them until the mode is switched."""
     first, other = random_prompts(2, 90, 90, seed=16)
-    params = [greedy(70), greedy(20)]
+    params = [greedy(42), greedy(20)]
     tokens = []
     for num_gpu_blocks in (None, 10):
         engine = make_engine(path_of("gemma3"), SimulatedRuntime(seed), **OFFLOAD)
         give_back = shrink_gpu_pool(engine, num_gpu_blocks) if num_gpu_blocks else lambda: None
         watch = Watch(engine)
         requests = [engine.add_request(str(i), *pair) for i, pair in enumerate(zip([first, other], params))]
-        while requests[0].sequences[0].num_generated < 45:
+        while requests[0].sequences[0].num_generated < 32:
             engine.step()
         assert requests[1].is_finished and (sum(watch.promoted) > 0) == (num_gpu_blocks is not None)
         engine.switch_mode("resident")
         give_back()
-        again = engine.add_request("again", [*first[:49], 7, 8], greedy(10))
+        again = engine.add_request("again", [*first[:49], 7, 8], greedy(4))
         while engine.has_work:
             engine.step()
         assert again.sequences[0].num_cached == 48
@@ -374,7 +374,7 @@ def test_every_order_of_the_streams_gives_the_same_bits_with_a_host_that_runs_ah
     wanted, engine, watch = tight_in_order
     assert sorted(engine.runner.runtime.rules_seen) == RULES
     assert sum(watch.promoted) >= 2 and sum(watch.dropped) >= 10
-    for seed in range(12 if fuzz else 2):
+    for seed in range(12 if fuzz else 1):
         assert play_tight(path_of, seed)[0] == wanted, f"seed {seed}"
 
 
@@ -399,7 +399,7 @@ def test_each_wait_removed_is_noticed(path_of, tight_in_order, rule):
 
 def prompts_and_params(**arguments) -> list[tuple[list[int], SamplingParams]]:
     prompts = random_prompts(4, 1, 60, seed=21)
-    defaults = [dict(max_tokens=20 + i, temperature=0.9 * (i % 2), seed=i) for i in range(4)]
+    defaults = [dict(max_tokens=12 + i, temperature=0.9 * (i % 2), seed=i) for i in range(4)]
     return [(prompt, greedy(**(default | arguments))) for prompt, default in zip(prompts, defaults, strict=True)]
 
 
@@ -464,15 +464,19 @@ def test_running_ahead_gives_the_tokens_of_an_engine_that_reads_every_step_at_on
 
 @BOTH_MODES
 @pytest.mark.sampled("resident", "32768")
-def test_a_stop_token_ends_a_request_with_itself_although_one_more_step_was_launched(path_of, budget):
+def test_a_stop_token_ends_a_request_with_itself_although_one_more_step_was_launched(path_of, budget, fuzz):
     """At every place in the output, block edges included; the row and the blocks serve the next request at once."""
     prompt = random_prompts(1, 20, 20, seed=5)[0]
     engine = engine_with(path_of("qwen3"), budget, max_num_seqs=1)
-    (((free, _, _),),) = run(engine, [prompt], [greedy(40)])
+    drawn = functools.partial(greedy, 40, temperature=1.0, seed=1)  # hardly a token twice
+    (((free, _, _),),) = run(engine, [prompt], [drawn()])
     places = [place for place, token in enumerate(free) if token not in free[:place]]
     assert len(places) > 8
+    if not fuzz:  # the first, and those around the end of a block
+        places = [place for place in places if place < 2 or (len(prompt) + place) % 16 in (14, 15, 0)]
+        assert {(len(prompt) + place) % 16 for place in places} >= {14, 15, 0}
     requests = [
-        engine.add_request(f"stop at {place}", prompt, greedy(40, stop_token_ids=[free[place]])) for place in places
+        engine.add_request(f"stop at {place}", prompt, drawn(stop_token_ids=[free[place]])) for place in places
     ]
     while engine.has_work:
         engine.step()
@@ -490,11 +494,11 @@ def test_a_stop_token_ends_a_request_with_itself_although_one_more_step_was_laun
 def test_an_abort_between_steps_touches_nobody_else_and_its_id_and_row_serve_again(path_of, budget, seed, fuzz):
     """The step in flight still writes to the row when another sequence has it already."""
     prompts = random_prompts(3, 20, 50, seed=8)
-    params = greedy(30)
+    params = greedy(20)
     runtime = SimulatedRuntime(seed)
     engine = engine_with(path_of("qwen3"), budget, runtime=runtime, max_num_seqs=2, enable_prefix_caching=False)
-    wanted = [run(engine, [prompt], [params])[0][0][0] for prompt in prompts]
-    for num_steps in range(1, 16) if fuzz else range(1, 16, 3) if seed is None else range(3, 16, 3):
+    wanted = [completions[0][0] for completions in run(engine, prompts, [params] * 3)]
+    for num_steps in range(1, 16) if fuzz else (1, 8) if seed is None else (3, 14):
         victim = engine.add_request("same id", prompts[0], params)
         other = engine.add_request("other", prompts[1], params)
         for _ in range(num_steps):
@@ -514,11 +518,11 @@ def test_an_abort_between_steps_touches_nobody_else_and_its_id_and_row_serve_aga
 
 def test_a_sequence_preempted_with_a_token_that_was_not_read_goes_on_with_that_token(path_of):
     prompts = random_prompts(4, 28, 36, seed=9)
-    params = [greedy(60, temperature=0.8 * (i % 2), seed=i, frequency_penalty=0.2) for i in range(4)]
+    params = [greedy(40, temperature=0.8 * (i % 2), seed=i, frequency_penalty=0.2) for i in range(4)]
     plain = engine_with(path_of("qwen3"), "resident", enable_prefix_caching=False)
-    wanted = [run(plain, [prompt], [param])[0][0][0] for prompt, param in zip(prompts, params, strict=True)]
+    wanted = [completions[0][0] for completions in run(plain, prompts, params)]
     engine = engine_with(path_of("qwen3"), "resident", enable_prefix_caching=False)
-    give_back = shrink_gpu_pool(engine, 14)
+    give_back = shrink_gpu_pool(engine, 12)
     save, pending = engine.mover.give_way, []
     engine.mover.give_way = lambda sequence: pending.append(sequence.num_pending) or save(sequence)
     assert [completions[0][0] for completions in run(engine, prompts, params)] == wanted
@@ -529,12 +533,13 @@ def test_a_sequence_preempted_with_a_token_that_was_not_read_goes_on_with_that_t
 
 @BOTH_MODES
 @pytest.mark.parametrize("length", [30, 31, 32, 33])
+@pytest.mark.sampled("30-resident", "31-None", "31-32768", "32-32768", "33-None")
 def test_the_next_turn_finds_every_full_block_of_an_answer_that_was_read_late(path_of, budget, length):
     """A block becomes full one step before its last token is known; only then can it be offered."""
     engine = engine_with(path_of("qwen3"), budget)
     prompt = random_prompts(1, length, length)[0]
-    ((answer, _, _),) = run(engine, [prompt], [greedy(35)])[0]
-    computed = length + 34  # the last token's KV was not needed
+    ((answer, _, _),) = run(engine, [prompt], [greedy(19)])[0]
+    computed = length + 18  # the last token's KV was not needed
     request = engine.add_request("next turn", [*prompt, *answer, 5, 6], greedy(3))
     while engine.has_work:
         engine.step()
