@@ -58,9 +58,9 @@ def count_captures(engine: LLMEngine) -> list:
     return captured
 
 
-# 4 prompts of 2 to 3 blocks that grow to 10 each: 3 times what the pool of 13 holds.
+# 4 prompts of 2 to 3 blocks that grow to 7 or 8 each: more than twice what the pool of 13 holds.
 GROWING = random_prompts(4, 33, 46, seed=1)
-GROWING_PARAMS = [greedy(114, logprobs=2), greedy(118), greedy(110, temperature=0.9, seed=5), greedy(122)]
+GROWING_PARAMS = [greedy(74, logprobs=2), greedy(78), greedy(70, temperature=0.9, seed=5), greedy(82)]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def grown(path):
 
 @pytest.mark.parametrize("seed", [None, 0, 1])
 @pytest.mark.sampled("gemma3-1")  # others play GROWING with qwen3
-def test_growth_to_three_times_the_pool_preempts_nobody_and_changes_no_bit(path, grown, seed):
+def test_growth_to_more_than_twice_the_pool_preempts_nobody_and_changes_no_bit(path, grown, seed):
     wanted, batches = grown
     engine = auto_engine(path, 14, seed)
     assert engine.modes.may_spill
@@ -90,7 +90,7 @@ def test_growth_to_three_times_the_pool_preempts_nobody_and_changes_no_bit(path,
 
 @pytest.mark.sampled("gemma3")
 def test_log_probabilities_are_those_of_an_engine_that_holds_everything(path):
-    params = [greedy(90, logprobs=3, temperature=0.8 * (i % 2), seed=i) for i in range(4)]
+    params = [greedy(50, logprobs=3, temperature=0.8 * (i % 2), seed=i) for i in range(4)]
     wanted = run(make_engine(path, **ARGUMENTS), GROWING, params)
     engine = auto_engine(path, 14)
     assert run(engine, GROWING, params) == wanted and engine.stats()["streamed_bytes"] > 0
@@ -101,13 +101,13 @@ def test_log_probabilities_are_those_of_an_engine_that_holds_everything(path):
 
 @pytest.mark.sampled("qwen3")
 def test_blocks_come_back_when_the_others_have_ended(path):
-    params = [greedy(150), *[greedy(60)] * 3]
-    engine = auto_engine(path, 16)
+    params = [greedy(90), *[greedy(36)] * 3]
+    engine = auto_engine(path, 13)
     streamed = []
     run(engine, GROWING, params, lambda engine, step: streamed.append(_streams(engine)))
     began = next(step for step, (blocks, _) in enumerate(streamed) if blocks)
     ended = max(step for step, (blocks, _) in enumerate(streamed) if blocks) + 2
-    assert began < ended < len(streamed) - 40
+    assert began < ended < len(streamed) - 30
     assert streamed[ended][1] > 0 and {total for _, total in streamed[ended:]} == {streamed[ended][1]}
     assert engine.mode == "offload"
     assert_pools_as_before(engine)
@@ -121,9 +121,8 @@ def _streams(engine: LLMEngine) -> tuple[int, int]:
 @pytest.mark.sampled("gemma3")
 def test_a_prompt_that_the_gpu_pool_cannot_hold_runs_alone_and_behind_others(path):
     prompts = [*random_prompts(2, 20, 30, seed=2), random_prompts(1, 200, 200, seed=3)[0], *random_prompts(1, 9, 9)]
-    params = [greedy(20), greedy(30), greedy(40), greedy(12)]
-    wide = make_engine(path, **ARGUMENTS)
-    wanted = [tokens_of(run(wide, [prompt], [param]))[0] for prompt, param in zip(prompts, params, strict=True)]
+    params = [greedy(14), greedy(20), greedy(12), greedy(8)]
+    wanted = tokens_of(run(make_engine(path, **ARGUMENTS), prompts, params))
     for chosen in ([2], [2, 3], [0, 1, 2, 3]):
         engine = auto_engine(path, 9)
         outcomes = run(engine, [prompts[i] for i in chosen], [params[i] for i in chosen])
@@ -146,13 +145,13 @@ def test_where_the_host_is_too_small_requests_are_preempted_and_lose_nothing(pat
 @pytest.mark.sampled("gemma3")
 def test_a_request_saved_by_a_preemption_comes_back_in_offload_mode(path):
     """Two of three are preempted for lack of host memory; offload mode can begin once fewer run."""
-    prompts, params = GROWING[:3], [greedy(100), greedy(190, temperature=1.0, seed=1), greedy(100)]
+    prompts, params = GROWING[:3], [greedy(70), greedy(120, temperature=1.0, seed=1), greedy(70)]
     wanted = tokens_of(run(make_engine(path, **ARGUMENTS), prompts, params))
-    engine = auto_engine(path, 12, host_memory_limit=24 * BLOCK_BYTES)
+    engine = auto_engine(path, 12, host_memory_limit=18 * BLOCK_BYTES)
     saved_in = []
     bring_back = engine.mover.bring_back
     engine.mover.bring_back = lambda sequence: saved_in.append(engine.mode) or bring_back(sequence)
-    with pytest.warns(UserWarning, match="so requests are preempted: .* the host has 0.09 MiB free"):
+    with pytest.warns(UserWarning, match="so requests are preempted: .* the host has 0.07 MiB free"):
         assert tokens_of(run(engine, prompts, params)) == wanted
     assert engine.scheduler.num_preemptions > 0 and "offload" in saved_in and engine.mode == "offload"
     assert_pools_as_before(engine)
@@ -164,7 +163,7 @@ def test_rows_that_share_a_prefix_enter_offload_mode_and_grow(path, seed):
     """Completions of one prompt and requests with a common beginning share GPU blocks until then."""
     prefix = random_prompts(1, 64, 64, seed=7)[0]
     prompts = [prefix + tail for tail in random_prompts(3, 3, 12, seed=8)]
-    params = [greedy(80, temperature=1.0, seed=1, n=2), greedy(90), greedy(70)]
+    params = [greedy(50, temperature=1.0, seed=1, n=2), greedy(56), greedy(44)]
 
     def play(engine):
         run(engine, [[*prefix, 5]], [greedy(2)])
@@ -209,21 +208,22 @@ def test_a_block_below_shared_ones_is_not_reused_while_it_is_stored(path, fuzz):
         "F": third,
     }
     alone = make_engine(path, **ARGUMENTS)
-    wanted = {name: run(alone, [prompt], [greedy(24)])[0][0][0] for name, prompt in prompts.items()}
+    outcomes = run(alone, [*prompts.values()], [greedy(10)] * 4)
+    wanted = {name: completions[0][0] for name, completions in zip(prompts, outcomes)}
     for seed in range(12 if fuzz else 5):
         arguments = ARGUMENTS | dict(max_num_batched_tokens=128, enable_cpu_offload="auto", resident_kv_limit=0)
         engine = make_engine(path, SimulatedRuntime(seed), **arguments)
-        requests = {name: engine.add_request(name, prompts[name], greedy(24)) for name in "AD"}
+        requests = {name: engine.add_request(name, prompts[name], greedy(10)) for name in "AD"}
         while requests["D"].first_token is None:
             engine.step()
-        requests["E"] = engine.add_request("E", prompts["E"], greedy(24))
+        requests["E"] = engine.add_request("E", prompts["E"], greedy(10))
         while requests["E"].first_token is None:
             engine.step()  # the next step is F's: no row that runs waits for the host's copies before it
         kv_cache, (d,) = engine.kv_cache, requests["D"].sequences
         references = [kv_cache.tables.gpu_blocks.references(block) for block in kv_cache.tables.gpu[d.row, :3].tolist()]
         assert references == [1, 2, 2], "D's first block is its own, the next two are E's as well"
         engine.switch_mode("offload")
-        requests["F"] = engine.add_request("F", prompts["F"], greedy(24))
+        requests["F"] = engine.add_request("F", prompts["F"], greedy(10))
         while engine.has_work:
             engine.step()
         for name, request in requests.items():

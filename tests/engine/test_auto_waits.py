@@ -153,7 +153,7 @@ def test_the_same_workloads_give_the_bits_of_resident_mode(path, group, fuzz):
 def test_every_request_ends_and_none_waits_three_times_as_long_as_with_true(path, group, fuzz):
     """Those that True refuses are played as well, but "auto" is compared without them."""
     num_spilled = num_compared = num_longer = 0
-    for seed in range(group, 2000 if fuzz else 12 * NUM_GROUPS, NUM_GROUPS):
+    for seed in range(group, 2000 if fuzz else 7 * NUM_GROUPS, NUM_GROUPS):
         arguments, requests = draw(random.Random(seed))
         num_host = arguments["num_host_blocks"]
         engine = hollow_engine(path, "auto", **arguments)

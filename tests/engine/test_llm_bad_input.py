@@ -169,6 +169,7 @@ def test_a_completion_may_fill_the_model_length_and_a_prompt_may_not(llm):
 
 @pytest.mark.parametrize("enable_cpu_offload", [False, True])
 @pytest.mark.parametrize("arguments", [dict(), dict(block_size=32, max_model_len=1000), dict(num_ring_slots=5)])
+@pytest.mark.sampled("arguments0-False", "arguments1-True", "arguments2-True")
 def test_one_mebibyte_below_the_smallest_limit_is_refused_with_the_same_number(path, enable_cpu_offload, arguments):
     arguments = dict(enable_cpu_offload=enable_cpu_offload, max_num_batched_tokens=512) | arguments
     with pytest.raises(ValueError) as error:

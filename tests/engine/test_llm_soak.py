@@ -182,19 +182,19 @@ def test_hundreds_of_requests_leave_both_pools_as_before_and_do_not_see_each_oth
     assert (engine.scheduler.num_preemptions > 0) == (switches or not enable_cpu_offload)
     assert (soak.num_switches > 20) == switches
     assert_streams_join_to_the_outputs(soak)
-    assert_nobody_saw_its_neighbours(soak, path, 60)
+    assert_nobody_saw_its_neighbours(soak, path, 60 if fuzz else 20)
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.sampled("0")
-def test_requests_do_not_see_each_other_in_any_order_of_the_streams(path, seed):
+def test_requests_do_not_see_each_other_in_any_order_of_the_streams(path, seed, fuzz):
     """Freed blocks are filled with NaN here, and copies run as early or as late as they may."""
     engine = start(path, True, SimulatedRuntime(seed))
     give_back = shrink_gpu_pool(engine, NUM_GPU_BLOCKS)
     soak = Soak(engine, random.Random(seed), switches=True)
-    soak.run(80)
+    soak.run(80 if fuzz else 50)
     give_back()
     assert_pools_as_before(engine)
     assert soak.num_switches > 0
     assert_streams_join_to_the_outputs(soak)
-    assert_nobody_saw_its_neighbours(soak, path, 40)
+    assert_nobody_saw_its_neighbours(soak, path, 40 if fuzz else 15)
