@@ -307,8 +307,8 @@ def test_host_blocks_that_the_next_row_takes_up_again_are_not_promised_to_it_as_
     prompts = [[*prefix, 5], random_prompts(1, 20, 20, seed=4)[0], [*prefix, 6, 7]]
     params = [greedy(6), greedy(54), greedy(44)]
     wanted = [completions[0][0] for completions in run(make_engine(path_of("qwen3"), **ARGUMENTS), prompts, params)]
-    arguments = OFFLOAD | dict(resident_kv_limit=0, host_memory_limit=8 * BLOCK_BYTES, max_num_seqs=2, max_model_len=112)
-    engine = make_engine(path_of("qwen3"), **arguments)
+    arguments = OFFLOAD | dict(resident_kv_limit=0, host_memory_limit=8 * BLOCK_BYTES, max_model_len=112)
+    engine = make_engine(path_of("qwen3"), **(arguments | dict(max_num_seqs=2)))
     outcomes = run(engine, prompts, params)
     assert [completions[0][0] for completions in outcomes] == wanted
     assert engine.stats()["num_prefill_tokens"] < sum(map(len, prompts)) - 45, "the prefix was not found"

@@ -154,8 +154,8 @@ def test_whatever_happens_between_two_steps_a_repeat_is_one(paths, group, fuzz):
         with pytest.MonkeyPatch.context() as patch:
             events = disturb(engine, generator, patch)
             added, _ = play_at_random(engine, requests, generator, comes=0.05, is_aborted=0.005, is_switched=0.02)
-        for number, (request, pair) in enumerate(zip(added, requests, strict=True)):
-            ((*wanted,),) = run(wide, [pair[0]], [pair[1]])
+        outcomes = run(wide, *map(list, zip(*requests, strict=True)))
+        for number, (request, wanted) in enumerate(zip(added, outcomes, strict=True)):
             for (tokens, _, reason), (wanted_tokens, _, wanted_reason) in zip(outcome(request), wanted, strict=True):
                 is_cut = reason == "abort" and tokens == wanted_tokens[: len(tokens)]
                 if not (is_cut or (tokens, reason) == (wanted_tokens, wanted_reason)):
@@ -285,6 +285,7 @@ def test_the_step_behind_an_event_is_taken_for_no_repeat(paths, undisturbed_in, 
 
 
 @pytest.mark.parametrize("seed", [None, 0, 1])
+@pytest.mark.sampled("None", "0")
 def test_a_prefetch_that_was_dropped_is_brought_again_by_a_repeat(paths, undisturbed_in, seed):
     wanted, _ = undisturbed_in("streamed")
     engine = make_engine(paths["qwen3"], SimulatedRuntime(seed), **STREAMED)
@@ -295,6 +296,7 @@ def test_a_prefetch_that_was_dropped_is_brought_again_by_a_repeat(paths, undistu
 
 @pytest.mark.parametrize("others", [[120], [5, 5, 5]])
 @pytest.mark.parametrize("seed", [None, 0])
+@pytest.mark.sampled("None-others0", "0-others1")
 def test_blocks_come_back_to_the_gpu_between_two_repeats(paths, seed, others):
     """When other rows give their room back, the row that is left decodes alone already.
 
