@@ -67,6 +67,7 @@ def test_every_mode_forms_the_same_steps_and_gives_equal_bits(path, wanted, vari
 
 
 @pytest.mark.parametrize("modes", [{2: "offload", 6: "resident", 10: "offload"}, {4: "offload"}])
+@pytest.mark.sampled("qwen3-modes0", "gemma3-modes1")
 def test_a_switch_between_two_mixed_steps_changes_no_bit(path, wanted, modes):
     script = Script(STAGGERED.arrivals, STAGGERED.aborts, modes)
     assert played(mixing_engine(path), script) == wanted

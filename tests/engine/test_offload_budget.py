@@ -475,9 +475,7 @@ def test_a_stop_token_ends_a_request_with_itself_although_one_more_step_was_laun
     if not fuzz:  # the first, and those around the end of a block
         places = [place for place in places if place < 2 or (len(prompt) + place) % 16 in (14, 15, 0)]
         assert {(len(prompt) + place) % 16 for place in places} >= {14, 15, 0}
-    requests = [
-        engine.add_request(f"stop at {place}", prompt, drawn(stop_token_ids=[free[place]])) for place in places
-    ]
+    requests = [engine.add_request(f"stop at {place}", prompt, drawn(stop_token_ids=[free[place]])) for place in places]
     while engine.has_work:
         engine.step()
     for place, request in zip(places, requests, strict=True):
