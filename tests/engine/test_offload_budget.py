@@ -56,17 +56,17 @@ def greedy(max_tokens: int, **arguments) -> SamplingParams:
 
 
 def random_script(generator: random.Random) -> Script:
-    """Seven requests of unequal lengths, some with log-probabilities."""
+    """Eight requests of unequal lengths, some with log-probabilities."""
     arrivals = {}
-    for i in range(7):
-        prompt = random_prompts(1, generator.choice([1, 50]), 110, seed=generator.getrandbits(30))[0]
+    for i in range(8):
+        prompt = random_prompts(1, 1, 110, seed=generator.getrandbits(30))[0]
         logprobs = generator.choice([None, None, 2])
-        params = greedy(generator.randint(1, 36), temperature=0.8 * (i % 2), seed=i, logprobs=logprobs)
+        params = greedy(generator.randint(1, 60), temperature=0.8 * (i % 2), seed=i, logprobs=logprobs)
         arrivals.setdefault(generator.choice([0, 0, 9, 20]), []).append((prompt, params))
     arrivals = dict(sorted(arrivals.items()))
     # Two that cannot have ended by then.
-    arrivals[21] = [(random_prompts(1, length, length, seed=length)[0], greedy(36)) for length in (70, 40)]
-    return Script(arrivals, aborts={22: 7, 24: 8})
+    arrivals[21] = [(random_prompts(1, length, length, seed=length)[0], greedy(60)) for length in (70, 40)]
+    return Script(arrivals, aborts={22: 8, 24: 9})
 
 
 class Watch:
@@ -131,8 +131,8 @@ def test_any_budget_pool_ring_and_order_gives_the_same_batches_and_bits_as_resid
     num_promoted = num_dropped = 0
     for trial in range(4 if fuzz else 2):
         runtime, captured = counting_runtime(generator.choice([None, generator.getrandbits(20)]))
-        limit = generator.randint(1, 12) * BLOCK_BYTES if trial % 2 else None
-        pool = generator.randint(9, 15)
+        limit = generator.choice([None, None, generator.randint(1, 12) * BLOCK_BYTES])
+        pool = generator.randint(9, 26)
         arguments = dict(
             resident_kv_limit=limit,
             num_ring_slots=generator.randint(2, 5),
@@ -151,7 +151,7 @@ def test_any_budget_pool_ring_and_order_gives_the_same_batches_and_bits_as_resid
             limit_in_blocks = limit // engine.runner.layout.block_bytes
             assert all(state[0] <= limit_in_blocks for state in watch.states), "the limit does not hold"
         num_promoted, num_dropped = num_promoted + sum(watch.promoted), num_dropped + sum(watch.dropped)
-    assert num_promoted > 10 and num_dropped > 10, f"hardly a block moved: {num_promoted}, {num_dropped}"
+    assert num_promoted > 10 and num_dropped > 10, "hardly a block moved"
 
 
 def test_blocks_leave_as_sequences_grow_and_come_back_when_others_end(path_of):

@@ -188,7 +188,7 @@ def test_an_error_in_a_step_ends_its_requests_and_touches_no_other(path, alone, 
 @pytest.mark.parametrize("owner, name", [(Request, "take"), (Detokenizer, "append"), (Request, "stream_output")])
 @pytest.mark.sampled("Request-take-offload", "Detokenizer-append-resident", "Request-stream_output-auto")
 def test_an_error_of_one_request_ends_that_one_alone(path, alone, owner, name, mode, fuzz, monkeypatch):
-    calls = {"resident": 1, "offload": 24, "auto": 40}
+    calls = {"resident": 1, "offload": 24, "auto": 35}
     for call in calls.values() if fuzz else [calls[mode]]:
         engine, give_back = start(path, mode, seed=call)
         requests = add_all(engine)
