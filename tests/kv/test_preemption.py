@@ -310,12 +310,12 @@ def test_sequences_give_way_within_host_memory_limit(path, alone):
     assert_pools_as_before(engine)
 
 
-@pytest.mark.parametrize("num_gpu_blocks", [15, 16])
-@pytest.mark.sampled("16")
-def test_a_kept_block_that_was_given_back_is_no_copy_while_another_one_is_kept(path, num_gpu_blocks):
+@pytest.mark.parametrize("num_gpu_blocks, length", [(15, 20), (16, 40)])
+@pytest.mark.sampled("16-40")
+def test_a_kept_block_that_was_given_back_is_no_copy_while_another_one_is_kept(path, num_gpu_blocks, length):
     """Of two that share a document one gives way, comes back and gives way again, and a third is kept all the while."""
     (document,) = random_prompts(1, 96, 96, seed=6)
-    first, last = random_prompts(1, 40, 40, seed=3) + random_prompts(1, 60, 60, seed=4)
+    first, last = random_prompts(1, length, length, seed=3) + random_prompts(1, 60, 60, seed=4)
     prompts = [first, *(document + end for end in random_prompts(2, 5, 5, seed=7)), last]
     params = [greedy(70), greedy(50), greedy(50), greedy(20)]
     wanted = tokens_of(run(make_engine(path, enable_prefix_caching=False), prompts, params))
