@@ -149,16 +149,16 @@ def test_beginnings_drawn_from_a_tree(paths, alone, first_seed, fuzz):
 # The same bits as in resident mode
 
 
-def tree_script(seed: int) -> Script:
+def tree_script(seed: int, num_requests: int, most_tokens: int) -> Script:
     """Requests of one tree that come while others run, some with log-probabilities."""
     generator = random.Random(seed)
     arrivals, step = {}, 0
-    for i, prompt in enumerate(tree_of_prompts(generator, 6)):
+    for i, prompt in enumerate(tree_of_prompts(generator, num_requests)):
         arrivals.setdefault(step, []).append(
             (
                 prompt,
                 greedy(
-                    generator.randint(5, 25),
+                    generator.randint(5, most_tokens),
                     temperature=0.8 * (i % 2),
                     seed=i,
                     logprobs=generator.choice([None, 2]),
@@ -173,8 +173,8 @@ def tree_script(seed: int) -> Script:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.sampled("1-gemma3")
-def test_every_budget_ring_and_order_of_streams_gives_the_bits_of_resident_mode(paths, family, seed):
-    script = tree_script(seed)
+def test_every_budget_ring_and_order_of_streams_gives_the_bits_of_resident_mode(paths, family, seed, fuzz):
+    script = tree_script(seed, *((9, 50) if fuzz else (6, 25)))
     arguments = ARGUMENTS | dict(max_num_seqs=6, capture_num_tokens=[4, 24, 40])
     wanted = script_play(make_engine(paths[family], **arguments), script)
     generator, num_shared = random.Random(seed), 0
