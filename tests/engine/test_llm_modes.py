@@ -127,7 +127,6 @@ def test_rows_that_share_a_long_prefix_never_attend_to_more_splits_than_there_is
 
 
 @pytest.mark.parametrize("enable_cpu_offload", [False, True])
-@pytest.mark.sampled("True")
 def test_many_rows_with_a_history_share_one_prefill_step(path, enable_cpu_offload):
     """Ring slots of one block and a shared prefix: every row brings a ring chunk for each block of it."""
     engine = make_engine(
