@@ -39,7 +39,7 @@ test: $(STAMP)
 fuzz: $(STAMP)
 	$(TEST_ENV) $(VENV)/bin/python -m pytest tests --fuzz -m sampled -n $(JOBS) --dist worksteal $(ARGS)
 
-# All kernels for AMD's GPUs, down to their instructions, on all processors: half an hour with two of them.
+# All kernels for AMD's GPUs, down to their instructions, on all processors: minutes with sixteen of them.
 amd-test: $(STAMP)
 	$(TEST_ENV) $(VENV)/bin/python -m pytest tests/kernels/test_kernels_compile.py --fuzz -k gfx $(ARGS)
 
