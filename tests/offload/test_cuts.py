@@ -1,5 +1,7 @@
 """A cut that is no attention: vectors pass through the ring, and to places of their own, beside KV that streams."""
 
+from dataclasses import replace
+
 import pytest
 from cut_model import Brought, Resident
 from engines import LAYER_BLOCK_BYTES, SMALL, assert_pools_as_before, make_engine, random_prompts, run, some_params
@@ -28,7 +30,8 @@ def engine_of(tmp_path, monkeypatch):
 
 def workload(seed, longest=99):
     prompts = random_prompts(4, 20, longest, seed) + random_prompts(3, 1, 20, seed)
-    return prompts, some_params(7, max_tokens=10, logprobs=3)
+    params = [replace(params, max_tokens=6 + row) for row, params in enumerate(some_params(7, logprobs=3))]
+    return prompts, params  # they end one by one: a short prompt begins while others decode, in a mixed step
 
 
 @pytest.mark.parametrize("seed", [None, *range(8)])
