@@ -117,7 +117,7 @@ def only_in(name, make):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.sampled("gemma3")
 def test_clean_engines_are_identical_in_every_run(paths, name):
-    verdict = verify(paths[name], **WIDE)
+    verdict = verify(paths[name], **WIDE | dict(context=64))  # so that all stream enough to be printed
     assert verdict.is_identical and [run.name for run in verdict.runs] == RUNS, verdict.report()
     assert all(run.left_out is None for run in verdict.runs), verdict.report()
     tokens, greedy = 2 + 3 * 4, 2 + 4
