@@ -62,7 +62,7 @@ class Pieces:
         self._most_rows = most_rows or sys.maxsize
         self.window_of = [model.spec.attention.windows.index(window) for window in model.spec.windows]
         self.sinks = model.attention_sinks()
-        self.cuts = (*(piece.cut for piece in self._pieces), *model.head_cuts())
+        self.cuts = (*(piece.cut for piece in self._pieces), *model.streamed.head_cuts())
         last = len(self.cuts) - 1
         self._without_kv: dict[bool, StreamPlan] = {}
         self.whole = tuple(i for i, cut in enumerate(self.cuts) if cut.transfers or i == last)

@@ -1,7 +1,8 @@
 """The decoder that the families share: norms, rotary positions, attention with grouped queries, an MLP.
 
-A family says in `Traits` where it differs, and overrides the classmethods that read its config. Modules are named as
-in Llama's checkpoints, so that only merged weights need another name; `Decoder.names` has those of other checkpoints.
+A family says in two tables where it differs (`own_traits`, `config_traits`), and overrides what else reads its config.
+Modules are named as in Llama's checkpoints, so that only merged weights need another name; `Decoder.names` has those of
+other checkpoints.
 
 A model says for each layer what state the layer keeps (`ModelSpec.layers`), and where it is cut (`Decoder.pieces`):
 where a layer attends to keys and values, because they may lie anywhere. Between its cuts it computes
@@ -51,6 +52,8 @@ from nanoinfer.models.streamed_head import head_sizes
 from offload import Cut
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
+ATTENTION_BIAS = {"qkv_bias": "attention_bias", "output_bias": "attention_bias"}
+"""For `Decoder.config_traits`: one field of the config for all of the attention's biases."""
 
 
 class Decoder(nn.Module):
@@ -62,6 +65,10 @@ class Decoder(nn.Module):
 
     model_type: str
     """What transformers calls the family in a config, such as "qwen3"."""
+    own_traits: Mapping[str, Any] = {}
+    """Where the family differs, whatever a config says: fields of `Traits`. None: it is Llama without biases."""
+    config_traits: Mapping[str, str] = {}
+    """Where a config says how it differs: the config's fields, by those of `Traits`."""
     rotates_by_layer_type: bool = False
     """Whether `rope_parameters` in a config are keyed by the type of layer."""
     has_layer_types: bool = False
@@ -137,8 +144,9 @@ class Decoder(nn.Module):
 
     @classmethod
     def traits(cls, hf_config: PretrainedConfig, **own: Any) -> Traits:
-        """Return where the family differs: in `own`. The default is Llama without biases."""
-        return Traits(norm_eps=hf_config.rms_norm_eps, activation=hf_config.hidden_act, **own)
+        """Return how the model differs; `own`: what is in neither of the two tables."""
+        read = {"norm_eps": "rms_norm_eps", "activation": "hidden_act", **cls.config_traits}
+        return Traits(**{name: getattr(hf_config, field) for name, field in read.items()}, **cls.own_traits, **own)
 
     @classmethod
     def layer_states(cls, hf_config: PretrainedConfig) -> tuple[AttentionState | RecurrentState, ...]:
@@ -262,10 +270,6 @@ class Decoder(nn.Module):
         cuts = self.streamed.cuts([*(Cut(kv_layer=number) for number in range(len(attentions))), Cut()])
         return [self.piece(*each) for each in zip(begins, ends, cuts, strict=True)]
 
-    def head_cuts(self) -> list[Cut]:
-        """Return the cuts behind each slice of the head, which follow the pieces."""
-        return self.streamed.head_cuts()
-
     def piece(self, begin: int, end: int, cut: Cut) -> Piece:
         """Return the piece from behind attention in layer `begin - 1` (0: from the embedding) to attention in `end`.
 
@@ -365,7 +369,7 @@ class Decoder(nn.Module):
         """
         views = {}
         for name, module in self.named_modules():
-            if not is_wanted(module):
+            if module is self.expert_pools or not is_wanted(module):
                 continue
             prefix = name if name == "lm_head" else f"model.{name}"
             if isinstance(module, Linear):
@@ -373,8 +377,6 @@ class Decoder(nn.Module):
                 prefix = prefix if module.merged is None else prefix.rsplit(".", 1)[0]
             elif isinstance(module, Experts):
                 found = fused_views(module) if module.is_fused else module.checkpoint_views()
-            elif module is self.expert_pools:
-                continue
             else:
                 found = dict(module.named_parameters(recurse=False))
             views |= {self.name_in_checkpoint(f"{prefix}.{ending}"): view for ending, view in found.items()}

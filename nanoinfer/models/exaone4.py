@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from transformers import PretrainedConfig
 
 from nanoinfer.models.decoder import Decoder
-from nanoinfer.models.layer import Traits
 from nanoinfer.models.registry import register
 
 
@@ -16,10 +15,7 @@ class Exaone4(Decoder):
     model_type = "exaone4"
     has_layer_types = True
     names = {"attention_output_norm": "post_attention_layernorm", "mlp_output_norm": "post_feedforward_layernorm"}
-
-    @classmethod
-    def traits(cls, hf_config: PretrainedConfig) -> Traits:
-        return super().traits(hf_config, norms_before=False, norms_after=True, qk_norm="head")
+    own_traits = dict(norms_before=False, norms_after=True, qk_norm="head")
 
     @classmethod
     def rope_parameters(cls, hf_config: PretrainedConfig) -> tuple[Mapping | None, ...]:

@@ -23,6 +23,7 @@ class Glm4Moe(Decoder):
 
     model_type = "glm4_moe"
     rotates_in_part = True
+    config_traits = dict(qkv_bias="attention_bias")
     names = {"mlp.choice_bias": "mlp.gate.e_score_correction_bias"}
 
     @classmethod
@@ -46,8 +47,7 @@ class Glm4Moe(Decoder):
             has_wide_logits=True,
             choice_bias=True,
         )
-        qk_norm = "head" if hf_config.use_qk_norm else None
-        return super().traits(hf_config, qkv_bias=hf_config.attention_bias, qk_norm=qk_norm, sparse=sparse)
+        return super().traits(hf_config, qk_norm="head" if hf_config.use_qk_norm else None, sparse=sparse)
 
     @classmethod
     def is_sparse(cls, hf_config: PretrainedConfig, layer: int) -> bool:

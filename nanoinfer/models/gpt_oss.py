@@ -7,7 +7,7 @@ from transformers import PretrainedConfig
 from nanoinfer.kernels.experts.routing import SOFTMAX_OF_CHOSEN, GatedActivation
 from nanoinfer.layers.experts import Sparse
 from nanoinfer.layers.norm import WideRMSNorm
-from nanoinfer.models.decoder import Decoder
+from nanoinfer.models.decoder import ATTENTION_BIAS, Decoder
 from nanoinfer.models.layer import Traits
 from nanoinfer.models.registry import register
 from nanoinfer.models.routing import routing_of
@@ -19,6 +19,8 @@ class GptOss(Decoder):
 
     model_type = "gpt_oss"
     has_layer_types = True
+    own_traits = dict(norm=WideRMSNorm, attention_sinks=True)
+    config_traits = ATTENTION_BIAS
     names = {"mlp.gate": "mlp.router"}
 
     @classmethod
@@ -35,6 +37,4 @@ class GptOss(Decoder):
             in_turn=True,
             activation=GatedActivation(name=hf_config.hidden_act, limit=limit, alpha=alpha),
         )
-        bias = hf_config.attention_bias
-        options = dict(norm=WideRMSNorm, qkv_bias=bias, output_bias=bias, attention_sinks=True, sparse=sparse)
-        return super().traits(hf_config, **options)
+        return super().traits(hf_config, sparse=sparse)

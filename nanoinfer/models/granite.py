@@ -4,9 +4,16 @@ from collections.abc import Mapping
 
 from transformers import PretrainedConfig
 
-from nanoinfer.models.decoder import Decoder
+from nanoinfer.models.decoder import ATTENTION_BIAS, Decoder
 from nanoinfer.models.layer import Traits
 from nanoinfer.models.registry import register
+
+_FACTORS = dict(
+    attention_scale="attention_multiplier",
+    embedding_scale="embedding_multiplier",
+    residual_factor="residual_multiplier",
+    logits_divisor="logits_scaling",
+)
 
 
 @register("GraniteForCausalLM")
@@ -14,26 +21,15 @@ class Granite(Decoder):
     """https://arxiv.org/abs/2408.13359 has the factors."""
 
     model_type = "granite"
-
-    @classmethod
-    def traits(cls, hf_config: PretrainedConfig) -> Traits:
-        return super().traits(
-            hf_config,
-            qkv_bias=hf_config.attention_bias,
-            output_bias=hf_config.attention_bias,
-            mlp_bias=getattr(hf_config, "mlp_bias", False),
-            attention_scale=hf_config.attention_multiplier,
-            embedding_scale=hf_config.embedding_multiplier,
-            residual_factor=hf_config.residual_multiplier,
-            logits_divisor=hf_config.logits_scaling,
-        )
+    config_traits = _FACTORS | ATTENTION_BIAS | dict(mlp_bias="mlp_bias")
 
 
 @register("GraniteMoeHybridForCausalLM")
-class GraniteHybrid(Granite):
+class GraniteHybrid(Decoder):
     """The dense ones of Granite 4, whose layers are all attention and have no experts but the one that all share."""
 
     model_type = "granitemoehybrid"
+    config_traits = _FACTORS | ATTENTION_BIAS
     layer_types = ("attention", "full_attention")
     intermediate_field = "shared_intermediate_size"
     names = {

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 
 from transformers import PretrainedConfig
 
-from nanoinfer.models.decoder import Decoder
-from nanoinfer.models.layer import Traits
+from nanoinfer.models.decoder import ATTENTION_BIAS, Decoder
 from nanoinfer.models.registry import register
 
 
@@ -16,11 +15,8 @@ class HunYuanDense(Decoder):
     model_type = "hunyuan_v1_dense"
     names = {"self_attn.q_norm": "self_attn.query_layernorm", "self_attn.k_norm": "self_attn.key_layernorm"}
     can_stretch = False  # it has been: by alpha
-
-    @classmethod
-    def traits(cls, hf_config: PretrainedConfig) -> Traits:
-        bias = hf_config.attention_bias
-        return super().traits(hf_config, qkv_bias=bias, output_bias=bias, qk_norm="rotated head")
+    own_traits = dict(qk_norm="rotated head")
+    config_traits = ATTENTION_BIAS
 
     @classmethod
     def rope_parameters(cls, hf_config: PretrainedConfig) -> tuple[Mapping | None, ...]:

@@ -1,10 +1,7 @@
 """OLMo 2 and 3: norms behind attention and MLP alone, a norm over all heads, and a rotation in float32."""
 
-from transformers import PretrainedConfig
-
 from nanoinfer.layers.norm import WideRMSNorm
-from nanoinfer.models.decoder import Decoder
-from nanoinfer.models.layer import Traits
+from nanoinfer.models.decoder import ATTENTION_BIAS, Decoder
 from nanoinfer.models.registry import register
 
 
@@ -14,19 +11,8 @@ class Olmo2(Decoder):
 
     model_type = "olmo2"
     names = {"attention_output_norm": "post_attention_layernorm", "mlp_output_norm": "post_feedforward_layernorm"}
-
-    @classmethod
-    def traits(cls, hf_config: PretrainedConfig) -> Traits:
-        return super().traits(
-            hf_config,
-            norm=WideRMSNorm,
-            norms_before=False,
-            norms_after=True,
-            qkv_bias=hf_config.attention_bias,
-            output_bias=hf_config.attention_bias,
-            qk_norm="all heads",
-            float32_rope=True,
-        )
+    own_traits = dict(norm=WideRMSNorm, norms_before=False, norms_after=True, qk_norm="all heads", float32_rope=True)
+    config_traits = ATTENTION_BIAS
 
 
 @register("Olmo3ForCausalLM")

@@ -1,9 +1,6 @@
 """Qwen2 and Qwen2.5: biases on queries, keys and values; a sliding window in the upper layers where configured."""
 
-from transformers import PretrainedConfig
-
 from nanoinfer.models.decoder import Decoder
-from nanoinfer.models.layer import Traits
 from nanoinfer.models.registry import register
 
 
@@ -13,7 +10,4 @@ class Qwen2(Decoder):
 
     model_type = "qwen2"
     has_layer_types = True  # transformers works them out from use_sliding_window and max_window_layers
-
-    @classmethod
-    def traits(cls, hf_config: PretrainedConfig) -> Traits:
-        return super().traits(hf_config, qkv_bias=True)
+    own_traits = dict(qkv_bias=True)

@@ -2,8 +2,7 @@
 
 from transformers import PretrainedConfig
 
-from nanoinfer.models.decoder import Decoder
-from nanoinfer.models.layer import Traits
+from nanoinfer.models.decoder import ATTENTION_BIAS, Decoder
 from nanoinfer.models.registry import register
 
 
@@ -13,11 +12,8 @@ class Qwen3(Decoder):
 
     model_type = "qwen3"
     has_layer_types = True
-
-    @classmethod
-    def traits(cls, hf_config: PretrainedConfig, **own) -> Traits:
-        bias = hf_config.attention_bias
-        return super().traits(hf_config, qkv_bias=bias, output_bias=bias, qk_norm="head", **own)
+    own_traits = dict(qk_norm="head")
+    config_traits = ATTENTION_BIAS
 
     @classmethod
     def trained_length(cls, hf_config: PretrainedConfig) -> int:
