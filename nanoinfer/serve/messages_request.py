@@ -12,7 +12,7 @@ from nanoinfer.common.errors import shown
 from nanoinfer.common.unsupported import by_advice
 from nanoinfer.serve.errors import BadRequestError
 from nanoinfer.serve.fields import Fields
-from nanoinfer.serve.protocol import INT32_MAX, Body
+from nanoinfer.serve.protocol import INT32_MAX, Body, SampledRequest
 from nanoinfer.serve.translation import NOT_RUN, SAMPLING_FIELDS, fields_of_chats, need, refuse
 
 # Claude Code's first system block: it has another hash in each request and is not meant for a model. With it no two
@@ -120,19 +120,9 @@ class CountRequest(Body):
         return messages
 
 
-class MessagesRequest(CountRequest):
+class MessagesRequest(CountRequest, SampledRequest):
     max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)]
     stop_sequences: list[str] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    ignore_eos: bool | None = None
-    request_id: str | None = None
-    stream: bool | None = None
 
     def chat(self, fields: Fields) -> dict[str, Any]:
         given = super().chat(fields) | {"max_completion_tokens": self.max_tokens}

@@ -59,24 +59,32 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationRequest(Body):
-    """The fields that both generation endpoints accept, beside `logprobs`. None: the default."""
+class SampledRequest(Body):
+    """The fields that requests of all APIs have which generate text. None: the default."""
 
-    n: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] | None = None
-    best_of: int | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
-    min_tokens: Count | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    seed: int | None = None
+    logit_bias: dict[str, float] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    request_id: Annotated[str, Field(min_length=1, max_length=MAX_REQUEST_ID_CHARS)] | None = None
+
+
+class GenerationRequest(SampledRequest):
+    """The fields that both generation endpoints accept, beside `logprobs`."""
+
+    n: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] | None = None
+    best_of: int | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    min_tokens: Count | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    seed: int | None = None
     stop: Any = None
     stop_token_ids: Annotated[list[Count], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
-    logit_bias: dict[str, float] | None = None
     allowed_token_ids: Annotated[list[Count], Field(max_length=MAX_ALLOWED_TOKEN_IDS)] | None = None
     bad_words: Annotated[list[str], Field(max_length=MAX_BAD_WORDS)] | None = None
     prompt_logprobs: Count | None = None
@@ -86,13 +94,10 @@ class GenerationRequest(Body):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
-    request_id: Annotated[str, Field(min_length=1, max_length=MAX_REQUEST_ID_CHARS)] | None = None
 
     def check(self) -> None:
         super().check()

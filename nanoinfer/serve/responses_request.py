@@ -12,7 +12,7 @@ from nanoinfer.common.errors import shown
 from nanoinfer.common.unsupported import by_advice
 from nanoinfer.serve.errors import BadRequestError
 from nanoinfer.serve.fields import Fields
-from nanoinfer.serve.protocol import INT32_MAX, Body, Count
+from nanoinfer.serve.protocol import INT32_MAX, Count, SampledRequest
 from nanoinfer.serve.translation import NOT_RUN, SAMPLING_FIELDS, fields_of_chats, need, refuse
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
@@ -22,25 +22,16 @@ ENCRYPTED = "reasoning.encrypted_content"
 """Asks for reasoning in a form that comes back. Some clients send back this form only, so it has the text itself."""
 
 
-class ResponsesRequest(Body):
+class ResponsesRequest(SampledRequest):
     input: Any
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
-    min_p: float | None = None
-    seed: int | None = None
     min_tokens: Count | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
     bad_words: list[str] | None = None
-    ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    request_id: str | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -48,7 +39,6 @@ class ResponsesRequest(Body):
     reasoning: dict[str, Any] | None = None
     include: list[str] | None = None
     metadata: dict[str, Any] | None = None
-    stream: bool | None = None
     stream_options: dict[str, Any] | None = None
 
     ignored: ClassVar = frozenset(("max_tool_calls", "client_metadata", "prompt_cache_options", "user", "store"))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from fastapi import FastAPI
 
@@ -16,6 +17,11 @@ from nanoinfer.parsers.answer_format import check_parsers
 from nanoinfer.serve.app import create_app
 from nanoinfer.serve.async_engine import AsyncEngine
 from nanoinfer.serve.gate import allowed_origins
+
+_OF_ENGINE = ("max_queue", "max_queue_bytes", "max_step_seconds")
+_OF_APP = (
+    "served_model_names", "api_key", "allowed_origins", "body_timeout", "strict", "tool_call_parser", "reasoning_parser"
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,25 +50,14 @@ class ServerSettings:
 
     def make_engine(self) -> AsyncEngine:
         """Return an engine that is not started."""
-        return AsyncEngine(
-            lambda: LLMEngine(self.config),
-            max_queue=self.max_queue,
-            max_queue_bytes=self.max_queue_bytes,
-            max_step_seconds=self.max_step_seconds,
-        )
+        return AsyncEngine(lambda: LLMEngine(self.config), **self._named(_OF_ENGINE))
 
     def make_app(self, engine: AsyncEngine) -> FastAPI:
         """Return the application for an engine that was started."""
-        return create_app(
-            engine,
-            served_model_names=self.served_model_names,
-            api_key=self.api_key,
-            allowed_origins=self.allowed_origins,
-            body_timeout=self.body_timeout,
-            strict=self.strict,
-            tool_call_parser=self.tool_call_parser,
-            reasoning_parser=self.reasoning_parser,
-        )
+        return create_app(engine, **self._named(_OF_APP))
+
+    def _named(self, names: tuple[str, ...]) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in names}
 
 
 def settings_of(options: argparse.Namespace) -> ServerSettings:
@@ -80,19 +75,11 @@ def settings_of(options: argparse.Namespace) -> ServerSettings:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(options, name)}, it must be more than 0 seconds")
     check_parsers(options.tool_call_parser, options.reasoning_parser)
     shows_bar = sys.stderr.isatty() and options.log_format == "text"
-    return ServerSettings(
+    own = dict(
         config=EngineConfig(model=options.model, progress_bar=shows_bar, **engine_arguments(options)),
         served_model_names=options.served_model_name or [options.model],
-        api_key=options.api_key,
         allowed_origins=allowed_origins(options.allowed_origins),
-        body_timeout=options.body_timeout,
-        strict=options.strict,
-        tool_call_parser=options.tool_call_parser,
-        reasoning_parser=options.reasoning_parser,
-        max_queue=options.max_queue,
         max_queue_bytes=parse_bytes(options.max_queue_bytes, "--max-queue-bytes"),
-        max_step_seconds=options.max_step_seconds,
-        shutdown_timeout=options.shutdown_timeout,
-        log_level=options.log_level,
-        log_format=options.log_format,
     )
+    names = [field.name for field in fields(ServerSettings)]
+    return ServerSettings(**{name: own[name] if name in own else getattr(options, name) for name in names})
