@@ -96,6 +96,13 @@ class ToolReader(Reader):
         text, self._held = self._held[:length], self._held[length:]
         return text
 
+    def _cut_before(self, markers: Collection[str]) -> tuple[str, str | None]:
+        """Take the text before the first marker off, and return both; None: no more is known to be before one."""
+        found = first(self._held, markers)
+        if found is None:
+            return self._cut(len(self._held) - num_held(self._held, markers)), None
+        return self._cut(found[0]), found[1]
+
     def _say(self, text: str) -> None:
         """Give text that is part of no call."""
         if self._is_behind_call and not self._blanks:

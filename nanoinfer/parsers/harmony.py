@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
-from nanoinfer.parsers.base import ToolReader, first, num_held
+from nanoinfer.parsers.base import ToolReader, first
 from nanoinfer.parsers.events import Event, Reasoning, Text
 from nanoinfer.parsers.json_text import JsonValue
 from nanoinfer.parsers.tools import Tool
@@ -94,14 +94,13 @@ class HarmonyReader(ToolReader):
         self._step = self._body
 
     def _body(self) -> bool:
-        marks = (START, CHANNEL, *_CLOSERS)
-        found = first(self._held, marks)
-        self._pass(self._cut(len(self._held) - num_held(self._held, marks) if found is None else found[0]))
-        if found is None:
+        text, mark = self._cut_before((START, CHANNEL, *_CLOSERS))
+        self._pass(text)
+        if mark is None:
             return False
         self._close()
-        if found[1] in _CLOSERS:
-            self._held = self._held[len(found[1]) :]
+        if mark in _CLOSERS:
+            self._cut(len(mark))
         self._step = self._outside
         return True
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from nanoinfer.parsers.base import first, num_held
 from nanoinfer.parsers.json_calls import JsonCallReader
 from nanoinfer.parsers.json_text import JsonCall
 
@@ -16,11 +15,9 @@ class HermesReader(JsonCallReader):
     ends = (END,)
 
     def _outside(self) -> bool:
-        found = first(self._held, (BEGIN,))
-        self._say(self._cut(len(self._held) - num_held(self._held, (BEGIN,)) if found is None else found[0]))
-        if found is not None:
-            self._open(self._cut(len(BEGIN)), JsonCall())
-        return found is not None
+        text, mark = self._cut_before((BEGIN,))
+        self._say(text)
+        return mark is not None and self._open(self._cut(len(BEGIN)), JsonCall())
 
     def _behind(self) -> bool:
         """The end tag, or whatever comes where it is missing."""

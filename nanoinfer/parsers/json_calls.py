@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nanoinfer.parsers.base import ToolReader, first, num_held
+from nanoinfer.parsers.base import ToolReader
 from nanoinfer.parsers.json_text import JsonCall, NamedArguments
 
 
@@ -87,12 +87,12 @@ class JsonCallReader(ToolReader):
 
     def _astray(self) -> bool:
         """Arguments that are no JSON, up to the end of the call."""
-        found = first(self._held, self.ends)
-        self._argue(self._cut(len(self._held) - num_held(self._held, self.ends) if found is None else found[0]))
-        if found is not None:
+        text, mark = self._cut_before(self.ends)
+        self._argue(text)
+        if mark is not None:
             self._end()
             self._step = self._behind
-        return found is not None
+        return mark is not None
 
     def _behind(self) -> bool:
         """The step behind an object."""

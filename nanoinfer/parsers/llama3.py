@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from nanoinfer.parsers.base import first, num_held
 from nanoinfer.parsers.json_calls import JsonCallReader
 from nanoinfer.parsers.json_text import JsonCall
 from nanoinfer.parsers.tools import named
@@ -28,12 +27,12 @@ class Llama3Reader(JsonCallReader):
 
     def _text(self) -> bool:
         """Text up to a tag."""
-        found = first(self._held, (TAG,))
-        self._say(self._cut(len(self._held) - num_held(self._held, (TAG,)) if found is None else found[0]))
-        if found is not None:
-            self._held = self._held[len(TAG) :]
+        text, mark = self._cut_before((TAG,))
+        self._say(text)
+        if mark is not None:
+            self._cut(len(TAG))
             self._step = self._tagged
-        return found is not None
+        return mark is not None
 
     def _tagged(self) -> bool:
         rest = self._held.lstrip()

@@ -10,7 +10,6 @@ import re
 import secrets
 import string
 
-from nanoinfer.parsers.base import first, num_held
 from nanoinfer.parsers.json_calls import JsonCallReader
 from nanoinfer.parsers.json_text import JsonCall, NamedArguments
 
@@ -35,13 +34,13 @@ class MistralReader(JsonCallReader):
     make_id = staticmethod(mistral_id)
 
     def _outside(self) -> bool:
-        found = first(self._held, (TAG,))
-        self._say(self._cut(len(self._held) - num_held(self._held, (TAG,)) if found is None else found[0]))
-        if found is not None:
+        text, mark = self._cut_before((TAG,))
+        self._say(text)
+        if mark is not None:
             self._tag = self._cut(len(TAG))
             self._in_list = False
             self._step = self._header
-        return found is not None
+        return mark is not None
 
     def _header(self) -> bool:
         """Behind the tag: a list, an object, or a name."""

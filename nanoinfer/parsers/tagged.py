@@ -3,26 +3,61 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from functools import partial
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Mapping
 
 from nanoinfer.parsers.base import ToolReader, first, num_held
 from nanoinfer.parsers.schema_types import is_text, json_of, property_types, quoted
 from nanoinfer.parsers.tools import named
 
-_MAX_KEY = 300  # characters
 _NAME = re.compile(r"[^\s<>\"]{1,200}")
+_TEXT = re.compile(r"(?s).{0,300}")
+Step = Callable[[], bool]
+
+
+def _next_of(text: str, marks: Collection[str]) -> str | None:
+    """Return which of the marks comes behind blanks; "": it is not known yet; None: none does."""
+    rest = text.lstrip()
+    found = max((one for one in marks if rest.startswith(one)), key=len, default=None)
+    return "" if found is None and any(one.startswith(rest) for one in marks) else found
 
 
 class TaggedReader(ToolReader):
-    """Makes JSON of arguments that stand between tags: strings as they come, other types when they are whole."""
+    """Makes JSON of arguments that stand between tags: strings as they come, other types when they are whole.
+
+    Attributes:
+        opens: what may begin a call; `begin` is one of these.
+        key, key_end: before and behind a key. key_form: all that a key may be.
+        value, value_end: before and behind a value; value: "", as its key ends there.
+        trims_lines: whether one line end on either side of a value belongs to the form.
+    """
 
     begin, end = "<tool_call>", "</tool_call>"
+    opens: tuple[str, ...] = (begin,)
+    key: str
+    key_end: str
+    key_form = _NAME
+    value = ""
     value_end: str
     trims_lines = False
-    """Whether one line end on either side of a value belongs to the form."""
 
     _raw: str  # of what is no call until its first argument or its end has come
+
+    def _outside(self) -> bool:
+        text, mark = self._cut_before(self.opens)
+        self._say(text)
+        if mark is not None:
+            self._raw = self._cut(len(mark))
+            self._step = self._opened if mark == self.begin else self._named
+        return mark is not None
+
+    @abstractmethod
+    def _opened(self) -> bool:
+        """The step behind `begin`."""
+
+    def _named(self) -> bool:
+        """The step behind any other of `opens`."""
+        raise NotImplementedError
 
     def _refuse(self) -> bool:
         """What was read is no call."""
@@ -30,33 +65,69 @@ class TaggedReader(ToolReader):
         self._step = self._outside
         return True
 
-    def _expect(self, followers: dict[str, Callable[[str], None]], otherwise: Callable[[], bool]) -> bool:
+    def _expect(self, steps: Mapping[str, Step], otherwise: Step) -> bool:
         """Go on by the text that comes behind blanks; False: it is not known yet."""
-        rest = self._held.lstrip()
-        found = first(rest, tuple(followers))
-        if found is not None and found[0] == 0:
-            length = len(self._held) - len(rest) + len(found[1])
-            followers[found[1]](self._cut(length))
-            return True
-        if any(one.startswith(rest) for one in followers):
-            return False
-        return otherwise()
+        mark = _next_of(self._held, steps)
+        if mark is None:
+            return otherwise()
+        if mark:
+            self._raw += self._cut(self._held.index(mark) + len(mark))
+            self._step = steps[mark]
+        return bool(mark)
 
     def _begin_call(self, name: str) -> None:
         tool = named(self._tools, name)
         self._parameters = tool.parameters if tool is not None else {}
         self._num_arguments = 0
         self._begin(name)
+        self._step = self._between
 
-    def _begin_value(self, key: str) -> None:
-        self._types = property_types(self._parameters, key)
-        self._argue(("{" if not self._num_arguments else ", ") + quoted(key) + ": ")
+    def _steps(self) -> dict[str, Step]:
+        """What may stand between two arguments, and the step behind it."""
+        return {self.key: self._key, self.end: self._stop}
+
+    def _between(self) -> bool:
+        return self._expect(self._steps(), self._stop)
+
+    def _stop(self) -> bool:
+        """The call ends here; what else comes is text."""
+        self._end_call()
+        self._step = self._outside
+        return True
+
+    def _end_call(self) -> None:
+        self._argue("}" if self._num_arguments else "{}")
+        self._end()
+
+    def _key(self) -> bool:
+        key, end, rest = self._held.partition(self.key_end)
+        if (key or end) and not self.key_form.fullmatch(key):
+            return self._no_key("")
+        if end:
+            self._found, self._held = key, rest
+            self._step = self._keyed
+        return bool(end)
+
+    def _no_key(self, read: str) -> bool:
+        """What was read is no argument, but text behind the call."""
+        self._held = self.key + read + self._held
+        return self._stop()
+
+    def _keyed(self) -> bool:
+        if self.value:
+            return self._expect({self.value: self._begin_value}, lambda: self._no_key(self._found + self.key_end))
+        return self._begin_value()
+
+    def _begin_value(self) -> bool:
+        self._types = property_types(self._parameters, self._found)
+        self._argue(("{" if not self._num_arguments else ", ") + quoted(self._found) + ": ")
         self._num_arguments += 1
         self._parts: list[str] = []
         self._is_first, self._line = True, ""
         if is_text(self._types):
             self._argue('"')
         self._step = self._value
+        return True
 
     def _more(self, text: str) -> None:
         """Take more of a value."""
@@ -73,10 +144,6 @@ class TaggedReader(ToolReader):
     def _end_value(self) -> None:
         self._argue('"' if is_text(self._types) else json_of("".join(self._parts), self._types))
 
-    def _end_call(self) -> None:
-        self._argue("}" if self._num_arguments else "{}")
-        self._end()
-
     def _value(self) -> bool:
         """The step within a value. Its end counts where the form goes on behind it: a value may speak of tags."""
         at, length, is_known = self._end_of_value()
@@ -90,33 +157,17 @@ class TaggedReader(ToolReader):
 
     def _end_of_value(self) -> tuple[int, int, bool]:
         """Return where a value ends or may end, how long the text is that says so, and whether it does."""
-        ends = {self.value_end: self._followers(), **self._other_ends()}
+        ends = {self.value_end: self._steps().keys(), **self._other_ends()}
         for found in re.finditer("|".join(map(re.escape, ends)), self._held):
-            rest = self._held[found.end() :].lstrip()
-            followers = ends[found.group()]
-            if any(rest.startswith(one) for one in followers):
-                length = len(self.value_end) if found.group() == self.value_end else 0
-                return found.start(), length, True
-            if any(one.startswith(rest) for one in followers):
-                return found.start(), 0, False
+            mark = _next_of(self._held[found.end() :], ends[found.group()])
+            if mark is not None:
+                length = len(self.value_end) if mark and found.group() == self.value_end else 0
+                return found.start(), length, bool(mark)
         return len(self._held) - num_held(self._held, tuple(ends)), 0, False
-
-    def _followers(self) -> tuple[str, ...]:
-        raise NotImplementedError
 
     def _other_ends(self) -> dict[str, tuple[str, ...]]:
         """What ends a value where its own end is missing, and what must follow that."""
         return {}
-
-    def _between(self) -> bool:
-        """The step between two arguments."""
-        raise NotImplementedError
-
-    def _stop(self) -> bool:
-        """Something else than an argument comes: the call ends before it."""
-        self._end_call()
-        self._step = self._outside
-        return True
 
     def _finish(self) -> None:
         if self._step == self._value:
@@ -128,7 +179,7 @@ class TaggedReader(ToolReader):
                     self._argue("".join(self._parts))
         elif self._step == self._outside:
             self._say(self._held)
-        elif self._step != self._between and not self._is_behind_call:
+        elif self._step in (self._opened, self._named) and not self._is_behind_call:
             self._say_as_it_is(self._raw + self._held)
         self._held = ""
 
@@ -137,90 +188,41 @@ class Qwen3CoderReader(TaggedReader):
     """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`, the outer tags optional."""
 
     meant = ("<tool_call>", "</tool_call>")
-    value_end = "</parameter>"
+    function, function_end = "<function=", "</function>"
+    opens = ("<tool_call>", function)
+    key, key_end, value_end = "<parameter=", ">", "</parameter>"
     trims_lines = True
-    function, function_end, parameter = "<function=", "</function>", "<parameter="
-
-    def _outside(self) -> bool:
-        marks = (self.begin, self.function)
-        found = first(self._held, marks)
-        self._say(self._cut(len(self._held) - num_held(self._held, marks) if found is None else found[0]))
-        if found is None:
-            return False
-        self._raw, self._name = self._cut(len(found[1])), ""
-        self._step = self._opened if found[1] == self.begin else self._named
-        return True
 
     def _opened(self) -> bool:
-        def name(text: str) -> None:
-            self._raw += text
-            self._step = self._named
-
-        return self._expect({self.function: name}, self._refuse)
+        return self._expect({self.function: self._named}, self._refuse)
 
     def _named(self) -> bool:
         """The name of the function, and that its form goes on."""
-        name, _, rest = self._held.partition(">")
-        if rest or self._held.endswith(">"):
-            if not _NAME.fullmatch(name):
-                return self._refuse()
-            before, self._held = self._held, rest
-
-            def begin(text: str) -> None:
-                self._begin_call(name)
-                self._held = text + self._held
-                self._step = self._between
-
-            followers = dict.fromkeys((self.parameter, self.function_end, self.end), begin)
-            if self._expect(followers, lambda: False):
-                return True
-            if any(one.startswith(rest.lstrip()) for one in followers):
-                self._held = before
-                return False
-            self._held = before
+        name, end, rest = self._held.partition(">")
+        if (name or end) and not _NAME.fullmatch(name):
             return self._refuse()
-        return self._refuse() if name and not _NAME.fullmatch(name) else False
+        mark = _next_of(rest, self._steps()) if end else ""
+        if mark is None:
+            return self._refuse()
+        if mark:
+            self._held = rest
+            self._begin_call(name)
+        return bool(mark)
 
-    def _between(self) -> bool:
-        def key(_: str) -> None:
-            self._step = self._key
+    def _steps(self) -> dict[str, Step]:
+        return super()._steps() | {self.function_end: self._ended}
 
-        def ended(_: str) -> None:
-            self._end_call()
-            self._step = self._behind
-
-        def closed(_: str) -> None:
-            self._end_call()
-            self._step = self._outside
-
-        return self._expect({self.parameter: key, self.function_end: ended, self.end: closed}, self._stop)
-
-    def _key(self) -> bool:
-        key, _, rest = self._held.partition(">")
-        if not (rest or self._held.endswith(">")):
-            return self._no_key() if key and not _NAME.fullmatch(key) else False
-        if not _NAME.fullmatch(key):
-            return self._no_key()
-        self._held = rest
-        self._begin_value(key)
+    def _ended(self) -> bool:
+        self._end_call()
+        self._step = self._behind
         return True
 
-    def _no_key(self) -> bool:
-        self._held = self.parameter + self._held
-        return self._stop()
-
     def _behind(self) -> bool:
-        def closed(_: str) -> None:
-            self._step = self._outside
-
         def otherwise() -> bool:
             self._step = self._outside
             return True
 
-        return self._expect({self.end: closed}, otherwise)
-
-    def _followers(self) -> tuple[str, ...]:
-        return self.parameter, self.function_end, self.end
+        return self._expect({self.end: self._outside}, otherwise)
 
     def _other_ends(self) -> dict[str, tuple[str, ...]]:
         return {self.function_end: (self.end,)}
@@ -231,6 +233,7 @@ class SeedOssReader(Qwen3CoderReader):
 
     begin, end = "<seed:tool_call>", "</seed:tool_call>"
     meant = (begin, end)
+    opens = (begin, Qwen3CoderReader.function)
     trims_lines = False
 
 
@@ -239,56 +242,16 @@ class Glm4Reader(TaggedReader):
 
     key, key_end, value, value_end = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
     meant = ("<tool_call>", "</tool_call>", key, key_end, value, value_end)
+    key_form = _TEXT
 
-    def _outside(self) -> bool:
-        found = first(self._held, (self.begin,))
-        self._say(self._cut(len(self._held) - num_held(self._held, (self.begin,)) if found is None else found[0]))
-        if found is None:
-            return False
-        self._raw = self._cut(len(self.begin))
-        self._step = self._named
-        return True
-
-    def _named(self) -> bool:
-        found = first(self._held, (self.key, self.end))
-        name = self._held[: found[0]].strip() if found else self._held.lstrip()
-        if found is None:
-            name = name[: len(name) - num_held(name, (self.key, self.end))].strip()
-            return self._refuse() if name and not _NAME.fullmatch(name) else False
-        if not _NAME.fullmatch(name):
+    def _opened(self) -> bool:
+        """The name."""
+        marks = tuple(self._steps())
+        found = first(self._held, marks)
+        name = self._held[: len(self._held) - num_held(self._held, marks) if found is None else found[0]].strip()
+        if (name or found) and not _NAME.fullmatch(name):
             return self._refuse()
-        self._held = self._held[found[0] :]
-        self._begin_call(name)
-        self._step = self._between
-        return True
-
-    def _between(self) -> bool:
-        def key(_: str) -> None:
-            self._step = self._named_key
-
-        def closed(_: str) -> None:
-            self._end_call()
-            self._step = self._outside
-
-        return self._expect({self.key: key, self.end: closed}, self._stop)
-
-    def _named_key(self) -> bool:
-        key, _, rest = self._held.partition(self.key_end)
-        if key == self._held and not rest and not self._held.endswith(self.key_end):
-            return self._no_key(key) if len(key) > _MAX_KEY else False
-        if len(key) > _MAX_KEY:
-            return self._no_key(key)
-        self._held, self._found = rest, key
-        self._step = self._valued
-        return True
-
-    def _valued(self) -> bool:
-        otherwise = partial(self._no_key, self._found + self.key_end)
-        return self._expect({self.value: lambda _: self._begin_value(self._found)}, otherwise)
-
-    def _no_key(self, read: str) -> bool:
-        self._held = self.key + read + ("" if self._held == read else self._held)
-        return self._stop()
-
-    def _followers(self) -> tuple[str, ...]:
-        return self.key, self.end
+        if found is not None:
+            self._cut(found[0])
+            self._begin_call(name)
+        return found is not None

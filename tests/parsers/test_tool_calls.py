@@ -8,6 +8,7 @@ import pytest
 from trained_tokenizers import make_tokenizer
 from written_calls import STYLES, TOOLS, Writer, message_of, parsed
 
+from nanoinfer.parsers.answer_format import AnswerFormat
 from nanoinfer.parsers.events import Message
 
 
@@ -52,3 +53,28 @@ def with_own_ids(message):
     for number, call in enumerate(message.tool_calls):
         call.id = str(number)
     return message
+
+
+@pytest.mark.parametrize("key", ["k" * 301, "k" * 301 + "</arg_key>", "k</arg_key>x"])
+def test_what_is_no_argument_is_text_behind_the_call_once(key):
+    wanted = f"<arg_key>{key}"
+    for pieces in ([f"<tool_call>f{wanted}"], list(f"<tool_call>f{wanted}")):
+        found = parsed(AnswerFormat("glm45"), "", pieces)
+        assert found.content == wanted and [(call.arguments, call.is_whole) for call in found.tool_calls] == [
+            ("{}", True)
+        ]
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        ("glm45", "<tool_call>f<arg_key>tex"),
+        ("glm45", "<tool_call>f<arg_key>text</arg_key><arg_v"),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=tex"),
+    ],
+)
+def test_a_call_that_is_cut_off_within_a_key_leaves_no_text(parser, text):
+    found = parsed(AnswerFormat(parser), "", [text])
+    assert not found.content and [(call.name, call.arguments, call.is_whole) for call in found.tool_calls] == [
+        ("f", "", False)
+    ]
