@@ -7,13 +7,9 @@ import functools
 from collections.abc import Callable
 from typing import TypeVar
 
+from nanoinfer.common.tables import by_name
+
 Called = TypeVar("Called", bound=Callable)
-Meaning = TypeVar("Meaning")
-
-
-def _by_name(table: dict[str, Meaning]) -> dict[str, Meaning]:
-    """Return a table whose keys list names, by each name."""
-    return {name: meaning for names, meaning in table.items() for name in names.split()}
 
 
 def takes_also(**spellings: str) -> Callable[[Called], Called]:
@@ -38,7 +34,7 @@ def takes_also(**spellings: str) -> Callable[[Called], Called]:
 
 
 # What is nearest in meaning, best first: a message names the first that is allowed there.
-MEANT: dict[str, tuple[str, ...]] = _by_name(
+MEANT: dict[str, tuple[str, ...]] = by_name(
     {
         "c ctx ctx_size n_ctx num_ctx context context_length context_size max_context_len max_input_len "
         "max_input_length max_length max_model_len max_seq_len max_seq_length max_total_tokens": (
@@ -81,7 +77,7 @@ MEANT: dict[str, tuple[str, ...]] = _by_name(
 )  # fmt: skip
 
 # The same of values: what llama.cpp, Ollama, transformers and others call formats.
-VALUES_MEANT: dict[str, tuple[str, ...]] = _by_name(
+VALUES_MEANT: dict[str, tuple[str, ...]] = by_name(
     {
         "q4 q4_0 q4_1 q4_k q4_k_m q4_k_s iq4_nl iq4_xs int4_wo 4bit w4a16 nf4 bnb bitsandbytes": ("int4",),
         "q8 q8_0 q8_k int8_wo 8bit w8a16 w8a8": ("int8", "fp8"),
@@ -93,7 +89,7 @@ VALUES_MEANT: dict[str, tuple[str, ...]] = _by_name(
 )
 
 # Commands of vLLM, llama.cpp and Ollama: what to run here.
-COMMANDS: dict[str, str] = _by_name(
+COMMANDS: dict[str, str] = by_name(
     {
         "run llama-run": 'use nanoinfer chat MODEL, or nanoinfer generate MODEL "text" --chat',
         "cli llama-cli repl": "use nanoinfer chat MODEL",
@@ -112,7 +108,7 @@ COMMANDS: dict[str, str] = _by_name(
 )
 
 # Paths of other servers, and beginnings of a path that were forgotten: where that is here.
-PATHS: dict[str, str] = _by_name(
+PATHS: dict[str, str] = by_name(
     {
         "/api/chat /chat /v1/chat /chat/completions /v1/engines "
         "/v1/chat/completions/render /inference/v1/generate": "/v1/chat/completions",
@@ -131,7 +127,7 @@ PATHS: dict[str, str] = _by_name(
 )
 
 # Paths of other servers for which there is none here: why.
-NO_PATHS: dict[str, str] = _by_name(
+NO_PATHS: dict[str, str] = by_name(
     {
         "/v1/embeddings /embeddings /embedding /api/embed /api/embeddings /embed /v1/rerank /v2/rerank /rerank "
         "/reranking /v1/score /score /classify /pooling /v1/classify /v1/moderations": "models here generate text: "
@@ -147,7 +143,7 @@ NO_PATHS: dict[str, str] = _by_name(
 )
 
 # Options that ask for nothing that could be given here: what to do instead.
-INSTEAD: dict[str, str] = _by_name(
+INSTEAD: dict[str, str] = by_name(
     {
         "t tb threads threads_batch num_thread": "torch chooses the threads; the environment variable OMP_NUM_THREADS "
         "bounds them",

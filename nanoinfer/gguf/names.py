@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from nanoinfer.common.tables import by_name
 from nanoinfer.gguf.reader import GGUFFile, GGUFTensor
 
 
@@ -78,12 +79,9 @@ _NORMS_BEHIND = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _NORM_BEFORE_MLP = {"post_attention_norm": "post_attention_layernorm"}
-NAMINGS: dict[str, Naming] = {
-    "llama": Naming(is_permuted=True),
+NAMINGS: dict[str, Naming] = by_name({
+    "llama mistral3 granite smollm3": Naming(is_permuted=True),
     "mixtral": Naming(is_permuted=True, expert=("w1", "w3", "w2"), own={"ffn_gate_inp": "block_sparse_moe.gate"}),
-    "mistral3": Naming(is_permuted=True),
-    "granite": Naming(is_permuted=True),
-    "smollm3": Naming(is_permuted=True),
     "gemma3": Naming(added=1.0, own={**_NORMS_BEHIND, "ffn_norm": "pre_feedforward_layernorm"}),
     "gpt-oss": Naming(own={**_NORM_BEFORE_MLP, "ffn_gate_inp": "mlp.router", "attn_sinks": "self_attn.sinks"}),
     "phi3": Naming(own={"ffn_up": "mlp.gate_up_proj"}),
@@ -95,13 +93,12 @@ NAMINGS: dict[str, Naming] = {
         }
     ),
     "glm4moe": Naming(own={**_NORM_BEFORE_MLP, "exp_probs_b": "mlp.gate.e_score_correction_bias"}),
-    "exaone4": Naming(own=_NORMS_BEHIND),
+    "exaone4 olmo2": Naming(own=_NORMS_BEHIND),
     "hunyuan-dense": Naming(own={"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}),
     "nemotron": Naming(added=1.0),
-    "olmo2": Naming(own=_NORMS_BEHIND),
     "seed_oss": Naming(own=_NORM_BEFORE_MLP),
     "starcoder2": Naming(own={"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}),
-}
+})  # fmt: skip
 """By the name of an architecture; another one has the common names. Mixtral's files say that they are of `llama`."""
 
 

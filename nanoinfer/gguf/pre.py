@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nanoinfer.common.tables import by_name
+
 
 @dataclass(frozen=True)
 class Pre:
@@ -69,26 +71,18 @@ _DEEPSEEK_V3 = (
 )
 
 DEFAULT = "default"
-PRE = {
+PRE = by_name({
     DEFAULT: Pre((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
-    "gpt-2": Pre((_GPT2,)),
-    "exaone4": Pre((_GPT2,)),
-    "olmo": Pre((_GPT2,)),
-    "refact": Pre((r"\p{N}", _GPT2)),
-    "smollm": Pre((r"\p{N}", _GPT2)),
-    "starcoder": Pre((r"\p{N}", _GPT2)),
+    "gpt-2 exaone4 olmo": Pre((_GPT2,)),
+    "refact smollm starcoder": Pre((r"\p{N}", _GPT2)),
     "llama-bpe": Pre((_LLAMA3,), ignores_merges=True, adds_bos=True),
     "glm4": Pre((_LLAMA3,), ignores_merges=True),
-    "chatglm-bpe": Pre((_LLAMA3,)),
-    "dbrx": Pre((_LLAMA3,)),
-    "smaug-bpe": Pre((_LLAMA3,)),
-    "qwen2": Pre((_QWEN2,)),
-    "deepseek-r1-qwen": Pre((_QWEN2,)),
+    "chatglm-bpe dbrx smaug-bpe": Pre((_LLAMA3,)),
+    "qwen2 deepseek-r1-qwen": Pre((_QWEN2,)),
     "seed-coder": Pre((_SEED,)),
     "gpt-4o": Pre((_GPT4O,)),
     "tekken": Pre((_TEKKEN,), ignores_merges=True, adds_bos=True),
     "deepseek-llm": Pre(_DEEPSEEK_LLM),
     "deepseek-coder": Pre(_DEEPSEEK_CODER),
-    "deepseek-v3": Pre(_DEEPSEEK_V3),
-    "hunyuan-dense": Pre(_DEEPSEEK_V3),
-}
+    "deepseek-v3 hunyuan-dense": Pre(_DEEPSEEK_V3),
+})  # fmt: skip

@@ -19,17 +19,8 @@ BYTE_PAIRS, SENTENCEPIECE = "gpt2", "llama"
 # All pairs of parts of a token are tried, which takes the square of its length. Known vocabularies have 3 million
 # characters, and tokens of at most 512.
 _MAX_CHARACTERS, _MAX_TOKEN_CHARACTERS = 2**25, 2**11
-_KEYS = {
-    "bos": "bos_token_id",
-    "eos": "eos_token_id",
-    "eot": "eot_token_id",
-    "eom": "eom_token_id",
-    "unk": "unknown_token_id",
-    "pad": "padding_token_id",
-    "fim_pad": "fim_pad_token_id",
-    "fim_rep": "fim_rep_token_id",
-    "fim_sep": "fim_sep_token_id",
-}
+_KEYS = {name: f"{name}_token_id" for name in "bos eos eot eom fim_pad fim_rep fim_sep".split()}
+_KEYS |= {"unk": "unknown_token_id", "pad": "padding_token_id"}
 # SentencePiece's own, where a file of that kind does not say.
 _SENTENCEPIECE_IDS = {"unk": 0, "bos": 1, "eos": 2}
 

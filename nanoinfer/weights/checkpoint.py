@@ -18,6 +18,7 @@ import torch
 from transformers import PretrainedConfig
 
 from nanoinfer.common.errors import shown
+from nanoinfer.common.tables import by_name
 from nanoinfer.models.decoder import LAYER_TYPES, Decoder
 
 # Angles are computed in float32, which represents every position up to here exactly.
@@ -56,8 +57,8 @@ def _optional(rule: Rule) -> Rule:
     return Rule(f"{rule.allowed}, or null", lambda value: value is None or rule.accepts(value))
 
 
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+def _listing(what: str, accepts: Callable[[Any], bool]) -> Rule:
+    return Rule(f"a list of {what}", lambda value: isinstance(value, list) and all(map(accepts, value)))
 
 
 _TEXT = Rule("text", lambda value: isinstance(value, str))
@@ -76,113 +77,68 @@ TOKEN_IDS = Rule(
     "a token id (a whole number of at least 0), a list of them, or null",
     lambda value: value is None or all(map(_TOKEN_ID.accepts, value if isinstance(value, list) else [value])),
 )
-ARCHITECTURES = _optional(Rule("a list of names", _is_texts))
+NAMES = _optional(_listing("names", lambda one: isinstance(one, str)))
 _ROPE_THETA = _number(1, 1e15)
 _FACTOR = _number(1e-6, 1e6)
 _WHOLE_HEADS = _optional(
     Rule("1: heads are rotated as a whole", lambda value: type(value) in (int, float) and value == 1)
 )
-_FACTORS = Rule(
-    "a list of numbers above 0",
-    lambda value: isinstance(value, list) and all(type(one) in (int, float) and 1e-3 <= one <= 1e6 for one in value),
-)
+_FACTORS = _listing("numbers above 0", lambda one: type(one) in (int, float) and 1e-3 <= one <= 1e6)
 
-_FIELDS = {
+_FIELDS = by_name({
     "id2label": _optional(_LABELS),
-    "label2id": _optional(OBJECT),
-    "dtype": _optional(_DTYPE),
-    "torch_dtype": _optional(_DTYPE),
+    "label2id rope_parameters rope_scaling quantization_config compression_config": _optional(OBJECT),
+    "dtype torch_dtype": _optional(_DTYPE),
     "vocab_size": _count(1, MAX_VOCAB_SIZE),
     "hidden_size": _count(1, 2**17),
-    "intermediate_size": _count(1, 2**20),
-    "num_hidden_layers": _count(1, 1000),
+    "intermediate_size shared_intermediate_size moe_intermediate_size query_pre_attn_scalar": _count(1, 2**20),
+    "num_hidden_layers decoder_sparse_step": _count(1, 1000),
     "num_attention_heads": _count(1, 1024),
     "num_key_value_heads": _optional(_count(1, 1024)),
-    "head_dim": _optional(_count(1, 2**12)),
+    "head_dim n_group topk_group": _optional(_count(1, 2**12)),
     "max_position_embeddings": _count(1, MAX_POSITIONS),
-    "hidden_act": _TEXT,
-    "hidden_activation": _TEXT,
-    "rms_norm_eps": _number(1e-30, 1),
-    "norm_eps": _number(1e-30, 1),
-    "norm_epsilon": _number(1e-30, 1),
-    "shared_intermediate_size": _count(1, 2**20),
-    "num_local_experts": _optional(_count(0, 2**20)),
-    "num_experts": _count(1, 2**12),
-    "n_routed_experts": _count(1, 2**12),
-    "num_experts_per_tok": _count(1, 2**10),
-    "moe_intermediate_size": _count(1, 2**20),
-    "n_shared_experts": _optional(_count(0, 2**10)),
-    "n_group": _optional(_count(1, 2**12)),
-    "topk_group": _optional(_count(1, 2**12)),
-    "norm_topk_prob": _FLAG,
-    "routed_scaling_factor": _FACTOR,
-    "first_k_dense_replace": _count(0, 1000),
-    "decoder_sparse_step": _count(1, 1000),
-    "mlp_only_layers": _optional(
-        Rule(
-            "a list of whole numbers", lambda value: isinstance(value, list) and all(type(one) is int for one in value)
-        )
-    ),
-    "use_qk_norm": _FLAG,
-    "clip_qkv": _optional(_number(1e-6, 1e6)),
-    "swiglu_alpha": _optional(_FACTOR),
-    "swiglu_limit": _optional(_FACTOR),
-    "embedding_multiplier": _FACTOR,
-    "residual_multiplier": _FACTOR,
-    "attention_multiplier": _FACTOR,
-    "logits_scaling": _FACTOR,
+    "original_max_position_embeddings": _optional(_count(1, MAX_POSITIONS)),
+    "hidden_act hidden_activation": _TEXT,
     "position_embedding_type": _optional(_TEXT),
-    "use_bias": _FLAG,
-    "tie_word_embeddings": _FLAG,
-    "attention_bias": _FLAG,
-    "mlp_bias": _FLAG,
-    "attention_out_bias": _FLAG,
-    "no_rope_layer_interval": _count(1, 2**30),
-    "no_rope_layers": _optional(
-        Rule("a list of 0 and 1", lambda value: isinstance(value, list) and all(one in (0, 1) for one in value))
-    ),
-    "use_sliding_window": _FLAG,
+    "rms_norm_eps norm_eps norm_epsilon": _number(1e-30, 1),
+    "num_local_experts": _optional(_count(0, 2**20)),
+    "num_experts n_routed_experts": _count(1, 2**12),
+    "num_experts_per_tok": _count(1, 2**10),
+    "n_shared_experts": _optional(_count(0, 2**10)),
+    "first_k_dense_replace": _count(0, 1000),
+    "mlp_only_layers": _optional(_listing("whole numbers", lambda one: type(one) is int)),
+    "no_rope_layers": _optional(_listing("0 and 1", lambda one: one in (0, 1))),
+    "layer_types": NAMES,
+    "clip_qkv": _optional(_number(1e-6, 1e6)),
+    "swiglu_alpha swiglu_limit": _optional(_FACTOR),
+    "embedding_multiplier residual_multiplier attention_multiplier logits_scaling routed_scaling_factor": _FACTOR,
+    "attn_logit_softcapping final_logit_softcapping": _optional(_number(1e-3, 1e6)),
+    "use_bias attention_bias attention_out_bias mlp_bias tie_word_embeddings use_sliding_window use_qk_norm "
+    "norm_topk_prob": _FLAG,
     "use_bidirectional_attention": _optional(_FLAG),
+    "no_rope_layer_interval sliding_window_pattern": _count(1, 2**30),
     "sliding_window": _optional(_count(0, 2**30)),
     "max_window_layers": _count(0, 2**30),
-    "sliding_window_pattern": _count(1, 2**30),
-    "layer_types": _optional(Rule("a list of names", _is_texts)),
-    "query_pre_attn_scalar": _count(1, 2**20),
-    "attn_logit_softcapping": _optional(_number(1e-3, 1e6)),
-    "final_logit_softcapping": _optional(_number(1e-3, 1e6)),
-    "rope_theta": _ROPE_THETA,
-    "rope_local_base_freq": _ROPE_THETA,
+    "rope_theta rope_local_base_freq": _ROPE_THETA,
     "partial_rotary_factor": _optional(_number(0, 1)),
-    "rope_parameters": _optional(OBJECT),
-    "rope_scaling": _optional(OBJECT),
-    "original_max_position_embeddings": _optional(_count(1, MAX_POSITIONS)),
     "eos_token_id": TOKEN_IDS,
-    # transformers makes a list of this length
-    "num_labels": _count(0, 2**16),
+    "num_labels": _count(0, 2**16),  # transformers makes a list of this length
     "per_layer_config": Rule("left out: all layers have the same sizes here", lambda value: value in (None, {})),
-    "quantization_config": _optional(OBJECT),
-    "compression_config": _optional(OBJECT),
-}
-_ROPE_FIELDS = {
-    "rope_type": _TEXT,
-    "type": _TEXT,
+})  # fmt: skip
+_ROPE_FIELDS = by_name({
+    "rope_type type": _TEXT,
     "rope_theta": _ROPE_THETA,
     "factor": _number(1, 1e6),
     "attention_factor": _optional(_number(1e-3, 1e3)),
-    "beta_fast": _optional(_number(1e-3, 1e6)),
-    "beta_slow": _optional(_number(1e-3, 1e6)),
-    "mscale": _optional(_number(0, 1e3)),
-    "mscale_all_dim": _optional(_number(0, 1e3)),
+    "beta_fast beta_slow": _optional(_number(1e-3, 1e6)),
+    "mscale mscale_all_dim llama_4_scaling_beta": _optional(_number(0, 1e3)),
     "truncate": _FLAG,
     "alpha": _optional(_number(1, 1e6)),
-    "llama_4_scaling_beta": _optional(_number(0, 1e3)),
-    "short_factor": _FACTORS,
-    "long_factor": _FACTORS,
-    "low_freq_factor": _number(1e-3, 1e6),
-    "high_freq_factor": _number(1e-3, 1e6),
+    "short_factor long_factor": _FACTORS,
+    "low_freq_factor high_freq_factor": _number(1e-3, 1e6),
     "original_max_position_embeddings": _count(1, MAX_POSITIONS),
     "partial_rotary_factor": _optional(_number(0, 1)),
-}
+})  # fmt: skip
 FIELD_NAMES = tuple(_FIELDS)
 """The fields that there are rules for."""
 

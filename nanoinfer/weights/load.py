@@ -22,7 +22,7 @@ from nanoinfer.models.checkpoint_info import CheckpointInfo, TensorEntry
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.registry import find_class
 from nanoinfer.models.streamed import OnHost
-from nanoinfer.weights.checkpoint import ARCHITECTURES, OBJECT, check_fields
+from nanoinfer.weights.checkpoint import NAMES, OBJECT, check_fields
 from nanoinfer.weights.fill import fill_from_files, fill_with_noise, is_kv_scale
 from nanoinfer.weights.find import find_model
 from nanoinfer.weights.gguf import gguf_checkpoint, notices
@@ -66,13 +66,13 @@ def read_checkpoint(
     if not path.is_file():
         raise ValueError(what_it_holds(model_dir))
     as_in_file = raw = read_json_object(path)
-    ARCHITECTURES.check(f"{path} is no valid config", "architectures", raw.get("architectures"))
+    NAMES.check(f"{path} is no valid config", "architectures", raw.get("architectures"))
     is_text_part = bool(raw.get("architectures")) and raw["architectures"][0] in WRAPPERS
     raw = text_config(path, raw) if is_text_part else raw
     if overrides:
         raw = with_overrides(raw, overrides)
         path = f"{path} with hf_overrides"  # from here on messages are about both
-    ARCHITECTURES.check(f"{path} is no valid config", "architectures", raw.get("architectures"))
+    NAMES.check(f"{path} is no valid config", "architectures", raw.get("architectures"))
     try:
         model_class = find_class(raw.get("architectures"))
     except ValueError as error:
