@@ -21,12 +21,13 @@ from nanoinfer.kernels.experts import reference
 from nanoinfer.kernels.experts.add import add_experts
 from nanoinfer.kernels.experts.choose import sort_pairs
 from nanoinfer.kernels.experts.routing import NAMES, ExpertWeight, ExpertWeights, GatedActivation, slice_width
-from nanoinfer.kernels.experts.tiles import Tiles, tiles_of
+from nanoinfer.kernels.experts.tiles import tiles_of
 from nanoinfer.kernels.launch.pdl import launch_options, let_next_in, wait_for_inputs
 from nanoinfer.kernels.layer.activation import ACTIVATIONS, act_and_mul, activate, clamped
 from nanoinfer.kernels.layer.rms_norm import rounded
 from nanoinfer.kernels.linear.expand import expanded_plane, scales_of_rows
 from nanoinfer.kernels.linear.forms import COLUMN, first_blocks, form_of
+from nanoinfer.kernels.linear.launches import Tiles
 from nanoinfer.kernels.linear.packed import expanded_block, waited_for
 from nanoinfer.kernels.linear.tiles import biased
 from nanoinfer.kernels.linear.wide_products import high_words, scales_of_block, with_high_bits
