@@ -51,7 +51,7 @@ class SlotSet:
     """
 
     def __init__(self, layers: Sequence[Experts], num_slots: int, device: torch.device | str, first_place: int) -> None:
-        self.layers, self._num_slots, self._first_place = list(layers), num_slots, first_place
+        self.layers, self._first_place = list(layers), first_place
         self._num_experts, stride = layers[0].num_experts, layers[0].stride
         places = num_places(self._num_experts, num_slots, len(layers))
         self._pool = torch.zeros(places, stride, dtype=torch.uint8, device=device)

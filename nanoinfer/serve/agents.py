@@ -13,10 +13,8 @@ from nanoinfer.serve.messages_answer import MessagesAnswer
 from nanoinfer.serve.messages_request import CountRequest, MessagesRequest
 from nanoinfer.serve.responder import Prepared, Responder
 from nanoinfer.serve.responses_answer import ResponsesAnswer
-from nanoinfer.serve.responses_request import ResponsesRequest
+from nanoinfer.serve.responses_request import SEND_ITEMS, ResponsesRequest
 from nanoinfer.serve.token_answers import MAX_TOKENIZING_BYTES, counted
-
-_NOT_KEPT = "the server keeps no answers: send all items of the conversation in input"
 
 
 def add_agents(app: FastAPI, responder: Responder) -> None:
@@ -28,7 +26,7 @@ def add_agents(app: FastAPI, responder: Responder) -> None:
     @app.delete("/v1/responses/{name:path}")
     @app.post("/v1/responses/{name:path}")
     async def kept(name: str) -> Response:
-        raise BadRequestError(f"there is no response {name[:200]!r}: {_NOT_KEPT}", status=404)
+        raise BadRequestError(f"there is no response {name[:200]!r}: {SEND_ITEMS}", status=404)
 
     @app.post(MESSAGES)
     async def messages(request: Request) -> Response:

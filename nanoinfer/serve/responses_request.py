@@ -17,7 +17,7 @@ from nanoinfer.serve.translation import NOT_RUN, SAMPLING_FIELDS, fields_of_chat
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _ITEMS = "message, reasoning, function_call, function_call_output, custom_tool_call or custom_tool_call_output"
-_SEND_ITEMS = "the server keeps no answers: send all items of the conversation in input"
+SEND_ITEMS = "the server keeps no answers: send all items of the conversation in input"
 ENCRYPTED = "reasoning.encrypted_content"
 """Asks for reasoning in a form that comes back. Some clients send back this form only, so it has the text itself."""
 
@@ -129,7 +129,7 @@ ResponsesRequest.unsupported = fields_of_chats(
         "response_format": "text.format", "reasoning_effort": "reasoning.effort",
     },
 ) | by_advice({
-    _SEND_ITEMS: dict(previous_response_id=(), conversation=(), prompt=()),
+    SEND_ITEMS: dict(previous_response_id=(), conversation=(), prompt=()),
     "the answer comes with the request": dict(background=(False,)),
     "what is too long is refused": dict(truncation=("disabled",)),
     "leave it out": dict(top_logprobs=(0,), moderation=(), image=(), context_management=()),
@@ -183,7 +183,7 @@ class _Conversation:
             content = _text(f"{where}.output", item.get("output"))
             self.messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
         elif kind == "item_reference":
-            raise BadRequestError(f"{where} refers to another item: {_SEND_ITEMS}", param="input")
+            raise BadRequestError(f"{where} refers to another item: {SEND_ITEMS}", param="input")
         else:
             raise refuse(where, kind, _ITEMS, "input")
 
