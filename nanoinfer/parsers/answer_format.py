@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nanoinfer.common.errors import choose
+from nanoinfer.common.tables import by_name
 from nanoinfer.parsers.base import Reader, ToolReader
 from nanoinfer.parsers.events import CallArguments, CallBegun, CallEnded, Event, Reasoning, Text
 from nanoinfer.parsers.grammar import SHAPES, CallGrammar
@@ -20,34 +21,27 @@ from nanoinfer.parsers.tagged import Glm4Reader, Qwen3CoderReader, SeedOssReader
 from nanoinfer.parsers.thinking import HARMONY, MARKERS, Thinking
 from nanoinfer.parsers.tools import Tool
 
-# By vLLM's names.
-TOOL_READERS: dict[str, type[ToolReader]] = {
-    "hermes": HermesReader,
-    **dict.fromkeys(("qwen3_coder", "qwen3_xml"), Qwen3CoderReader),
-    **dict.fromkeys(("llama3_json", "llama4_json"), Llama3Reader),
-    "mistral": MistralReader,
-    "openai": HarmonyReader,
-    **dict.fromkeys(("glm45", "glm47"), Glm4Reader),
-    "seed_oss": SeedOssReader,
+# By vLLM's names of a parser, the usual one first: what reads calls, and texts that stand in the templates of models
+# that write them so. The first of which all do counts.
+_CALLS: dict[str, tuple[type[ToolReader], tuple[str, ...]]] = {
+    "openai": (HarmonyReader, (HARMONY,)),
+    "seed_oss": (SeedOssReader, ("<seed:tool_call>", "<function=", "<parameter=")),
+    "qwen3_coder qwen3_xml": (Qwen3CoderReader, ("<tool_call>", "<function=", "<parameter=")),
+    "glm45 glm47": (Glm4Reader, ("<tool_call>", "<arg_key>", "<arg_value>")),
+    "mistral": (MistralReader, ("[TOOL_CALLS]",)),
+    "hermes": (HermesReader, ("<tool_call>", '"name', "arguments")),
+    "llama3_json llama4_json": (Llama3Reader, ("<|start_header_id|>", '"parameters": ')),
 }
+TOOL_READERS = {name: reader for name, (reader, _) in by_name(_CALLS).items()}
 AUTO, NONE = "auto", "none"
-# Texts that stand in the templates of those that write calls so; the first of which all do counts.
-_WRITTEN: dict[str, tuple[str, ...]] = {
-    "openai": (HARMONY,),
-    "seed_oss": ("<seed:tool_call>", "<function=", "<parameter="),
-    "qwen3_coder": ("<tool_call>", "<function=", "<parameter="),
-    "glm45": ("<tool_call>", "<arg_key>", "<arg_value>"),
-    "mistral": ("[TOOL_CALLS]",),
-    "hermes": ("<tool_call>", '"name', "arguments"),
-    "llama3_json": ("<|start_header_id|>", '"parameters": '),
-}
 
 
 def tool_parser_of(template: str) -> str | None:
     """Return the name of the parser for calls as a template writes them; None: none is known."""
     if "tools" not in template:
         return None
-    return next((name for name, texts in _WRITTEN.items() if all(text in template for text in texts)), None)
+    found = (names for names, (_, texts) in _CALLS.items() if all(text in template for text in texts))
+    return next((names.split()[0] for names in found), None)
 
 
 def check_parsers(tool_parser: str, reasoning_parser: str) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nanoinfer.common.tables import by_name
 from nanoinfer.parsers.schema_types import is_text, types_of
 from nanoinfer.parsers.tools import Tool
 
@@ -48,17 +49,17 @@ class CallShape:
 
 
 _XML = ("<parameter=", ">\n", "\n</parameter>\n")
-SHAPES: dict[str, CallShape] = {
+SHAPES: dict[str, CallShape] = by_name({
     "hermes": CallShape('<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>"),
-    "qwen3_coder": CallShape("<tool_call>\n<function={name}>\n", "</function>\n</tool_call>", value=_XML),
+    "qwen3_coder qwen3_xml": CallShape("<tool_call>\n<function={name}>\n", "</function>\n</tool_call>", value=_XML),
     "seed_oss": CallShape(
         "<seed:tool_call>\n<function={name}>\n", "</function>\n</seed:tool_call>",
         value=("<parameter=", ">", "</parameter>\n"),
     ),
-    "glm45": CallShape(
+    "glm45 glm47": CallShape(
         "<tool_call>{name}\n", "</tool_call>", value=("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n")
     ),
-    "llama3_json": CallShape('{"name": "{name}", "parameters": ', "}", "; "),
+    "llama3_json llama4_json": CallShape('{"name": "{name}", "parameters": ', "}", "; "),
     "mistral": CallShape("[TOOL_CALLS]{name}[ARGS]", "", ""),
     "mistral_id": CallShape("[TOOL_CALLS]{name}[CALL_ID]{id}[ARGS]", "", ""),
     "mistral_list": CallShape(
@@ -68,8 +69,7 @@ SHAPES: dict[str, CallShape] = {
         "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", "", None,
         other_begin=" to=functions.{name}<|channel|>commentary json<|message|>",
     ),
-}  # fmt: skip
-SHAPES |= {"qwen3_xml": SHAPES["qwen3_coder"], "glm47": SHAPES["glm45"], "llama4_json": SHAPES["llama3_json"]}
+})  # fmt: skip
 
 
 class CallGrammar:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
+from nanoinfer.common.tables import by_name
 from nanoinfer.parsers.base import Reader, first, num_held
 from nanoinfer.parsers.events import Event, Reasoning
 
@@ -39,18 +40,15 @@ _KNOWN = (
 USUAL = Markers("<think>", ("</think>",))
 _BY_BEGIN = {markers.begin: markers for markers in _KNOWN}
 # By the names of vLLM's reasoning parsers.
-MARKERS = {
-    **dict.fromkeys(
-        "deepseek_r1 deepseek_v3 qwen3 glm45 ernie45 granite hunyuan_a13b step3 olmo3 minimax_m2 nemotron_v3".split(),
-        USUAL,
-    ),
+MARKERS = by_name({
+    "deepseek_r1 deepseek_v3 qwen3 glm45 ernie45 granite hunyuan_a13b step3 olmo3 minimax_m2 nemotron_v3": USUAL,
     "openai_gptoss": _BY_BEGIN[HARMONY],
     "gemma4": _BY_BEGIN["<|channel>thought\n"],
     "seed_oss": _BY_BEGIN["<seed:think>"],
     "minimax_m3": _BY_BEGIN["<mm:think>"],
     "cohere_command3": _BY_BEGIN["<|START_THINKING|>"],
     "mistral": _BY_BEGIN["[THINK]"],
-}
+})  # fmt: skip
 # Where templates look for the thinking of a message that is over; the names in their order of preference.
 _FIELDS = ("reasoning_content", "reasoning", "thinking", "thought")
 
