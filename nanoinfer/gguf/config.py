@@ -249,10 +249,12 @@ def _exaone4(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
     is_32b = num_layers == 64
     window = keys.count("attention.sliding_window", 4096 if is_32b else 0)
     keys.only("rope.freq_base_swa", common["rope_parameters"]["rope_theta"])
-    if not window or not (is_32b or keys.has(pattern)):
-        return _named("Exaone4ForCausalLM", "exaone4", sliding_window=None, **_all_full(num_layers))
-    layer_types = _layer_types(keys.flags(pattern, num_layers, 4))
-    return _named("Exaone4ForCausalLM", "exaone4", sliding_window=window, layer_types=layer_types)
+    slides = [False] * num_layers
+    if window and (is_32b or keys.has(pattern)):
+        slides = keys.flags(pattern, num_layers, 4)
+    else:
+        window = None
+    return _named("Exaone4ForCausalLM", "exaone4", sliding_window=window, layer_types=_layer_types(slides))
 
 
 def _hunyuan(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
@@ -310,10 +312,6 @@ def _starcoder2(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
 
 def _layer_types(slides: list[bool]) -> list[str]:
     return ["sliding_attention" if does else "full_attention" for does in slides]
-
-
-def _all_full(num_layers: int) -> dict[str, Any]:
-    return dict(layer_types=_layer_types([False] * num_layers))
 
 
 CONFIGS: dict[str, Callable[[Keys, dict[str, Any]], dict[str, Any]]] = {

@@ -146,7 +146,7 @@ class Fleet:
                         chosen, best = place, rank
             if chosen is not None:
                 return chosen
-        return min((place for place in places if place.load == least), key=_sent)
+        return min((place for place in places if place.load == least), key=lambda place: place.sent)
 
     def _move(self, request: RoutedRequest, place: Place | None) -> None:
         if request._place is not None:
@@ -159,7 +159,3 @@ class Fleet:
             place.sent += request._load
             if self._by_prefix:
                 place.held.add(request.digests)
-
-
-def _sent(place: Place) -> int:
-    return place.sent
