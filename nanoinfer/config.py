@@ -109,7 +109,7 @@ class EngineConfig:
         seed: seed of requests that give none, and of dummy weights.
         load_format: "auto" (safetensors) or "dummy" (random weights from the config alone).
         pin_host_memory: what to do if the system refuses to pin host memory. "auto": use pageable memory and report its
-            speed; "require": raise an error.
+            speed; "require": work with what was pinned before, or raise an error if nothing was.
         progress_bar: show progress while loading, pinning and capturing.
     """
 

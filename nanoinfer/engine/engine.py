@@ -367,6 +367,7 @@ class LLMEngine:
     def stats(self) -> dict[str, int | float | str | list[str]]:
         """Return counters since the engine was made, and the state of both pools; `statistics` says which."""
         with self.changing():
+            self.kv_cache.host_room.wait_for(0)
             self.kv_cache.tables.lifetimes.reclaim()
             self.runner.offload.drop_prefetch(self.kv_cache.tables.lifetimes.take_gone())
         return statistics(self)

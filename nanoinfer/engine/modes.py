@@ -5,9 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 
-from nanoinfer.engine.start import BuiltEngine
+from nanoinfer.engine.start import BuiltEngine, most_resident_blocks
 from nanoinfer.requests.sequence import Sequence
-from offload import BlockPool
 from offload.memory.pinned import PinError
 
 MODES = ("resident", "offload")
@@ -24,12 +23,12 @@ class Modes:
     def __init__(self, built: BuiltEngine) -> None:
         self.error: Exception | None = None
         self._config, self._runner, self._tables = built.config, built.runner, built.kv_cache.tables
-        self._admission, self._mover = built.admission, built.mover
+        self._admission, self._mover, self._host_room = built.admission, built.mover, built.kv_cache.host_room
         self.may_spill = built.admission.may_spill
 
     def close(self) -> None:
         """Let go of everything that holds memory. The modes cannot be used afterwards."""
-        del self._runner, self._admission, self._mover, self._tables
+        del self._runner, self._admission, self._mover, self._host_room, self._tables
 
     @property
     def current(self) -> str:
@@ -50,19 +49,26 @@ class Modes:
         """Return the most tokens that one sequence can have in `mode`. A longer sequence would wait for ever."""
         block_size = self._config.block_size
         if mode == "offload":
-            return self._runner.plan.num_host_blocks * block_size + block_size - 1  # the tail lies on the GPU
+            return self._host_room.num_possible * block_size + block_size - 1  # the tail lies on the GPU
         return self._tables.gpu_blocks.num_blocks * block_size
 
     def can_hold(self, sequence: Sequence) -> bool:
         """Whether a pool that can be used holds a waiting sequence.
 
-        With "auto", a request that only the host pool can hold is accepted before it is known whether that pool can be
-        used.
+        A request that only the host pool can hold is accepted before it is known how much of that pool can be used.
         """
+        if self._tables.is_offload:
+            return sequence.max_num_tokens <= self.max_sequence_tokens("offload")
         return not self._is_unusable or sequence.num_tokens <= self.max_sequence_tokens("resident")
 
     def refusal(self, sequence: Sequence) -> MemoryError:
         """Return why a waiting sequence, which no pool that can be used can hold, cannot run."""
+        if self._tables.is_offload:
+            return MemoryError(
+                f"request {sequence.request_id!r} cannot run: it can grow to {sequence.max_num_tokens} tokens, the "
+                f"host's KV pool holds {self.max_sequence_tokens('offload')} ({self._host_room.failure}): lower "
+                "max_tokens or shorten the prompt"
+            )
         return MemoryError(
             f"request {sequence.request_id!r} cannot run: it has {sequence.num_tokens} tokens, the GPU's KV pool holds "
             f"{self.max_sequence_tokens('resident')} and the host's cannot be used ({self.error}): lower "
@@ -105,6 +111,7 @@ class Modes:
             )
         if mode == "offload":
             self._require_host_pool(running)
+            self._host_room.require(max(self._mover.num_host_blocks(running), longest // self._config.block_size))
             self._mover.check_offload(running)
         else:
             self._mover.check_resident(running)
@@ -128,8 +135,13 @@ class Modes:
             self.error = None
 
     def enter_offload(self, running: list[Sequence]) -> bool:
-        """For "auto": enter offload mode if the host pool can hold the running requests; return whether it did."""
+        """For "auto": enter offload mode if the host pool can hold the running requests; return whether it did.
+
+        It must hold whatever resident mode holds, or a request might wait for a mode that does not come back.
+        """
         try:
+            self._require_host_pool(running)
+            self._host_room.require(most_resident_blocks(self._runner.plan, self._tables))
             self.switch("offload", running)
         except (ValueError, MemoryError, PinError) as error:
             self._note(error)
@@ -144,10 +156,6 @@ class Modes:
 
     def _require_host_pool(self, running: list[Sequence]) -> None:
         """Begin to map and pin the host pool, if it is needed for the first time and has room for these sequences."""
-        lifetimes = self._tables.lifetimes
-        blocks = lifetimes.host_blocks
-        if not blocks.num_blocks:
-            blocks = BlockPool(self._runner.plan.num_host_blocks)
-        self._mover.check_host_room(running, blocks)  # first: a switch that is refused takes no memory
+        self._mover.check_host_room(running)  # first: a switch that is refused takes no memory
         self._runner.open_host_pool()
-        lifetimes.host_blocks = blocks
+        self._host_room.wait_for(0)

@@ -98,12 +98,12 @@ class Scheduler:
         while len(held) < min(len(self.waiting), MAX_HELD) and budget:
             sequence = self.waiting[len(held)]
             verdict = self._admission.admit(sequence, self.running, held)
-            if verdict is Verdict.SPILL:
-                if self._spill():
-                    verdict = self._admission.admit(sequence, self.running, held)
-                elif not self._modes.can_hold(sequence):
-                    self._fail(sequence, self._modes.refusal(sequence))
-                    continue
+            if verdict is Verdict.SPILL and self._spill():
+                verdict = self._admission.admit(sequence, self.running, held)
+            is_last_word = verdict is Verdict.SPILL or self._kv_cache.tables.is_offload
+            if verdict is not Verdict.ADMITTED and is_last_word and not self._modes.can_hold(sequence):
+                self._fail(sequence, self._modes.refusal(sequence))
+                continue
             if verdict is Verdict.HELD:
                 held.append(sequence)
                 continue

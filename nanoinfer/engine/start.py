@@ -15,6 +15,7 @@ from nanoinfer.execution.runner import ModelRunner
 from nanoinfer.kv.admission import Admission
 from nanoinfer.kv.cache import KVCache
 from nanoinfer.kv.gpu_copies import GPUCopies
+from nanoinfer.kv.host_room import HostRoom
 from nanoinfer.kv.mover import Mover
 from nanoinfer.kv.tables import BlockTables
 from nanoinfer.memory.plan import TooSmall
@@ -127,7 +128,8 @@ def kv_side(config: EngineConfig, runner: ModelRunner) -> dict[str, Any]:
     tables = BlockTables(layout.block_size, lifetimes, plan.max_num_seqs, -(-plan.max_model_len // layout.block_size))
     window = max((window for window in windows if window is not None), default=None)
     gpu_copies = GPUCopies(tables, plan.max_resident_blocks, window)
-    kv_cache = KVCache(tables, gpu_copies, enable_prefix_caching=config.enable_prefix_caching)
+    host_room = HostRoom(lifetimes, runner.offload.host, plan.num_host_blocks, layout.block_bytes)
+    kv_cache = KVCache(tables, gpu_copies, host_room, enable_prefix_caching=config.enable_prefix_caching)
     mover = Mover(kv_cache, copies, runner.offload, layout.block_bytes)
     admission = Admission(kv_cache, mover, max_splits=plan.max_splits, may_spill=may_spill(config, plan, tables))
     return dict(kv_cache=kv_cache, admission=admission, mover=mover)
@@ -139,6 +141,10 @@ def may_spill(config: EngineConfig, plan: MemoryPlan, tables: BlockTables) -> bo
     Offload mode must hold whatever resident mode holds. Else a request that only the latter can hold would wait for a
     mode that does not come back.
     """
-    longest = min(plan.max_model_len, tables.gpu_blocks.num_blocks * tables.block_size)
-    holds_longest = longest // tables.block_size <= plan.num_host_blocks
+    holds_longest = most_resident_blocks(plan, tables) <= plan.num_host_blocks
     return config.enable_cpu_offload == "auto" and not tables.all_rows_fit and holds_longest
+
+
+def most_resident_blocks(plan: MemoryPlan, tables: BlockTables) -> int:
+    """Return how many full blocks a sequence can have at most in resident mode."""
+    return min(plan.max_model_len, tables.gpu_blocks.num_blocks * tables.block_size) // tables.block_size

@@ -131,7 +131,10 @@ class Admission:
         self, sequence: Sequence, wanted: _Wanted, running: Several[Sequence], passed: Several[Sequence]
     ) -> Verdict:
         num_promised = sum(one.max_num_tokens // self._tables.block_size for one in passed)
+        host_room = self._cache.host_room
         if self._tables.is_offload:
+            host_room.wait_for(self._cache.num_reserved_host + wanted.num_room + num_promised)
+            host_room.tell()
             if self._cache.copies.num_obtainable <= len(passed) or wanted.num_room + num_promised > self._room:
                 return Verdict.REFUSED
             if self._keeps_throughput(wanted.num_own, len(running)):
@@ -145,6 +148,7 @@ class Admission:
         if not running:
             return Verdict.SPILL
         needed = self._mover.num_host_blocks(running) + num_promised + wanted.num_host
+        host_room.wait_for(needed)
         if needed > self._tables.lifetimes.host_blocks.num_free:
             return Verdict.REFUSED
         if has_room:

@@ -12,7 +12,7 @@ from nanoinfer.kv.kept_blocks import KeptBlocks
 from nanoinfer.kv.tables import present
 from nanoinfer.requests.sequence import Sequence
 from nanoinfer.step.plan import NO_BLOCK
-from offload import BlockPool, OffloadEngine
+from offload import OffloadEngine
 from offload.blocks import GPU, HOST, KEPT
 
 # Blocks that go to the host in one operation, so that a wait for a few blocks does not wait for the whole pool.
@@ -154,7 +154,7 @@ class Mover:
 
         Raises:
             ValueError: the host pool cannot hold what the sequences can grow to; nothing changes.
-            PinError: the host pool cannot be used; nothing changes.
+            PinError, MemoryError: the host pool cannot be used; nothing changes.
         """
         assert not self._tables.is_offload
         lifetimes = self._tables.lifetimes
@@ -194,12 +194,17 @@ class Mover:
 
     def check_offload(self, sequences: list[Sequence]) -> None:
         """Raise what `switch_to_offload` would raise, without changing anything or waiting for copies."""
-        self._offload.host.check()  # with nothing to store, only the first step would notice, and fail
-        self.check_host_room(sequences, self._tables.lifetimes.host_blocks)
+        room = self._cache.host_room
+        room.require(1)
+        room.wait_for(self.num_host_blocks(sequences))
+        self.check_host_room(sequences)
 
-    def check_host_room(self, sequences: list[Sequence], host_blocks: BlockPool) -> None:
-        """Raise ValueError if the running sequences can grow to more than the free blocks of a host pool."""
-        self._check_room("offload", "can grow to", self.num_host_blocks(sequences), "host", host_blocks)
+    def check_host_room(self, sequences: list[Sequence]) -> None:
+        """Raise ValueError if the running sequences can grow to more blocks than the host has, or may have one day."""
+        room, blocks = self._cache.host_room, self._tables.lifetimes.host_blocks
+        num_free = room.num_possible - blocks.num_used
+        because = None if room.failure is None else str(room.failure)
+        self._check_room("offload", "can grow to", self.num_host_blocks(sequences), "host", num_free, because)
 
     def num_host_blocks(self, running: list[Sequence]) -> int:
         """Return how many host blocks the running sequences can fill, which all are resident; a shared block is one."""
@@ -221,14 +226,16 @@ class Mover:
         gpu_blocks = list(dict.fromkeys(block for stretch in stretches for block in stretch))
         return list(zip(gpu_blocks, self._cache.take_host(len(gpu_blocks)), strict=True))
 
-    def _check_room(self, mode: str, what: str, needed: int, name: str, pool: BlockPool, num_deferred: int = 0) -> None:
-        num_free = pool.num_free + num_deferred
+    def _check_room(
+        self, mode: str, what: str, needed: int, name: str, num_free: int, because: str | None = None
+    ) -> None:
         if needed > num_free:
             block_bytes = self._block_bytes
             raise ValueError(
                 f"switch to {mode} refused: the running sequences {what} a KV cache of "
                 f"{format_size(needed * block_bytes)}, the {name} has {format_size(num_free * block_bytes)} free for "
-                f"it: raise {name.lower()}_memory_limit or wait until some have ended"
+                f"it{'' if because is None else f' ({because})'}: raise {name.lower()}_memory_limit or wait until some "
+                "have ended"
             )
 
     def switch_to_resident(self, sequences: list[Sequence]) -> None:
@@ -286,9 +293,8 @@ class Mover:
         missing = [self._tables.host[sequence.row, self._missing(sequence)] for sequence in sequences]
         on_host = {block for blocks in missing for block in present(blocks)}
         needed = len(on_host - self._gpu_copies(sequences).keys()) + sum(int((b == NO_BLOCK).sum()) for b in missing)
-        self._check_room(
-            "resident", "still need", needed, "GPU", self._tables.gpu_blocks, self._tables.lifetimes.num_deferred_gpu
-        )
+        num_free = self._tables.gpu_blocks.num_free + self._tables.lifetimes.num_deferred_gpu
+        self._check_room("resident", "still need", needed, "GPU", num_free)
 
     def _gpu_copies(self, sequences: list[Sequence]) -> dict[int, int]:
         """Return a GPU copy of each host block of the sequences that has one, by host block."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from offload.layout import KVLayout
-from offload.memory.pinned import HostArena
+from offload.memory.pinned import HostArena, PinError
 
 
 class HostPool:
@@ -34,13 +34,23 @@ class HostPool:
         """Bytes of all blocks; 0 until there is memory."""
         return 0 if self.arena is None else self.num_blocks * self.layout.block_bytes
 
-    def check(self) -> None:
-        """Wait until the first segment is pinned.
+    def wait_for(self, num_blocks: int) -> tuple[int, Exception | None]:
+        """Wait until the first `num_blocks` blocks can be used, or it is known that they never can.
 
-        Raises:
-            PinError: the segment cannot be pinned, so no block of the pool can be used.
+        Returns:
+            How many blocks can be used, none without memory; and, if these are too few, why there will be no more: a
+            PinError or a MemoryError.
         """
-        self.run(0, 0, 0)
+        if self.arena is None:
+            return 0, None
+        failure = None
+        try:
+            self.arena.wait(-(-num_blocks // self.blocks_per_segment))
+        except (PinError, MemoryError) as error:
+            failure = error
+        except Exception as error:
+            failure = PinError(f"host memory could not be pinned: {error}")
+        return min(self.arena.num_ready * self.blocks_per_segment, self.num_blocks), failure
 
     def run(self, segment: int, begin: int, count: int) -> torch.Tensor:
         """Return a view of neighbouring blocks of one segment; wait until the segment is pinned.

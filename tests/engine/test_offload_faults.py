@@ -13,7 +13,6 @@ from unittest.mock import Mock
 
 import pytest
 from engines import (
-    BLOCK_BYTES,
     LAYER_BLOCK_BYTES,
     SMALL,
     assert_pools_as_before,
@@ -22,6 +21,7 @@ from engines import (
     random_prompts,
     run,
 )
+from refusing_driver import refuse_pinning
 from request_helpers import shrink_gpu_pool
 from simulated import SimulatedRuntime
 from tiny_models import make_checkpoint
@@ -38,7 +38,7 @@ from nanoinfer.kv.gpu_copies import GPUCopies
 from nanoinfer.requests.detokenizer import Detokenizer
 from nanoinfer.requests.request import Request
 from offload import OffloadEngine
-from offload.memory.pinned import PAGE_BYTES, HostArena, PinError, Pinner
+from offload.memory.pinned import HostArena, PinError
 
 ARGUMENTS = dict(
     max_num_seqs=3,
@@ -315,33 +315,6 @@ def test_requests_are_aborted_while_their_blocks_are_in_flight(path, alone, mode
 
 
 # Pinning
-
-
-class RefusingDriver(Pinner):
-    """Stands in for CUDA: pins `num_pinned` segments of host memory and refuses the next."""
-
-    def __init__(self, num_pinned: int) -> None:
-        self.registered: set[int] = set()
-        self._num_pinned = num_pinned
-
-    def arena(self, *args, pinner, **kwargs) -> HostArena:
-        return HostArena(*args, pinner=self, num_register_threads=1, **kwargs)
-
-    def unregister(self, address: int) -> None:
-        self.registered.remove(address)
-
-    def register(self, address: int, num_bytes: int) -> str | None:
-        if len(self.registered) == self._num_pinned:
-            return "no more"
-        self.registered.add(address)
-        return None
-
-
-def refuse_pinning(monkeypatch, num_pinned: int) -> RefusingDriver:
-    driver = RefusingDriver(num_pinned)
-    monkeypatch.setattr(nanoinfer.execution.runner, "HostArena", driver.arena)
-    monkeypatch.setattr(nanoinfer.execution.runner, "SEGMENT_BYTES", max(PAGE_BYTES, 4 * BLOCK_BYTES))
-    return driver
 
 
 @pytest.mark.parametrize("num_pinned", [0, 2])

@@ -163,7 +163,9 @@ def assert_pools_as_before(engine: LLMEngine) -> None:
     if offload.host.num_bytes:
         offload.drain()
         lifetimes.reclaim()
-        assert lifetimes.host_blocks.num_blocks == offload.host.num_blocks
+        num_usable, _ = offload.host.wait_for(offload.host.num_blocks)
+        kv_cache.host_room.wait_for(num_usable)
+        assert lifetimes.host_blocks.num_blocks == num_usable
         for on_gpu, key in tables.gpu_blocks.key_of.items():
             if isinstance(key, int):  # a number of a host block, of which it is a copy; others are digests of tokens
                 pairs = [(layer[on_gpu], offload.host.block(i, key)) for i, layer in enumerate(engine.runner.gpu_kv)]
