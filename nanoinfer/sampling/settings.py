@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,32 +74,17 @@ class RowSampling:
 
     @classmethod
     def from_params(
-        cls,
-        params: SamplingParams,
-        *,
-        seed: int,
-        step: int,
-        penalty_token_ids: Collection[int] = (),
-        output_token_ids: Collection[int] = (),
-        end_token_ids: Collection[int] = (),
-        limits: TokenLimits | None = None,
+        cls, params: SamplingParams, *, seed: int, step: int, end_token_ids: Collection[int] = (), **own: Any
     ) -> "RowSampling":
         """Return a row from a request's params.
 
         seed: of the sequence, in [0, 2^64); `params.seed` where given (completions of one request need different ones).
         end_token_ids: everything that would end the sequence: the model's end tokens and `params.stop_token_ids`.
-        limits: what the params ask of the choice of tokens, as token ids.
+        own: what else is not the params', such as the row's tokens.
         """
         shared = {name: value for name, value in vars(params).items() if name in cls.__dataclass_fields__}
-        own = dict(
-            seed=seed,
-            step=step,
-            penalty_token_ids=penalty_token_ids if params.repetition_penalty != 1 else (),
-            output_token_ids=output_token_ids,
-            banned_token_ids=end_token_ids if step < params.min_tokens else (),
-            limits=limits,
-        )
-        return cls(**shared | own)
+        banned = end_token_ids if step < params.min_tokens else ()
+        return cls(**shared | own | dict(seed=seed, step=step, banned_token_ids=banned))
 
     @property
     def counts_output(self) -> bool:

@@ -269,7 +269,7 @@ def test_a_row_from_params_carries_all_of_them():
         min_tokens=2,
     )
     later = RowSampling.from_params(SamplingParams(), seed=9, step=2, **ids)
-    assert later.penalty_token_ids == () and later.banned_token_ids == ()
+    assert later.banned_token_ids == ()
     assert row.counts_output and not later.counts_output
 
 
