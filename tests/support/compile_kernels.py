@@ -19,9 +19,12 @@ from triton.runtime import driver, jit
 
 
 class NoGpu:
-    """As much of a driver as the compiler asks for. architecture: as on the command line."""
+    """As much of a driver as the compiler asks for.
 
-    architecture = ""
+    architecture: as on the command line; launches_follow_copy: whether they must not start early.
+    """
+
+    architecture, launches_follow_copy = "", False
 
     @property
     def is_amd(self) -> bool:
@@ -49,7 +52,7 @@ def compile_only(kernel, grid):
     """What `kernel[grid]` gives here: compiles for the arguments and launches nothing."""
 
     def launch(*args, **kwargs):
-        has_pdl = gpu.target.has_dependent_launches
+        has_pdl = gpu.target.has_dependent_launches and not gpu.launches_follow_copy
         assert kwargs.get("PDL", has_pdl) == has_pdl, f"{kernel.__name__} would be compiled in another form"
         assert "enable_fp_fusion" in kwargs, f"{kernel.__name__} has the bits of triton's default"
         if next(launches) % num_shares != share:
@@ -251,27 +254,19 @@ def compile_attention(head_dim: int, kv_dtype: torch.dtype, *, is_common: bool) 
     tiles = prefill_tiles(shape, gpu.target.program_memory)
     if not is_common:
         tiles = replace(tiles, block_m=64, block_n=32, num_warps=4)
+    lists = ints(8, 4), ints(1), ints(8), ints(8), out, lse, lse.clone()
     windows, batch_sizes = ((None, 100), (4, 64)) if is_common else ((100,), ())
     for window in windows[:1] if is_brief else windows:  # the window is compiled with what is not common
-        decode_partial.decode_partial(
-            q,
-            kv,
-            ints(8, 4),
-            ints(1),
-            ints(8),
-            ints(8),
-            out,
-            lse,
-            lse.clone(),
-            window=window,
-            shape=shape,
-            num_programs=33,
-        )
+        decode_partial.decode_partial(q, kv, *lists, window=window, shape=shape, num_programs=33)
         prefill.prefill(
             q, kv, q.clone(), state, tables, ints(1, 4),
             max_query_len=8, store_state=False, window=window, shape=shape, tiles=tiles,
             sinks=None if window is None else zeros(32),
         )  # fmt: skip
+    if is_common and gpu.target.has_dependent_launches:  # over a ring slot, whose list was just copied
+        gpu.launches_follow_copy = True
+        decode_partial.decode_partial(q, kv, *lists, window=None, shape=shape, num_programs=33, after_copy=True)
+        gpu.launches_follow_copy = False
     if is_common and not is_brief:
         merge.merge(out, lse, lse.clone(), ints(9), ints(8), q, tiles=4, sinks=zeros(32))
     for batch_size in () if is_again else batch_sizes:  # dependent launches alone are another form of it
