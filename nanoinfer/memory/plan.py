@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import product
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from nanoinfer.common.units import GIB, enough, format_size
 from nanoinfer.config import EngineConfig
 from nanoinfer.devices.base import Device
-from nanoinfer.execution.buffers import buffer_bytes, split_bytes
 from nanoinfer.execution.memory import MemoryPlan
 from nanoinfer.memory.refusals import (
     KV_SHARE,
@@ -23,11 +22,9 @@ from nanoinfer.memory.refusals import (
     min_blocks,
     refuse_gpu,
 )  # fmt: skip
-from nanoinfer.memory.streamed import Streamed, choices, least_streamed, link_cost, may_stream_head
-from nanoinfer.memory.working import activations, graph_bytes
+from nanoinfer.memory.sized import most_blocks, sized_plan
+from nanoinfer.memory.streamed import Streamed, choices, least_streamed, link_cost, may_stream_head, placed, slot_bytes
 from nanoinfer.models.base import ModelSpec
-from nanoinfer.models.expert_slots import pool_bytes
-from nanoinfer.models.streamed import place_sizes, spread
 
 DEFAULT_RING_SLOT_BYTES = 32 * 2**20
 # Prefill steps below so many tokens are too slow to be chosen for the memory that they leave.
@@ -75,7 +72,8 @@ def _divide(
             )
     spec.check_context(config.max_model_len)
     fitting: list[MemoryPlan] = []
-    given = budget_bytes, slot_bytes, device, host_available_bytes, may_pin
+    sized = cache(partial(sized_plan, config, spec, budget_bytes, slot_bytes, device))
+    given = sized, device, host_available_bytes, may_pin
     least = least_streamed(config, spec, may_stream_head(config, spec, device, may_pin))
     slots = checked_slots(config, spec)
     for tokens in _batched_tokens(config, device):
@@ -103,7 +101,7 @@ def _divide(
 
 
 def _with_weights_on_the_host(
-    config: EngineConfig, spec: ModelSpec, least: Streamed, *given: int, has_slots: bool = True
+    config: EngineConfig, spec: ModelSpec, least: Streamed, *given: Any, has_slots: bool = True
 ) -> MemoryPlan | None:
     """Return the cheaper of the plans with layers that stream and with experts in slots; None: none fits.
 
@@ -130,9 +128,9 @@ def _with_weights_on_the_host(
     return None
 
 
-def _heads(config: EngineConfig, spec: ModelSpec, least: Streamed, *given: int) -> list[bool]:
+def _heads(config: EngineConfig, spec: ModelSpec, least: Streamed, *given: Any) -> list[bool]:
     """Whether the head is streamed, in the order in which both are tried."""
-    *_, device, _, may_pin = given
+    _, device, _, may_pin = given
     return [True] if least.head else [False, True][: 1 + may_stream_head(config, spec, device, may_pin)]
 
 
@@ -143,53 +141,77 @@ def _contexts(config: EngineConfig) -> tuple[int, ...]:
 
 def _streaming_weights(
     config: EngineConfig, spec: ModelSpec, may_stream: Sequence[Streamed], context: int, too_long: list[TooSmall],
-    *given: int,
+    *given: Any,
 ) -> MemoryPlan | None:  # fmt: skip
     """Return the plan with the largest prefill step in which as few weights stream as must be; None: none fits.
 
     too_long: takes what is said of plans that would fit, but for `max_model_len`.
     """
-    for tokens in _batched_tokens(config, given[2]):
+    sized, device, _, may_pin = given
+    for tokens in _batched_tokens(config, device):
+        wanted = min_blocks(config, sized(tokens), context)
         for streamed in may_stream:
+            gains = placed(spec, streamed).freed_bytes + _embedding_bytes(config, spec, device, may_pin)
+            if most_blocks(sized(tokens), gains) < wanted:
+                continue
             try:
                 plan = _spend_all(config, spec, tokens, *given, streamed)
             except TooSmall:  # for host memory; with a smaller step fewer weights stream
                 break
-            if plan.num_gpu_blocks < min_blocks(config, plan, context):
+            if plan.num_gpu_blocks < wanted:
                 continue
             try:
                 return _with_model_len(config, plan)
-            except TooSmall as error:  # with more weights streamed, more KV stays on the GPU
+            except TooSmall as error:
                 too_long.append(error)
+            # With more weights streamed, less KV lies in host memory, and more stays on the GPU.
+            if config.enable_cpu_offload is True:
+                break
+            wanted = max(wanted, -(-plan.max_model_len // config.block_size) + 1)
     return None
 
 
-def _slotted(config: EngineConfig, spec: ModelSpec, context: int, *given: int) -> MemoryPlan | None:
+def _slotted(config: EngineConfig, spec: ModelSpec, context: int, *given: Any) -> MemoryPlan | None:
     """Return the cheapest plan with experts in slots, of each prefill step the one with most; None: none fits.
 
     In offload mode also those count that leave less room than for a context, whose KV streams then.
     """
-    sparse, (*_, device, _, may_pin) = spec.sparse, given
+    sparse, (sized, device, _, may_pin) = spec.sparse, given
     gives_layers = config.resident_weights_limit is not None or config.cpu_offload_gb is not None
     if sparse is None or not device.reads_host_memory or not may_pin or gives_layers:
         return None
     rooms = sorted({context, min(context, _STREAMING_CONTEXT), 1}) if config.may_offload else [context]
     found = []
-    for room, tokens in product(rooms, _batched_tokens(config, device)):
+    counts = range(sparse.num_chosen, sparse.num_experts + 1)
+    gains = sparse.expert_bytes + _embedding_bytes(config, spec, device, may_pin)
+    sizes = _batched_tokens(config, device)
+    try:
+        plan = _spend_all(config, spec, sizes[-1], *given, Streamed(), counts[0])
+        if config.enable_cpu_offload is True:
+            _with_model_len(config, plan)
+    except TooSmall:  # for host memory, of which any size and any number of slots take the same
+        return None
+    for room, tokens in product(rooms, sizes):
+        one = sized(tokens)
+        blocks = -(-min(room, one.max_model_len) // config.block_size) + 2
+        wanted = max(blocks, min_blocks(config, one, room))
 
-        def made(count: int, room: int = room, tokens: int = tokens) -> MemoryPlan | None:
+        def made(count: int, tokens: int = tokens, wanted: int = wanted) -> MemoryPlan | None:
             try:
                 plan = _spend_all(config, spec, tokens, *given, Streamed(), count)
-                blocks = -(-min(room, plan.max_model_len) // config.block_size) + 2
-                if plan.num_gpu_blocks < max(blocks, min_blocks(config, plan, room)):
-                    return None
-                return _with_model_len(config, plan)
+                return None if plan.num_gpu_blocks < wanted else _with_model_len(config, plan)
             except TooSmall:
                 return None
 
-        counts = range(sparse.num_chosen, sparse.num_experts + 1)
-        if fitting := bisect_left(counts, True, key=lambda count: made(count) is None):
-            found.append(made(counts[fitting - 1]))
+        def leaves_less(count: int, one: MemoryPlan = one, wanted: int = wanted) -> bool:
+            return most_blocks(one, gains - slot_bytes(sparse, count)) < wanted
+
+        most = bisect_left(counts, True, key=leaves_less)
+        if most and (plan := made(counts[most - 1])) is None:
+            most = bisect_left(counts[:most], True, key=lambda count: made(count) is None)
+            plan = made(counts[most - 1]) if most else None
+        if most:
+            found.append(plan)
     return min(found, key=partial(link_cost, config, spec, context), default=None)
 
 
@@ -200,7 +222,7 @@ def _holds_as_much(config: EngineConfig, plan: MemoryPlan, other: MemoryPlan) ->
 
 
 def _unless_slots_bring_much_less(
-    config: EngineConfig, spec: ModelSpec, resident: MemoryPlan, *given: int
+    config: EngineConfig, spec: ModelSpec, resident: MemoryPlan, *given: Any
 ) -> MemoryPlan:
     """Return the plan with all weights on the GPU, unless slots for experts make room for KV that streams without.
 
@@ -220,31 +242,48 @@ def _unless_slots_bring_much_less(
     return slotted if is_better else resident
 
 
-def _refuse(config: EngineConfig, spec: ModelSpec, least: Streamed, *given: int) -> NoReturn:
+def _refuse(config: EngineConfig, spec: ModelSpec, least: Streamed, *given: Any) -> NoReturn:
     """Say how little GPU memory would do with the weights streamed that the host holds, or how much the host must."""
-    tokens, plans = _batched_tokens(config, given[2])[-1], []
+    sized, device, _, may_pin = given
+    tokens, plans = _batched_tokens(config, device)[-1], []
+    one, away = sized(tokens), _embedding_bytes(config, spec, device, may_pin)
     heads = _heads(config, spec, least, *given)
-    for streamed in sorted({least, *(one for head in heads for one in choices(least, spec, head))}):
+    several = sorted({least, *(one for head in heads for one in choices(least, spec, head))})
+
+    def is_refused(streamed: Streamed) -> bool:
         try:
-            plans.append(_spend_all(config, spec, tokens, *given, streamed))
-        except TooSmall:
+            return _spend_all(config, spec, tokens, *given, streamed) is None
+        except TooSmall:  # for host memory, of which more bytes need more
+            return True
+
+    several.sort(key=lambda streamed: placed(spec, streamed).num_bytes)
+    held = several[: bisect_left(several, True, key=is_refused)] or several[:1]  # which says how much the host lacks
+    for streamed in sorted(held, key=lambda streamed: -placed(spec, streamed).freed_bytes):
+        at_least = replace(one, weight_bytes=one.weight_bytes - away - placed(spec, streamed).freed_bytes)
+        if plans and least_bytes(config, at_least) > min(least_bytes(config, plan) for plan in plans):
             break
-    unlimited, room = replace(config, host_memory_limit=None), (*given[:3], _UNLIMITED, given[4])
+        plans.append(_spend_all(config, spec, tokens, *given, streamed))
+    unlimited, room = replace(config, host_memory_limit=None), (*given[:2], _UNLIMITED, given[3])
     roomy = _with_weights_on_the_host(unlimited, spec, least, *room, has_slots=False)
-    smallest = min(plans, key=lambda plan: least_bytes(config, plan))
-    also = "" if roomy is None else f", or stream more: {host_wanted(config, roomy, given[3])}"
+    smallest = min(plans, key=lambda plan: (least_bytes(config, plan), len(plan.streamed_pieces), plan.head_bytes))
+    also = "" if roomy is None else f", or stream more: {host_wanted(config, roomy, given[2])}"
     refuse_gpu(config, smallest, also)
 
 
 def _spend_all(
-    config: EngineConfig, spec: ModelSpec, tokens: int, budget_bytes: int, slot_bytes: int, device: Device,
+    config: EngineConfig, spec: ModelSpec, tokens: int, sized: Callable[[int], MemoryPlan], device: Device,
     host_available_bytes: int, may_pin: bool, streamed: Streamed, num_expert_slots: int = 0, is_tight: bool = True,
 ) -> MemoryPlan:  # fmt: skip
-    """is_tight: whether embeddings lie in host memory, if they may; not of a tied head, which each step reads."""
-    may_leave = device.reads_host_memory and may_pin and not spec.tied_embeddings and config.cpu_offload_gb != 0
-    away = spec.embedding_bytes if is_tight and may_leave else 0
-    plan = _spend(config, spec, tokens, budget_bytes, slot_bytes, device, streamed, num_expert_slots, away)
+    """is_tight: whether embeddings lie in host memory, if they may."""
+    away = _embedding_bytes(config, spec, device, may_pin) if is_tight else 0
+    plan = _spend(config, spec, sized(tokens), device, streamed, num_expert_slots, away)
     return _with_host(config, plan, host_available_bytes)
+
+
+def _embedding_bytes(config: EngineConfig, spec: ModelSpec, device: Device, may_pin: bool) -> int:
+    """Return the bytes of embeddings that may lie in host memory; not of a tied head, which each step reads."""
+    may_leave = device.reads_host_memory and may_pin and not spec.tied_embeddings and config.cpu_offload_gb != 0
+    return spec.embedding_bytes if may_leave else 0
 
 
 def _batched_tokens(config: EngineConfig, device: Device) -> list[int]:
@@ -261,69 +300,29 @@ def _batched_tokens(config: EngineConfig, device: Device) -> list[int]:
 
 
 def _spend(
-    config: EngineConfig,
-    spec: ModelSpec,
-    max_num_batched_tokens: int,
-    budget_bytes: int,
-    slot_bytes: int,
-    device: Device,
-    streamed: Streamed,
-    num_expert_slots: int,
-    embedding_bytes: int,
-) -> MemoryPlan:
-    layout, max_model_len = spec.layout, config.max_model_len or spec.max_position
-    max_num_seqs = config.max_num_seqs or (256 if budget_bytes >= 32 * GIB else 64)
-    max_blocks = -(-max_model_len // layout.block_size)
-    blocks_per_slot = min(slot_bytes // layout.layer_block_bytes, max_blocks * max_num_seqs)
-    resident = config.resident_kv_limit
-    resident = None if resident is None else resident // layout.block_bytes
-    batch_sizes = tuple(config.graph_batch_sizes(max_num_seqs, device))
-    token_counts = tuple(config.graph_num_tokens(max_num_batched_tokens, device))
-    max_batch, has_graphs = max(batch_sizes[-1], max_num_seqs), device.records_graphs and not config.enforce_eager
-    sizes = MemoryPlan(
-        blocks_per_slot=blocks_per_slot,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        is_taken_as_needed=device.is_host,
-    )
-    of_split = split_bytes(spec, config.num_ring_slots)
-    scratch_bytes = spec.gpu_scratch_bytes if device.is_fused else spec.scratch_bytes
-    pieces, head_bytes = spread(len(spec.piece_bytes), streamed.num_pieces), spec.head_bytes * streamed.head
-    host_bytes = sum(spec.piece_bytes[piece] for piece in pieces) + head_bytes
-    place_bytes, expert_bytes = sum(place_sizes(spec.run_bytes(pieces, streamed.head))), 0
-    rope_bytes = spec.rope_bytes(max_model_len)
-    if num_expert_slots:
-        expert_bytes = spec.sparse.expert_bytes
-        place_bytes = pool_bytes(spec.sparse.strides, spec.sparse.num_experts, num_expert_slots)
+    config: EngineConfig, spec: ModelSpec, sized: MemoryPlan, device: Device, streamed: Streamed,
+    num_expert_slots: int, embedding_bytes: int,
+) -> MemoryPlan:  # fmt: skip
+    """Return the plan of this size with its pool, and what is streamed, has slots or lies in host memory."""
+    on_host = placed(spec, streamed)
+    expert_bytes = spec.sparse.expert_bytes if num_expert_slots else 0
     plan = replace(
-        sizes,
-        budget_bytes=budget_bytes,
-        streamed_pieces=pieces,
-        head_bytes=head_bytes,
-        streamed_bytes=host_bytes,
+        sized,
+        streamed_pieces=on_host.pieces,
+        head_bytes=spec.head_bytes * streamed.head,
+        streamed_bytes=on_host.num_bytes,
         num_expert_slots=num_expert_slots,
         expert_bytes=expert_bytes,
-        slot_rows=max(max_batch, max(token_counts, default=0)) if num_expert_slots else 0,
+        slot_rows=sized.slot_rows * (num_expert_slots > 0),
         embedding_bytes=embedding_bytes,
-        weight_bytes=spec.weight_bytes - host_bytes - expert_bytes - embedding_bytes + scratch_bytes + rope_bytes,
-        place_bytes=place_bytes,
-        **activations(spec, max_num_batched_tokens, max_batch, device),
-        workspace_bytes=buffer_bytes(spec, sizes, batch_sizes, token_counts, config.num_ring_slots),
-        library_bytes=device.library_bytes,
-        graph_bytes=graph_bytes(spec, max_batch, max(token_counts, default=0)) if has_graphs else 0,
-        ring_bytes=config.num_ring_slots * blocks_per_slot * layout.layer_block_bytes + sum(spec.place_bytes),
-        block_bytes=layout.block_bytes,
-        split_bytes=of_split,
-        max_resident_blocks=resident,
+        weight_bytes=sized.weight_bytes - on_host.num_bytes - expert_bytes - embedding_bytes,
+        place_bytes=slot_bytes(spec.sparse, num_expert_slots) if num_expert_slots else on_host.place_bytes,
     )
-    # Each block of the pool brings room for two splits, because rows may share blocks.
-    rows = max_num_seqs * of_split
-    num_blocks = max(0, budget_bytes - plan.fixed_bytes - rows) // (layout.block_bytes + 2 * of_split)
+    num_blocks, max_blocks = most_blocks(plan), -(-plan.max_model_len // config.block_size)
     if device.is_host or config.enable_cpu_offload is True:
         # A pool larger than all rows can fill is of no use: on the CPU it would take the user's own memory, and in
         # offload mode the host holds what does not fit.
-        useful = max_blocks * max_num_seqs + max_num_seqs + 2
+        useful = max_blocks * plan.max_num_seqs + plan.max_num_seqs + 2
         num_blocks = min(num_blocks, max(useful, min_blocks(config, plan)))
     num_blocks = min(num_blocks, config.num_gpu_blocks_override or num_blocks)
     return replace(plan, num_gpu_blocks=num_blocks)

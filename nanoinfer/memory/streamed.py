@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from nanoinfer.common.units import GIB, format_size
@@ -10,8 +11,9 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.devices.base import Device
 from nanoinfer.execution.memory import MemoryPlan
 from nanoinfer.memory.refusals import TooSmall
-from nanoinfer.models.base import ModelSpec
-from nanoinfer.models.streamed import spread
+from nanoinfer.models.base import ModelSpec, SparseSpec
+from nanoinfer.models.expert_slots import pool_bytes
+from nanoinfer.models.streamed import place_sizes, spread
 
 # Tokens of prompts for each generated one, by which plans are compared.
 _PROMPT_TOKENS = 32
@@ -22,6 +24,33 @@ class Streamed(NamedTuple):
 
     num_pieces: int = 0
     head: bool = False
+
+
+class Placed(NamedTuple):
+    """Weights that are streamed: their pieces, their bytes in host memory, and those of their places on the GPU."""
+
+    pieces: tuple[int, ...]
+    num_bytes: int
+    place_bytes: int
+
+    @property
+    def freed_bytes(self) -> int:
+        """What is freed on the GPU, which the places may take and more."""
+        return self.num_bytes - self.place_bytes
+
+
+@lru_cache(maxsize=4096)
+def placed(spec: ModelSpec, streamed: Streamed) -> Placed:
+    """Kept: plans of many sizes stream the same."""
+    pieces = spread(len(spec.piece_bytes), streamed.num_pieces)
+    num_bytes = sum(spec.piece_bytes[piece] for piece in pieces) + spec.head_bytes * streamed.head
+    return Placed(pieces, num_bytes, sum(place_sizes(spec.run_bytes(pieces, streamed.head))))
+
+
+@lru_cache(maxsize=4096)
+def slot_bytes(sparse: SparseSpec, num_slots: int) -> int:
+    """Return the bytes of the pools of experts with so many slots in each layer."""
+    return pool_bytes(sparse.strides, sparse.num_experts, num_slots)
 
 
 def may_stream_head(config: EngineConfig, spec: ModelSpec, device: Device, may_pin: bool) -> bool:

@@ -7,9 +7,11 @@ import shlex
 import pytest
 from published_configs import PUBLISHED, write_published
 
+import nanoinfer
 from nanoinfer.commands.main import main
 from nanoinfer.common.units import GIB
 from nanoinfer.memory import forecaster
+from nanoinfer.memory import plan as memory_plan
 
 # What cards called so many GB leave to an engine, and cards by name, the last two of them without KV in fp8.
 SIZES = {"8 GB": "7.1GiB", "12 GB": "11.1GiB", "16 GB": "15GiB", "24 GB": "23GiB"}
@@ -103,3 +105,25 @@ def test_a_published_model_fits_or_what_is_named_makes_it_fit(name, tmp_path, fu
             for text in () if fits else advice:
                 check_least(text, asked, plan)
             assert place not in ("A10", "RTX 3060") or "KV in fp8" not in json.dumps([proposals, advice])
+
+
+@pytest.mark.parametrize("gib", [1.5, 11, 23])
+def test_few_candidates_are_priced_for_a_plan(gib, monkeypatch):
+    """Not all prefill steps with all numbers of pieces and of slots."""
+    priced, spend, make = [], memory_plan._spend, forecaster.make_plan
+    most = 0
+
+    def made(*args, **options):
+        nonlocal most
+        priced.clear()
+        try:
+            return make(*args, **options)
+        finally:
+            most = max(most, len(priced))
+
+    monkeypatch.setattr(memory_plan, "_spend", lambda *args: priced.append(args) or spend(*args))
+    monkeypatch.setattr(forecaster, "make_plan", made)
+    for context in (256, 8192, 131_072):
+        asked = dict(context=context, gpu_memory=f"{gib}GiB", host_memory="64GiB")
+        nanoinfer.plan("glm-4.5-air", **asked)
+    assert 0 < most <= 64

@@ -1,0 +1,60 @@
+"""What a prefill step of some size takes, whatever is streamed: counted once for all plans of this size."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from nanoinfer.common.units import GIB
+from nanoinfer.config import EngineConfig
+from nanoinfer.devices.base import Device
+from nanoinfer.execution.buffers import buffer_bytes, split_bytes
+from nanoinfer.execution.memory import MemoryPlan
+from nanoinfer.memory.working import activations, graph_bytes
+from nanoinfer.models.base import ModelSpec
+
+
+def sized_plan(
+    config: EngineConfig, spec: ModelSpec, budget_bytes: int, slot_bytes: int, device: Device,
+    max_num_batched_tokens: int,
+) -> MemoryPlan:  # fmt: skip
+    """Return the plan of a prefill step without a pool: all weights are on the GPU, and `slot_rows` as with slots."""
+    layout, max_model_len = spec.layout, config.max_model_len or spec.max_position
+    max_num_seqs = config.max_num_seqs or (256 if budget_bytes >= 32 * GIB else 64)
+    max_blocks = -(-max_model_len // layout.block_size)
+    blocks_per_slot = min(slot_bytes // layout.layer_block_bytes, max_blocks * max_num_seqs)
+    resident = config.resident_kv_limit
+    resident = None if resident is None else resident // layout.block_bytes
+    batch_sizes = tuple(config.graph_batch_sizes(max_num_seqs, device))
+    token_counts = tuple(config.graph_num_tokens(max_num_batched_tokens, device))
+    max_batch, has_graphs = max(batch_sizes[-1], max_num_seqs), device.records_graphs and not config.enforce_eager
+    sizes = MemoryPlan(
+        blocks_per_slot=blocks_per_slot,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        is_taken_as_needed=device.is_host,
+    )
+    of_split = split_bytes(spec, config.num_ring_slots)
+    scratch_bytes = spec.gpu_scratch_bytes if device.is_fused else spec.scratch_bytes
+    return replace(
+        sizes,
+        budget_bytes=budget_bytes,
+        slot_rows=max(max_batch, max(token_counts, default=0)),
+        weight_bytes=spec.weight_bytes + scratch_bytes + spec.rope_bytes(max_model_len),
+        **activations(spec, max_num_batched_tokens, max_batch, device),
+        workspace_bytes=buffer_bytes(spec, sizes, batch_sizes, token_counts, config.num_ring_slots),
+        library_bytes=device.library_bytes,
+        graph_bytes=graph_bytes(spec, max_batch, max(token_counts, default=0)) if has_graphs else 0,
+        ring_bytes=config.num_ring_slots * blocks_per_slot * layout.layer_block_bytes + sum(spec.place_bytes),
+        block_bytes=layout.block_bytes,
+        split_bytes=of_split,
+        max_resident_blocks=resident,
+    )
+
+
+def most_blocks(sized: MemoryPlan, gained_bytes: int = 0) -> int:
+    """Return the most blocks of a pool beside all else, of which so many bytes are not on the GPU."""
+    # Each block of the pool brings room for two splits, because rows may share blocks.
+    rows = sized.max_num_seqs * sized.split_bytes
+    left = sized.budget_bytes - sized.fixed_bytes + gained_bytes - rows
+    return max(0, left) // (sized.block_bytes + 2 * sized.split_bytes)
