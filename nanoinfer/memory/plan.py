@@ -276,7 +276,7 @@ def _spend_all(
 ) -> MemoryPlan:  # fmt: skip
     """is_tight: whether embeddings lie in host memory, if they may."""
     away = _embedding_bytes(config, spec, device, may_pin) if is_tight else 0
-    plan = _spend(config, spec, sized(tokens), device, streamed, num_expert_slots, away)
+    plan = spend(config, spec, sized(tokens), device, streamed, num_expert_slots, away)
     return _with_host(config, plan, host_available_bytes)
 
 
@@ -299,7 +299,7 @@ def _batched_tokens(config: EngineConfig, device: Device) -> list[int]:
     return [size for size in sizes if size >= captured]
 
 
-def _spend(
+def spend(
     config: EngineConfig, spec: ModelSpec, sized: MemoryPlan, device: Device, streamed: Streamed,
     num_expert_slots: int, embedding_bytes: int,
 ) -> MemoryPlan:  # fmt: skip

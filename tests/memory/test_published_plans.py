@@ -110,7 +110,7 @@ def test_a_published_model_fits_or_what_is_named_makes_it_fit(name, tmp_path, fu
 @pytest.mark.parametrize("gib", [1.5, 11, 23])
 def test_few_candidates_are_priced_for_a_plan(gib, monkeypatch):
     """Not all prefill steps with all numbers of pieces and of slots."""
-    priced, spend, make = [], memory_plan._spend, forecaster.make_plan
+    priced, spend, make = [], memory_plan.spend, forecaster.make_plan
     most = 0
 
     def made(*args, **options):
@@ -121,7 +121,7 @@ def test_few_candidates_are_priced_for_a_plan(gib, monkeypatch):
         finally:
             most = max(most, len(priced))
 
-    monkeypatch.setattr(memory_plan, "_spend", lambda *args: priced.append(args) or spend(*args))
+    monkeypatch.setattr(memory_plan, "spend", lambda *args: priced.append(args) or spend(*args))
     monkeypatch.setattr(forecaster, "make_plan", made)
     for context in (256, 8192, 131_072):
         asked = dict(context=context, gpu_memory=f"{gib}GiB", host_memory="64GiB")
