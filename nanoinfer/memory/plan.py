@@ -367,7 +367,7 @@ def _with_host(config: EngineConfig, plan: MemoryPlan, available_bytes: int) -> 
 
 
 def _with_splits(plan: MemoryPlan, max_splits: int) -> MemoryPlan:
-    """Return the plan with room for `max_splits` splits. More than `_spend` counted on make the GPU pool smaller."""
+    """Return the plan with room for `max_splits` splits. More than `spend` counted on make the GPU pool smaller."""
     room = (plan.budget_bytes - plan.fixed_bytes - max_splits * plan.split_bytes) // plan.block_bytes
     return replace(plan, num_gpu_blocks=min(plan.num_gpu_blocks, max(0, room)), max_splits=max_splits)
 
