@@ -7,8 +7,8 @@ import time
 from dataclasses import replace
 
 import torch
+import transformers
 from tqdm import tqdm
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from nanoinfer.devices.registry import device_of
 from nanoinfer.measure.answers import Answer
@@ -22,8 +22,11 @@ from nanoinfer.weights.load import load_model, read_checkpoint, read_spec
 CACHES = {"hf": ("offloaded", "dynamic"), "hf-static": ("offloaded_static", "static")}
 
 
-class _Clock(StoppingCriteria):
-    """Records the time of each token of the batch. `generate` calls it after every step; it never stops the batch."""
+class _Clock:
+    """Records the time of each token of the batch. `generate` calls it after every step; it never stops the batch.
+
+    As a `StoppingCriteria` is called, without being one: to import that takes seconds, also where nothing is compared.
+    """
 
     def __init__(self, bar: tqdm) -> None:
         self.moments: list[float] = []
@@ -45,7 +48,7 @@ def load_reference(
     seed: int,
     hf_overrides: dict | None = None,
     progress: bool = False,
-) -> tuple[PreTrainedModel, ModelSpec]:
+) -> tuple[transformers.PreTrainedModel, ModelSpec]:
     """Load the model of transformers with the weights of `LLM(model_dir, ...)`, random ones included, and our spec.
 
     Raises:
@@ -67,7 +70,7 @@ def load_reference(
     weights = {name: view.to("cpu", copy=True) for name, view in views.items()}
     del ours, views
     # As from a file: of experts that lie apart transformers makes one tensor while it reads.
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(checkpoint.hf_config)]
+    kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(checkpoint.hf_config)]
     given = dict(config=checkpoint.hf_config, state_dict=weights, dtype=spec.dtype)
     model, found = kind.from_pretrained(None, output_loading_info=True, **given)
     names = sorted([*found["missing_keys"], *found["unexpected_keys"]])
@@ -77,8 +80,8 @@ def load_reference(
 
 @torch.inference_mode()
 def measure_reference(
-    mode: str, model: PreTrainedModel, spec: ModelSpec, lengths: list[int], output_len: int, *, seed: int = 0,
-    progress: bool = False, cache: str | None = None,
+    mode: str, model: transformers.PreTrainedModel, spec: ModelSpec, lengths: list[int], output_len: int, *,
+    seed: int = 0, progress: bool = False, cache: str | None = None,
 ) -> Row:  # fmt: skip
     """Measure one batch of equally long prompts through `generate` with an offloaded cache, or with `cache`.
 
@@ -101,7 +104,7 @@ def measure_reference(
             min_new_tokens=output_len,
             do_sample=False,
             cache_implementation=cache or CACHES[mode][1 if described.is_host else 0],
-            stopping_criteria=StoppingCriteriaList([clock]),
+            stopping_criteria=transformers.StoppingCriteriaList([clock]),
             disable_compile=True,
         )
     row.time_to_first_token = clock.moments[0] - begin

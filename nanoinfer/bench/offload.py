@@ -10,7 +10,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+import transformers
 
 from nanoinfer.bench.hf import CACHES, load_reference, measure_reference
 from nanoinfer.bench.rows import compare, plot, report
@@ -168,7 +168,7 @@ class _Run:
         load_format = shared_engine_arguments(self.options)["load_format"]
 
         @cache
-        def reference() -> tuple[PreTrainedModel, ModelSpec]:
+        def reference() -> tuple[transformers.PreTrainedModel, ModelSpec]:
             return load_reference(
                 self.model,
                 dtype=self.options.dtype,

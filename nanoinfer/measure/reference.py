@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, CompressedTensorsConfig, PreTrainedModel
+import transformers
 
 from nanoinfer.layers.formats.compressed_tensors import CompressedTensors
 from nanoinfer.weights.fill import is_kv_scale
@@ -18,7 +18,7 @@ _UNUSED = ("input_scale", "rotary_emb.inv_freq")
 
 def load_in_transformers(
     model_dir: str | Path, dtype: torch.dtype, hf_overrides: dict | None = None, **arguments: Any
-) -> PreTrainedModel:
+) -> transformers.PreTrainedModel:
     """Return the model on the CPU, to be computed in `dtype`. arguments: others of `from_pretrained`.
 
     Quantised weights are expanded in the checkpoint's dtype, as their method says, and cast then.
@@ -33,9 +33,11 @@ def load_in_transformers(
     if hf_overrides:
         arguments["config"] = checkpoint.hf_config
     if settings.get("quant_method") == CompressedTensors.name:
-        arguments["quantization_config"] = CompressedTensorsConfig(dequantize=True)  # now, not in the first step
+        # Expanded now, not in the first step.
+        arguments["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
+        # Use the full name, so that transformers imports this class now and not with this module: it takes seconds.
+        model, found = transformers.AutoModelForCausalLM.from_pretrained(
             model_dir, dtype="auto" if settings else dtype, output_loading_info=True, **arguments
         )
     except (MemoryError, torch.OutOfMemoryError):

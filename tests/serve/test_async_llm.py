@@ -104,10 +104,12 @@ def test_what_cannot_be_used_is_refused_and_harms_nobody(model):
     assert run(model, work).outputs[0].finish_reason == "length"
 
 
+SLOW = ("transformers.models.auto.auto_factory", "transformers.modeling_utils", "matplotlib", "fastapi")
 WITHOUT_HTTP = """
 import asyncio, json, sys
 from nanoinfer import LLM
 print(json.dumps(sorted(sys.modules)))
+import nanoinfer.bench.offload
 import nanoinfer.commands.main
 print(json.dumps(sorted(sys.modules)))
 
@@ -151,8 +153,12 @@ def test_an_llm_imports_neither_commands_nor_tokenizers(without_http):
         "nanoinfer.verify",
         "nanoinfer.commands.main",
     )
-    slow = ("transformers.models.auto.auto_factory", "transformers.modeling_utils", "matplotlib", "fastapi")
-    assert [name for name in names if name.startswith((*not_needed, *slow))] == []
+    assert [name for name in names if name.startswith((*not_needed, *SLOW))] == []
+
+
+def test_a_benchmark_imports_of_transformers_what_it_takes_without_a_comparison(without_http):
+    names = json.loads(without_http.stdout.splitlines()[1])
+    assert "nanoinfer.bench.hf" in names and [name for name in names if name.startswith(SLOW)] == []
 
 
 def test_the_commands_import_no_server_packages_and_serve_asks_for_them(without_http):
