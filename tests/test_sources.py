@@ -55,8 +55,9 @@ CHANGES = {"append", "clear", "extend", "insert", "pop", "remove", "reverse", "s
 
 
 @functools.cache
-def parsed(source: str) -> ast.AST:
-    return ast.parse(source)
+def nodes(source: str) -> list[ast.AST]:
+    """Of the whole file: to walk a tree takes longer than to make it."""
+    return list(ast.walk(ast.parse(source)))
 
 
 def is_setter(function: ast.AST) -> bool:
@@ -66,16 +67,16 @@ def is_setter(function: ast.AST) -> bool:
     return is_method and ast.unparse(function) == "object.__setattr__"
 
 
-def written(tree: ast.AST) -> Iterator[tuple[ast.AST, ast.Attribute]]:
+def written(source: str) -> Iterator[tuple[ast.AST, ast.Attribute]]:
     """Each attribute that is assigned, deleted or changed in place, also under another name, with where."""
     names = {  # in the whole file: a name that ever stands for a field counts as that field
         target.id: node.value
-        for node in ast.walk(tree)
+        for node in nodes(source)
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Attribute)
         for target in node.targets
         if isinstance(target, ast.Name)
     }
-    for node in ast.walk(tree):
+    for node in nodes(source):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES:
             changed = node.func.value
         elif isinstance(node, ast.Call) and is_setter(node.func):
@@ -99,10 +100,9 @@ def writers_of_sequences(sources: dict[str, str]) -> dict[str, set[str]]:
     """Which files write each field of a sequence, initial values apart."""
     found = defaultdict(set)
     for path, source in sources.items():
-        tree = parsed(source)
-        methods = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and path == SEQUENCE]
+        methods = [node for node in nodes(source) if isinstance(node, ast.FunctionDef)] if path == SEQUENCE else []
         initial = {id(node) for method in methods if method.name == "__post_init__" for node in ast.walk(method)}
-        for node, attribute in written(tree):
+        for node, attribute in written(source):
             if attribute.attr not in FIELDS or id(node) in initial:
                 continue
             owner = ast.unparse(attribute.value)
@@ -143,7 +143,7 @@ MAY_LOOK = {"nanoinfer/kv/admission.py", "nanoinfer/kv/mover.py"}
 def reads_of_the_mode(source: str) -> list[str]:
     """The names and attributes that are read and say the mode, and comparisons with a mode's name."""
     found = []
-    for node in ast.walk(parsed(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
             name = node.id if isinstance(node, ast.Name) else node.attr
             found += [ast.unparse(node)] * (name in MODE_NAMES)
@@ -181,8 +181,8 @@ TESTS_THAT_LOOK_INSIDE = {
 @functools.cache
 def private_names(source: str) -> tuple[set[str], set[str]]:
     """The private names that a file makes, and those of others that it uses: what is imported, or no `self`'s."""
-    tree, made, used = parsed(source), set(), set()
-    for node in ast.walk(tree):
+    made, used = set(), set()
+    for node in nodes(source):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             made.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
