@@ -133,6 +133,7 @@ class Modes:
             self._runner.capture(mode == "offload" or self.may_spill)
         if mode == "offload":
             self.error = None
+            self._host_room.tell()
 
     def enter_offload(self, running: list[Sequence]) -> bool:
         """For "auto": enter offload mode if the host pool can hold the running requests; return whether it did.

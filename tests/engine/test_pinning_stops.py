@@ -27,8 +27,8 @@ ARGUMENTS = dict(
     num_ring_slots=2,
     resident_kv_limit=None,
 )
-# Of 0, 1 and 2 segments, in which all of these happen.
-SEEDS = 0, 1, 18, 45, 46
+# Of 0 to 3 segments, in which all of these happen.
+SEEDS = 0, 1, 18, 45, 46, 202
 WHAT_MAY_HAPPEN = "no start", "refused", "ended alone", "preempted", "spilled", "short in offload mode"
 
 
