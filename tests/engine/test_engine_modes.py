@@ -12,6 +12,7 @@ MODELS = {
     "gemma3": dict(family="gemma3", sliding_window=24),
     "mistral": dict(family="mistral", sliding_window=40, num_heads=3, num_kv_heads=1),
 }
+NUM_LAYERS = 2
 LAYER_BLOCK_BYTES = 2 * 16 * 2 * 16 * 4  # of qwen3 and gemma3; mistral's is half of it
 PROMPTS = random_prompts(6, 1, 120)
 # The last two with all penalties, of unequal strength.
@@ -24,8 +25,7 @@ def paths(tmp_path_factory):
 
 
 def _checkpoint(tmp_path_factory, name, arguments):
-    arguments = dict(arguments)
-    return make_checkpoint(arguments.pop("family"), tmp_path_factory.mktemp(name), **arguments)
+    return make_checkpoint(directory=tmp_path_factory.mktemp(name), num_layers=NUM_LAYERS, **arguments)
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,7 @@ def test_blocks_cut_into_splits_give_the_same_bits_in_every_mode(paths, expected
         dict(enforce_eager=True),
         dict(enable_cpu_offload=True, num_ring_slots=2, ring_slot_bytes=LAYER_BLOCK_BYTES),
         dict(enable_cpu_offload=True, ring_slot_bytes=7 * LAYER_BLOCK_BYTES),
-        dict(enable_cpu_offload=True, resident_kv_limit=8 * LAYER_BLOCK_BYTES * 3),
+        dict(enable_cpu_offload=True, resident_kv_limit=8 * LAYER_BLOCK_BYTES * NUM_LAYERS),
     ]
     for arguments in settings if fuzz else [settings[list(MODELS).index(name)]]:
         engine = make_engine(paths[name], **arguments)
@@ -144,7 +144,7 @@ def test_triton_backend_in_the_interpreter_gives_equal_bits_in_both_modes(paths)
 
 
 def test_switch_to_offload_is_refused_with_the_numbers_when_it_cannot_fit(paths, expected):
-    block_bytes = 3 * LAYER_BLOCK_BYTES
+    block_bytes = NUM_LAYERS * LAYER_BLOCK_BYTES
     engine = make_engine(paths["qwen3"], host_memory_limit=24 * block_bytes)
 
     def at_step(engine, step):
@@ -200,10 +200,9 @@ def test_streamed_bytes_are_what_the_plan_says(paths):
     engine = make_engine(paths["qwen3"], enable_cpu_offload=True, num_ring_slots=2, ring_slot_bytes=LAYER_BLOCK_BYTES)
     prompt = random_prompts(1, 50, 50)
     run(engine, prompt, [SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)])
-    num_layers, num_steps = 3, 5
-    in_decode = num_steps * num_layers * 3 * LAYER_BLOCK_BYTES
+    in_decode = 5 * NUM_LAYERS * 3 * LAYER_BLOCK_BYTES
     stats = engine.stats()
     assert stats["decode_streamed_bytes"] == in_decode + 2 * LAYER_BLOCK_BYTES
     assert stats["discarded_prefetch_bytes"] == 2 * LAYER_BLOCK_BYTES, "the end drops what was prefetched"
-    assert stats["written_bytes"] == 3 * num_layers * LAYER_BLOCK_BYTES
+    assert stats["written_bytes"] == 3 * NUM_LAYERS * LAYER_BLOCK_BYTES
     assert COMMON["block_size"] == 16

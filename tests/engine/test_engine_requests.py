@@ -21,7 +21,7 @@ BOTH_MODES = pytest.mark.parametrize("enable_cpu_offload", [False, True], ids=["
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     """A checkpoint with a tokenizer of one word per token: "w17" is token 17."""
-    path = make_checkpoint("qwen3", tmp_path_factory.mktemp("model"), num_layers=2)
+    path = make_checkpoint("qwen3", tmp_path_factory.mktemp("model"), num_layers=1)
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0")

@@ -164,6 +164,18 @@ def lines_of(player: Player, alone: list) -> tuple[dict[Line, int], set[Line]]:
     return {line: always[line] or count for line, count in functools.reduce(operator.or_, counts).items()}, once
 
 
+@pytest.fixture(scope="module")
+def found_in(path, alone):
+    """Mode, and seed of the streams -> a player that has played, and its `lines_of`."""
+
+    @functools.cache
+    def find(mode: str, seed: int | None) -> tuple[Player, dict[Line, int], set[Line]]:
+        player = Player(path, mode, seed)
+        return player, *lines_of(player, alone)
+
+    return find
+
+
 def lines_of_recovery(player: Player, alone: list, causes: list[Line]) -> dict[Line, list[Line]]:
     """The lines that run in a recovery, each with those of `causes` that it recovered from."""
     lines: dict[Line, list[Line]] = {}
@@ -200,8 +212,8 @@ def of_share(lines: list[tuple[Line, int]], share: int) -> list[tuple[Line, int]
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.sampled("offload-in order-0", "auto-shuffled-0")
 @pytest.mark.filterwarnings("ignore:offload mode cannot be entered")
-def test_an_exception_at_any_line_leaves_nothing_behind(path, alone, mode, seed, share, fuzz):
-    found, once = lines_of(Player(path, mode, seed), alone)
+def test_an_exception_at_any_line_leaves_nothing_behind(path, alone, found_in, mode, seed, share, fuzz):
+    _, found, once = found_in(mode, seed)
     lines = draw(found, None if fuzz else NUM_SAMPLED, seed=len(mode))
     lines = of_share(lines, share) if fuzz else lines
     errors = itertools.cycle([KeyboardInterrupt, KeyboardInterrupt, lambda: RuntimeError("out of luck")])
@@ -234,9 +246,8 @@ def test_an_exception_at_any_line_leaves_no_wrong_expert_in_a_slot(tmp_path, mon
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.sampled("auto-shuffled-0")
 @pytest.mark.filterwarnings("ignore:offload mode cannot be entered")
-def test_an_exception_in_the_middle_of_a_recovery_leaves_nothing_behind(path, alone, mode, seed, share, fuzz):
-    player = Player(path, mode, seed)
-    found, once = lines_of(player, alone)
+def test_an_exception_in_the_middle_of_a_recovery_leaves_nothing_behind(path, alone, found_in, mode, seed, share, fuzz):
+    player, found, once = found_in(mode, seed)
     causes = [line for line, _ in draw(found, 40 if fuzz else 2, seed=5) if line not in once]
     causes_of = lines_of_recovery(player, alone, causes)
     lines = draw(dict.fromkeys(causes_of, 1), None if fuzz else NUM_SAMPLED // 2, seed=len(mode))

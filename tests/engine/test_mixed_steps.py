@@ -29,7 +29,7 @@ VARIANTS = {
 
 @pytest.fixture(scope="module", params=["qwen3", "gemma3"])
 def path(request, tmp_path_factory):
-    fields = dict(SMALL) if request.param == "qwen3" else dict(sliding_window=24)
+    fields = dict(SMALL) if request.param == "qwen3" else dict(sliding_window=24, num_layers=2)
     return make_checkpoint(request.param, tmp_path_factory.mktemp("model"), **fields)
 
 

@@ -31,7 +31,7 @@ from transformers import PreTrainedTokenizerFast
 
 from nanoinfer import LLMEngine, SamplingParams
 
-FAMILIES = {"qwen3": {}, "llama": {}, "gemma3": dict(sliding_window=24, num_layers=3)}
+FAMILIES = {"qwen3": {}, "llama": {}, "gemma3": dict(sliding_window=24)}
 ARGUMENTS = dict(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=192, ring_slot_bytes=2 * LAYER_BLOCK_BYTES)
 OFFLOAD = ARGUMENTS | dict(enable_cpu_offload=True, resident_kv_limit=None)
 
@@ -201,8 +201,8 @@ def test_window_layers_never_stream_in_decode_while_their_blocks_fit(path_of):
     give_back = shrink_gpu_pool(engine, 16)  # 4 rows with a tail and 2 blocks in the window each, and 4 more
     watch = Watch(engine)
     run(engine, random_prompts(4, 90, 110, seed=6), [greedy(30)] * 4)
-    assert watch.filled["DecodeStep"][2] > 100, "the layer with full attention does not stream"
-    assert watch.filled["DecodeStep"][0] == watch.filled["DecodeStep"][1] == 0
+    assert watch.filled["DecodeStep"][1] > 100, "the layer with full attention does not stream"
+    assert watch.filled["DecodeStep"][0] == 0
     give_back()
     assert_pools_as_before(engine)
 

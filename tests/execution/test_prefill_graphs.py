@@ -43,7 +43,7 @@ def path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def windowed(tmp_path_factory):
-    return make_checkpoint("gemma3", tmp_path_factory.mktemp("windowed"), sliding_window=24)
+    return make_checkpoint("gemma3", tmp_path_factory.mktemp("windowed"), sliding_window=24, num_layers=2)
 
 
 def prefill_pieces_of(engine):
