@@ -13,9 +13,9 @@ import torch
 from gpu_models import QWEN3
 
 ROOT = Path(__file__).resolve().parents[2]
-NUM_PROCESSES, SECONDS = 12, 20
-# Two blocks of a layer, so each list that passes through a slot differs from the one before; all blocks of a layer.
-RING_SLOT_BYTES = 2**19, 2**25
+NUM_PROCESSES, SECONDS = 15, 30
+# The engine's own ring; and one with slots of two blocks of a layer, so that each list differs from the one before.
+RING_SLOT_BYTES = [], [str(2**19)]
 START_SECONDS = 300  # kernels are compiled once, by whichever process is first
 
 
@@ -35,7 +35,7 @@ def play(directory: Path, device: str, num_processes: int, seconds: float, capsy
         logs = [stack.enter_context((directory / f"{i}.log").open("w+")) for i in range(num_processes)]
         processes = [
             subprocess.Popen(
-                [*command, str(seconds), str(RING_SLOT_BYTES[number % len(RING_SLOT_BYTES)])],
+                [*command, str(seconds), *RING_SLOT_BYTES[number % len(RING_SLOT_BYTES)]],
                 env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
             )
             for number, log in enumerate(logs)

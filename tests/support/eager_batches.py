@@ -1,6 +1,6 @@
-"""The same batch again and again in eager offload mode, against resident mode: one of several that share a GPU.
+"""A few batches again and again in eager offload mode, against resident mode: one of several that share a GPU.
 
-    python tests/support/eager_batches.py DIR DEVICE SECONDS RING_SLOT_BYTES
+    python tests/support/eager_batches.py DIR DEVICE SECONDS [RING_SLOT_BYTES]
 
 It prints "ready" once the first batch was compared, waits for a line, and prints as JSON how many batches it has
 compared and how the first one that has other bits differs (null: none does).
@@ -19,12 +19,14 @@ from nanoinfer import LLM, SamplingParams
 
 # Some blocks become full, so that lists of splits change: at 1,024, 1,792 and 256 tokens.
 LENGTHS, MAX_TOKENS = (1010, 300, 1780, 40, 250), 20
+NUM_DRAWS = 4
 
 
-def answers(llm: LLM) -> list[tuple]:
-    """Token ids and log-probabilities of each prompt."""
-    generator = random.Random(0)
-    prompts = [{"prompt_token_ids": [generator.randrange(4000) for _ in range(length)]} for length in LENGTHS]
+def answers(llm: LLM, draw: int) -> list[tuple]:
+    """Token ids and log-probabilities of each prompt of a batch."""
+    generator = random.Random(draw)
+    lengths = generator.sample(LENGTHS, len(LENGTHS))
+    prompts = [{"prompt_token_ids": [generator.randrange(4000) for _ in range(length)]} for length in lengths]
     params = [
         SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=3)
         for i in range(len(prompts))
@@ -42,21 +44,25 @@ def difference(found: list[tuple], wanted: list[tuple]) -> str | None:
     return None if found == wanted else "the answers have other lengths"
 
 
-def main(directory: str, device: str, seconds: float, ring_slot_bytes: int) -> None:
-    arguments = COMMON | dict(block_size=256, device=device, skip_tokenizer_init=True)
+def main(directory: str, device: str, seconds: float, ring_slot_bytes: int | None) -> None:
+    arguments = COMMON | dict(block_size=256, max_num_batched_tokens=512, enable_prefix_caching=False)
+    arguments |= dict(device=device, skip_tokenizer_init=True)
     with LLM(directory, **arguments | dict(resident_kv_limit=None)) as llm:
-        wanted = answers(llm)
-    arguments |= dict(enable_cpu_offload=True, enforce_eager=True, num_ring_slots=2, ring_slot_bytes=ring_slot_bytes)
+        wanted = [answers(llm, draw) for draw in range(NUM_DRAWS)]
+    arguments |= dict(enable_cpu_offload=True, enforce_eager=True)
+    if ring_slot_bytes is not None:
+        arguments |= dict(num_ring_slots=2, ring_slot_bytes=ring_slot_bytes)
     with LLM(directory, **arguments) as llm:
-        found, count = difference(answers(llm), wanted), 1
+        found, count = difference(answers(llm, 0), wanted[0]), 1
         assert llm.stats()["streamed_bytes"], "nothing has passed through the ring"
         print("ready", flush=True)
         sys.stdin.readline()
         end = time.monotonic() + seconds
         while found is None and time.monotonic() < end:
-            found, count = difference(answers(llm), wanted), count + 1
+            draw = count % NUM_DRAWS
+            found, count = difference(answers(llm, draw), wanted[draw]), count + 1
     print(json.dumps({"batches": count, "difference": found}), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4]))
+    main(sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4]) if sys.argv[4:] else None)
