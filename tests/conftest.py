@@ -19,7 +19,7 @@ def seeded():
 
 
 def pytest_addoption(parser):
-    parser.addoption("--fuzz", action="store_true", help="every seed, line and case, not a sample: an hour")
+    parser.addoption("--fuzz", action="store_true", help="every seed, line and case, not a sample: hours")
 
 
 def pytest_configure(config):
