@@ -35,7 +35,8 @@ lint: $(STAMP)
 test: $(STAMP)
 	$(TEST_ENV) $(VENV)/bin/python -m pytest tests -n $(JOBS) --dist worksteal $(ARGS)
 
-# What `make test` takes a sample of, whole: seeds, cases, an exception at every line of a step. Half an hour on sixteen cores, hours on two.
+# What `make test` takes a sample of, whole: seeds, cases, an exception at every line of a step. Half an hour on sixteen
+# cores (JOBS=16), hours on two.
 fuzz: $(STAMP)
 	$(TEST_ENV) $(VENV)/bin/python -m pytest tests --fuzz -m sampled -n $(JOBS) --dist worksteal $(ARGS)
 
