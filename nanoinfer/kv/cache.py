@@ -40,7 +40,6 @@ class KVCache:
         free_rows: rows without a sequence.
         num_reserved_host: host blocks that are promised and not handed out yet.
         num_reserved_splits: blocks that all rows together can ever attend to.
-        num_given_back: blocks, and promises of blocks, that sequences ever gave back.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class KVCache:
         self.tables, self.copies, self.host_room = tables, copies, host_room
         self.prefixes = PrefixCache(tables, enable_prefix_caching)
         self.free_rows = list(range(len(tables.gpu) - 1, -1, -1))
-        self.num_reserved_host = self.num_reserved_splits = self.num_given_back = 0
+        self.num_reserved_host = self.num_reserved_splits = 0
 
     @property
     def num_unpromised_host(self) -> int:
@@ -163,7 +162,6 @@ class KVCache:
         self.tables.gpu[row] = NO_BLOCK
         self.tables.host[row] = NO_BLOCK
         self.tables.versions[row] += 1
-        self.num_given_back += len(on_gpu) + len(on_host) + sequence.num_reserved_host
         self.cancel_reserved(sequence)
         self.num_reserved_splits -= self.tables.num_blocks(sequence.max_num_tokens)
         sequence.row = None

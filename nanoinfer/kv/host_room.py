@@ -15,8 +15,10 @@ class HostRoom:
     once its memory is there: whatever was promised or handed out can be used, and no step finds out that it cannot.
 
     Args:
+        lifetimes: has the pool of host blocks, which grows.
         host: the memory. Of it only `wait_for` is called.
-        num_planned: blocks of the host pool.
+        num_planned: blocks that the host pool is to have.
+        block_bytes: bytes of a block, of all layers.
 
     Attributes:
         failure: why no more blocks will ever be usable; None: more may, or all are.
