@@ -60,6 +60,8 @@ def place_experts_kernel(
     place = tl.load(held + expert, mask=expert < EXPERTS, other=-1)
     is_hit = (pairs > 0) & (place >= 0)
     is_missing = (pairs > 0) & (place < 0)
+    # Behind it, no thread reads the clock, which one of them stores: a late one would take slots of this step for free.
+    tl.debug_barrier()
     tl.store(used + (place - first_slot), now, mask=is_hit)
     tl.store(clock, now)
     tl.store(counts, tl.load(counts) + tl.sum(is_hit.to(tl.int32)))
@@ -86,6 +88,7 @@ def place_experts_kernel(
         own = tl.load(victims + number, mask=takes_slot, other=0)
         before = tl.load(owner + own, mask=takes_slot, other=-1)
         is_put_out = takes_slot & (before >= 0)
+        tl.debug_barrier()  # of few experts, several threads read the owner of one slot
         tl.store(held + before, -1, mask=is_put_out)
         tl.store(owner + own, expert, mask=takes_slot)
         tl.store(used + own, now, mask=takes_slot)
