@@ -92,6 +92,23 @@ def test_a_nan_row_spoils_itself_alone_and_padding_adds_nothing(operations):
     assert torch.equal(found[:, others], wanted[:, others])
 
 
+def test_tiles_in_several_launches_give_the_bits_of_one(monkeypatch):
+    owner, rows = make_experts(torch.float32), some_rows(torch.float32, CHOICES["few"] * 2)
+    wanted = sums(fused, owner, *rows)
+    monkeypatch.setattr(product, "MOST_TILES", 2)
+    assert torch.equal(sums(fused, owner, *rows), wanted)
+
+
+def test_tiles_that_are_not_there_compute_nothing_whatever_memory_held(monkeypatch):
+    """Three experts of five have pairs: the list has room for more tiles than there are."""
+    ids = torch.tensor([[0, 3], [3, -1], [4, 3]], dtype=torch.int32)
+    table = torch.arange(EXPERTS, dtype=torch.int32)
+    monkeypatch.setattr(choose.torch, "empty", lambda *sizes, **how: torch.full(sizes, 1, **how))
+    order, tiles = choose.sort_pairs(ids, table, 2)
+    assert tiles[:, 0].tolist() == [0, 3, 3, 4, -1, -1][: len(tiles)] and len(tiles) > 4
+    assert order.tolist() == [0, 1, 2, 5, 4, 0]
+
+
 ROUTINGS = {
     "softmax": Routing(num_experts=6, num_chosen=3, is_normed=False),
     "normed": Routing(num_experts=6, num_chosen=3, scores=SOFTMAX, is_rounded=True),
@@ -120,7 +137,8 @@ def test_choice_of_experts(name):
     assert not bool(weights[5:17].isnan().any())
 
 
-def test_so_many_rows_as_no_second_size_of_a_grid_may_be(monkeypatch):
+@pytest.mark.parametrize("dtype, num_rows, num_launches", [(torch.float16, 70_000, 5), (torch.float32, 550_000, 7)])
+def test_so_many_rows_as_no_second_size_of_a_grid_may_be(dtype, num_rows, num_launches, monkeypatch):
     """CUDA has 2**31 - 1 programs along the first size of a grid, and 65,535 along the others."""
     grids = []
 
@@ -133,9 +151,9 @@ def test_so_many_rows_as_no_second_size_of_a_grid_may_be(monkeypatch):
         (add, "add_experts_kernel"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, Recorder())
-    owner, num_rows = make_experts(torch.float16), 70_000
+    owner = make_experts(dtype)
     routing, num_live = Routing(num_experts=EXPERTS, num_chosen=2), torch.tensor([num_rows], dtype=torch.int32)
-    logits, x = torch.zeros(num_rows, EXPERTS).half(), torch.zeros(num_rows, HIDDEN).half()
-    chosen = fused.choose_experts(logits, routing, None, num_live, torch.float16)
+    logits, x = torch.zeros(num_rows, EXPERTS, dtype=dtype), torch.zeros(num_rows, HIDDEN, dtype=dtype)
+    chosen = fused.choose_experts(logits, routing, None, num_live, dtype)
     sums(fused, owner, x, *chosen)
-    assert len(grids) == 5 and all(size <= 65_535 for grid in grids for size in grid[1:]), grids
+    assert len(grids) == num_launches and all(size <= 65_535 for grid in grids for size in grid[1:]), grids

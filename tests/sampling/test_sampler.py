@@ -369,3 +369,15 @@ def test_kernels_race_over_tiles_of_any_scores_as_the_reference(kernels, fuzz, m
     pairs = [(kind, i) for k, kind in enumerate(settings) for i in range(9) if fuzz or k == 0 or (i + k) % 2]
     rows = [RowSampling(**{"temperature": 1.0, "seed": 7, **kind}) for kind, _ in pairs]
     check_rows(rows, scores[[i for _, i in pairs]], steps=1)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
+def test_kernels_take_the_lowest_id_of_equal_logits_and_of_nan_what_the_reference_takes(kernels, monkeypatch):
+    monkeypatch.setattr(sampler, "TILE_TOKENS", 16)
+    logits = random_logits(6, 50).round().clamp(-2, 2)  # the largest many times, in several tiles
+    logits[1] = 0.0
+    logits[2], logits[3, 20:40], logits[4, 49] = torch.nan, torch.nan, torch.nan
+    logits[5] = -torch.inf
+    logits[5, [18, 30, 31, 45]] = 7.0
+    assert (logits[0] == logits[0].max()).sum() > 1
+    check_rows([RowSampling()] * 6 + [RowSampling(temperature=0.8, seed=3)] * 6, logits.repeat(2, 1), steps=2)

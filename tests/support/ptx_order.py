@@ -168,7 +168,9 @@ def unordered(ptx: str) -> list[str]:
     for number, (loads, stores) in accesses.items():
         for load in loads:
             for store in stores:
-                (base, begin), (other, behind) = (program.place(one.address, int(one.text[3:])) for one in (load, store))
+                (base, begin), (other, behind) = (
+                    program.place(one.address, int(one.text[3:])) for one in (load, store)
+                )
                 if base == other and (begin != behind or load.guard == store.guard):
                     continue
                 if program.stays_with(load, store):

@@ -34,6 +34,8 @@ from nanoinfer.kernels.linear.wide_products import high_words, scales_of_block, 
 
 RESERVED_BYTES = 8 * 1024
 """Of a program's shared memory, for what is not loaded ahead."""
+MOST_TILES = 65_535
+"""The second size of a grid; float32 rows of one expert, 16 in a tile, reach it at some 131,000 tokens a step."""
 
 
 class Places(NamedTuple):
@@ -359,18 +361,20 @@ def _launch(
         if form is None or is_whole:  # the copy unit loads rows that lie together
             columns = tiles.columns if form is None else form.block
             x_rows = TensorDescriptor(x, list(x.shape), [size, 1], [tiles.block_m, columns])
-    grid = (triton.cdiv(width, tiles.block_n // (2 if gated else 1)), num_tiles, triton.cdiv(size, part))
-    expert_product_kernel[grid](
-        x, out, *pairs[:4], *(weight.tensors.get(name) for name in NAMES), x_rows, first_row, width, out.stride(-2),
-        out.stride(0) if out.dim() == 3 else 0, FORM=form,
-        PLACES=Places(weight.stride, *(weight.offsets.get(name, 0) for name in NAMES)), SIZE=size,
-        NUM_ROWS=weight.num_rows, CHOSEN=pairs.ids.shape[1], PART=part, GATHER=gathers,
-        SCATTER=scatters, GATED=gated, GELU=gated and activation.name != "silu",
-        LIMIT=activation.limit if gated else None, ALPHA=activation.alpha if gated else 1.0, UNROLL=unroll,
-        WHOLE=is_whole, PRECISION="ieee" if x.dtype == torch.float32 else target.precision, BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n, BLOCK_K=tiles.columns, STAGES=stages, num_warps=tiles.num_warps,
-        **launch_options(x, fuses=False),
-    )  # fmt: skip
+    columns, parts = triton.cdiv(width, tiles.block_n // (2 if gated else 1)), triton.cdiv(size, part)
+    for first in range(0, num_tiles, MOST_TILES):
+        some = None if pairs.order is None else pairs.tiles[first : first + MOST_TILES]
+        expert_product_kernel[(columns, min(MOST_TILES, num_tiles - first), parts)](
+            x, out, *pairs[:3], some, *(weight.tensors.get(name) for name in NAMES), x_rows, first_row, width,
+            out.stride(-2), out.stride(0) if out.dim() == 3 else 0, FORM=form,
+            PLACES=Places(weight.stride, *(weight.offsets.get(name, 0) for name in NAMES)), SIZE=size,
+            NUM_ROWS=weight.num_rows, CHOSEN=pairs.ids.shape[1], PART=part, GATHER=gathers,
+            SCATTER=scatters, GATED=gated, GELU=gated and activation.name != "silu",
+            LIMIT=activation.limit if gated else None, ALPHA=activation.alpha if gated else 1.0, UNROLL=unroll,
+            WHOLE=is_whole, PRECISION="ieee" if x.dtype == torch.float32 else target.precision, BLOCK_M=tiles.block_m,
+            BLOCK_N=tiles.block_n, BLOCK_K=tiles.columns, STAGES=stages, num_warps=tiles.num_warps,
+            **launch_options(x, fuses=False),
+        )  # fmt: skip
 
 
 def _blocks_of_step(form, columns: int) -> int:
