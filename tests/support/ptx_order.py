@@ -1,7 +1,7 @@
 """Whether threads of one program may read a place of global memory that another of them writes, in compiled code.
 
 The threads of a program run at their own pace between barriers. `unordered` looks at each load and each store of one
-parameter, with a path between them that meets no barrier, and says which of them lets a late thread see the wrong value.
+parameter, with a path between them that meets no barrier, and says which of them lets a late thread see a wrong value.
 """
 
 from __future__ import annotations
