@@ -11,8 +11,9 @@ from nanoinfer.memory.budget import gpu_budget
 from nanoinfer.memory.forecast import Forecast
 from nanoinfer.memory.forecaster import DEFAULT_CONTEXT, DEFAULT_LINK_GBPS, Forecaster
 from nanoinfer.memory.machine import device_memory
-from nanoinfer.memory.plan import TooSmall, make_plan
+from nanoinfer.memory.plan import make_plan
 from nanoinfer.memory.proposals import Proposal
+from nanoinfer.memory.refusals import TooSmall
 from nanoinfer.memory.setup import Setup
 from offload.memory.host_memory import memory_available_bytes
 

@@ -1,93 +1,15 @@
-"""What is streamed: weights, of which settings may ask for some, and the KV blocks of a decode step."""
+"""What passes over the link in a step: weights, experts that are missed, and KV blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import NamedTuple
 
-from nanoinfer.common.units import GIB, format_size
 from nanoinfer.config import EngineConfig
-from nanoinfer.devices.base import Device
 from nanoinfer.execution.memory import MemoryPlan
-from nanoinfer.memory.refusals import TooSmall
-from nanoinfer.models.base import ModelSpec, SparseSpec
-from nanoinfer.models.expert_slots import pool_bytes
-from nanoinfer.models.streamed import place_sizes, spread
+from nanoinfer.models.base import ModelSpec
 
 # Tokens of prompts for each generated one, by which plans are compared.
 _PROMPT_TOKENS = 32
-
-
-class Streamed(NamedTuple):
-    """Which weights are streamed: of so many pieces, and of the head."""
-
-    num_pieces: int = 0
-    head: bool = False
-
-
-class Placed(NamedTuple):
-    """Weights that are streamed: their pieces, their bytes in host memory, and those of their places on the GPU."""
-
-    pieces: tuple[int, ...]
-    num_bytes: int
-    place_bytes: int
-
-    @property
-    def freed_bytes(self) -> int:
-        """What is freed on the GPU, which the places may take and more."""
-        return self.num_bytes - self.place_bytes
-
-
-@lru_cache(maxsize=4096)
-def placed(spec: ModelSpec, streamed: Streamed) -> Placed:
-    """Kept: plans of many sizes stream the same."""
-    pieces = spread(len(spec.piece_bytes), streamed.num_pieces)
-    num_bytes = sum(spec.piece_bytes[piece] for piece in pieces) + spec.head_bytes * streamed.head
-    return Placed(pieces, num_bytes, sum(place_sizes(spec.run_bytes(pieces, streamed.head))))
-
-
-@lru_cache(maxsize=4096)
-def slot_bytes(sparse: SparseSpec, num_slots: int) -> int:
-    """Return the bytes of the pools of experts with so many slots in each layer."""
-    return pool_bytes(sparse.strides, sparse.num_experts, num_slots)
-
-
-def may_stream_head(config: EngineConfig, spec: ModelSpec, device: Device, may_pin: bool) -> bool:
-    """Whether the head may lie in host memory: one that is tied to the embeddings where kernels read it there."""
-    reads = device.is_host or device.reads_host_memory and may_pin
-    return config.cpu_offload_gb != 0 and (reads or not spec.tied_embeddings)
-
-
-def least_streamed(config: EngineConfig, spec: ModelSpec, may_stream_head: bool) -> Streamed:
-    """Return what the settings alone ask to be streamed.
-
-    The head comes behind all layers, or with a limit of what stays that is below its own bytes.
-    """
-    of_layers, most = sum(spec.piece_bytes[1:]), len(spec.piece_bytes) - 1
-    streamable = of_layers + spec.head_bytes * may_stream_head
-    wanted, limit = int((config.cpu_offload_gb or 0) * GIB), config.resident_weights_limit
-    if wanted > streamable:
-        stays = "norms and" if may_stream_head else "the head, norms and"
-        raise TooSmall(
-            f"cpu_offload_gb={config.cpu_offload_gb!r} is more than the {format_size(streamable)} of weights that can "
-            f"be streamed: {stays} the first layer's queries, keys and values stay on the GPU. Give "
-            f"at most {streamable / GIB:.2f}, or resident_weights_limit=0 to stream all that can be"
-        )
-    head = may_stream_head and (wanted > of_layers or limit is not None and limit < spec.head_bytes)
-    wanted -= spec.head_bytes * (head and wanted > of_layers)
-    if limit is not None:
-        wanted = max(wanted, of_layers - limit)
-    count = next(n for n in range(most + 1) if sum(spec.piece_bytes[piece] for piece in spread(most + 1, n)) >= wanted)
-    return Streamed(count, head)
-
-
-def choices(least: Streamed, spec: ModelSpec, head: bool) -> list[Streamed]:
-    """Return what may be streamed with the head or without, ascending: from what the settings ask for to all layers."""
-    most = len(spec.piece_bytes) - 1
-    # An even number: with an odd one the first piece of a step would wait for the place of the last.
-    counts = {min(count + count % 2, most) for count in range(least.num_pieces, most + 1)}
-    return [Streamed(count, head) for count in sorted(counts)]
 
 
 def num_blocks(spec: ModelSpec, lengths: Sequence[int]) -> tuple[int, int]:

@@ -6,7 +6,8 @@ from described import GPU
 from nanoinfer.config import EngineConfig
 from nanoinfer.devices.base import Device
 from nanoinfer.execution.memory import MemoryPlan
-from nanoinfer.memory.plan import TooSmall, make_plan
+from nanoinfer.memory.plan import make_plan
+from nanoinfer.memory.refusals import TooSmall
 from nanoinfer.memory.setup import Specs
 from nanoinfer.memory.streamed import link_cost, missed_bytes
 

@@ -8,7 +8,8 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.devices.base import Device
 from nanoinfer.devices.cpu import CpuDevice
 from nanoinfer.memory.forecaster import plan as forecast
-from nanoinfer.memory.plan import TooSmall, make_plan
+from nanoinfer.memory.plan import make_plan
+from nanoinfer.memory.refusals import TooSmall
 
 GIB = 2**30
 

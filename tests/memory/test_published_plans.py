@@ -11,7 +11,7 @@ from published_configs import PUBLISHED, write_published
 from nanoinfer.commands.main import main
 from nanoinfer.common.units import GIB
 from nanoinfer.memory import forecaster
-from nanoinfer.memory import plan as memory_plan
+from nanoinfer.memory.planner import Planner
 
 # What cards called so many GB leave to an engine, and cards by name, the last two of them without KV in fp8.
 SIZES = {"8 GB": "7.1GiB", "12 GB": "11.1GiB", "16 GB": "15GiB", "24 GB": "23GiB"}
@@ -110,8 +110,8 @@ def test_a_published_model_fits_or_what_is_named_makes_it_fit(name, tmp_path, fu
 @pytest.mark.parametrize("shape", ["glm-4.5-air", "qwen3-30b-a3b"])
 def test_few_candidates_are_priced_for_a_plan(shape, monkeypatch):
     """Not all prefill steps with all numbers of pieces and of slots."""
-    priced, spend = [], memory_plan.spend
-    monkeypatch.setattr(memory_plan, "spend", lambda *args: priced.append(args) or spend(*args))
+    priced, cost = [], Planner.cost
+    monkeypatch.setattr(Planner, "cost", lambda planner, one: priced.append(one) or cost(planner, one))
     most = 0
     for gib, context in product((1.5, 4, 11, 23), (256, 8192, 32_768)):
         given = dict(gpu=None, gpu_memory_limit=f"{gib}GiB", host_memory_limit="64GiB", batch=1)

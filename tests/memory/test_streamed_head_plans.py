@@ -5,7 +5,8 @@ from described import GPU
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.memory.forecaster import plan as forecast
-from nanoinfer.memory.plan import TooSmall, make_plan
+from nanoinfer.memory.plan import make_plan
+from nanoinfer.memory.refusals import TooSmall
 
 GIB = 2**30
 SMALL_STEPS = dict(max_model_len=2048, max_num_seqs=1, max_num_batched_tokens=256)

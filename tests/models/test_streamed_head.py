@@ -16,6 +16,7 @@ from nanoinfer.layers import linear
 from nanoinfer.layers.formats.base import DENSE
 from nanoinfer.layers.formats.packed import Packed
 from nanoinfer.layers.linear import Head, share_scratch
+from nanoinfer.memory.planner import Planner
 from nanoinfer.models import host_table, streamed
 from nanoinfer.models.logits import Logits
 from nanoinfer.models.streamed_head import StreamedHead, head_sizes
@@ -283,9 +284,7 @@ def test_where_pinning_is_refused_a_tied_head_stays_on_the_gpu_and_another_is_st
             super().__init__(*args, require_pin=require_pin, **kwargs)
 
     monkeypatch.setattr(host_table, "HostArena", Arena)
-    monkeypatch.setattr(
-        "nanoinfer.memory.plan.may_stream_head", lambda config, spec, device, may_pin: may_pin or not tied
-    )
+    monkeypatch.setattr(Planner, "may_stream_head", property(lambda planner: planner.may_pin or not tied))
     for tied in (True, False):
         path = path_of("qwen3", **WIDE, tie_word_embeddings=tied)
         if tied:
