@@ -42,10 +42,10 @@ class RequestMetrics:
     kv_resident_share: float = 1.0
     """Share of the KV blocks read by the request's steps that lay on the GPU."""
     streamed_bytes: int = 0
-    """Bytes of the request's KV blocks that were copied from the host to the GPU in its steps. When several sequences
-    share a block, its bytes are divided among them."""
+    """Bytes of KV blocks, weights and experts that came from the host to the GPU in the request's steps. What several
+    sequences of a step read is divided among them."""
     copy_wait_time: float = 0.0
-    """Time in which the request's decode steps waited for copies, estimated from a sample of the steps."""
+    """Time in which the request's decode steps waited for these, estimated from a sample of the steps."""
 
 
 @dataclass(kw_only=True)

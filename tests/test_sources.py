@@ -26,6 +26,7 @@ WRITERS = {
     "num_resident_read": "nanoinfer/engine/planner.py",
     "streamed_bytes": "nanoinfer/engine/engine.py",
     "copy_wait_seconds": "nanoinfer/engine/meter.py",
+    "fetched_bytes": "nanoinfer/engine/meter.py",
     "row": "nanoinfer/kv/cache.py",
     "num_computed": "nanoinfer/kv/cache.py",
     "num_cached": "nanoinfer/kv/cache.py",

@@ -118,7 +118,7 @@ def row_of(llm: LLM, context: int, rate: float | None) -> Row:
         earlier, counts = counts, llm.stats()
         if counts["num_decode_steps"] > earlier["num_decode_steps"]:
             times.append(last - begin)
-            streamed.append(counts["decode_streamed_bytes"] - earlier["decode_streamed_bytes"])
+            streamed.append((counts["decode_streamed_bytes"] - earlier["decode_streamed_bytes"], 0))
     row.take_steps(times)
     row.take_bytes(engine, streamed, [context])
     row.bound = engine.meter.times.since(before).bound

@@ -80,6 +80,7 @@ def slots_budgets(bench: Bench) -> dict:
         ("qwen3-30b-a3b", 12, INT4),
         ("qwen3-30b-a3b", 8, INT4),
         ("gpt-oss-20b", 8, {}),
+        ("gpt-oss-120b", 22, {}),
     ):
         reset_peak(bench)
         llm = bench.llm(

@@ -32,12 +32,12 @@ LINES = {
     "time per output token": "{seconds_per_token!m:.3f} ms median, {seconds_per_token_p99!m:.3f} p99, {num_steps} "
     "steps, bound by {bound}",
     "floor per token": "{floor_seconds!m:.3f} ms ({read_bytes_per_step!G:.2f} GB read, {streamed_bytes_per_step!G:.2f} "
-    "GB streamed): {ratio_to_floor:.2f} times the floor",
+    "GB over the link): {ratio_to_floor:.2f} times the floor",
     "total latency": "{avg_latency:.4f} s average; {of_percentiles}",
 }
 EXPERTS = {
     "experts": "{expert_hit_rate:.0%} of the chosen ones were in slots, {expert_fetched_bytes_per_step!G:.3f} GB "
-    "brought in a step on average",
+    "brought in a step on average, which it waits for",
 }
 
 
@@ -104,7 +104,7 @@ def summary(rows: list[Row], output_len: int, before: Floors, after: Floors) -> 
         whole.expert_hit_rate = statistics.fmean(row.expert_hit_rate for row in rows)
         fetched = [row.expert_fetched_bytes_per_step for row in rows]
         whole.expert_fetched_bytes_per_step = statistics.fmean(fetched)
-    whole.least_bytes = whole.streamed_bytes_per_step, rows[-1].least_bytes[1]
+    whole.least_bytes = tuple(map(statistics.median, zip(*(row.least_bytes for row in rows), strict=True)))
     whole.add_floor(before, after)
     return {
         "mode": whole.mode,

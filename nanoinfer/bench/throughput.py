@@ -45,7 +45,15 @@ LINES_WHERE_ANY = {
         "experts_read_per_layer",
         "{experts_read_per_layer:.1f} of a layer in a decode step on average, {expert_bytes_per_step!G:,.2f} GB in all",
     ),
-    "streamed": ("streamed_bytes", "{streamed_bytes!G:,.1f} GB"),
+    "over the link": (
+        "streamed_bytes",
+        "{streamed_bytes!G:,.1f} GB in all, {streamed_bytes_per_step!G:,.3f} GB in a decode step on average",
+    ),
+    "found experts": (
+        "expert_fetches",
+        "{expert_hit_rate:.0%} of the chosen ones were in slots, {expert_fetched_bytes!G:,.1f} GB brought, which steps "
+        "wait for",
+    ),
     "preemptions": ("num_preemptions", "{num_preemptions:,}"),
 }
 
@@ -92,7 +100,7 @@ def run_load(llm: LLM, load: Load, *, progress: bool = False) -> dict:
     def gained(name: str) -> int | float:
         return after[name] - stats[name]
 
-    graph_steps = gained("prefill_graph_steps")
+    graph_steps, fetches = gained("prefill_graph_steps"), gained("expert_fetches")
     decode = llm.engine.meter.times.since(times)
     steps = max(1, decode.num_steps)
     total = load.num_prompt_tokens + load.num_output_tokens
@@ -118,6 +126,10 @@ def run_load(llm: LLM, load: Load, *, progress: bool = False) -> dict:
         "device_seconds_per_step": decode.compute_busy_fraction * decode.seconds / steps,
         "num_preemptions": gained("num_preemptions"),
         "streamed_bytes": gained("streamed_bytes"),
+        "streamed_bytes_per_step": decode.streamed_bytes / steps,
+        "expert_fetches": fetches,
+        "expert_fetched_bytes": gained("expert_fetched_bytes"),
+        "expert_hit_rate": gained("expert_hits") / max(1, gained("expert_hits") + fetches),
         "bound": decode.bound,
         **experts_read(llm.engine.runner.spec.sparse, decode),
     }

@@ -72,6 +72,9 @@ class EngineModel:
         }
         if found["decode_streamed_bytes"]:
             shown["streamed"] = f"{found['decode_streamed_bytes'] / GIB:.2f} GiB at {found['link_gbps']:.1f} GB/s"
+        if found["expert_fetches"]:
+            shown["experts"] = f"{found['expert_hit_rate']:.0%} of the chosen ones were on the device, "
+            shown["experts"] += f"{found['expert_fetched_bytes'] / GIB:.2f} GiB were brought there"
         if found["num_decode_steps"]:
             step_ms = found["decode_seconds"] / found["num_decode_steps"] * 1e3
             shown["decode steps"] = f"{found['num_decode_steps']:,} of {step_ms:.2f} ms, bound by {found['bound']}"

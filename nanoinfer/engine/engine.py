@@ -135,7 +135,7 @@ class LLMEngine:
             self._fail_sequence,
         )
         self.sampling_defaults = built.sampling_defaults  # for fields of SamplingParams that a user leaves out
-        self.meter = StepMeter(built.runner.runtime)
+        self.meter = StepMeter(built.runner.runtime, built.runner.expert_link)
         self.work = Work(built, self.scheduler, self.planner, self._read_tokens)
         self._outputs: list[StreamOutput] = []  # read from the device, but not returned by `step` yet
         try:

@@ -15,6 +15,7 @@ from offload.runtime.timeline import COMPUTE, COPY
 
 SAMPLE_EVERY = 16  # decode steps; a mark costs the host a few microseconds, and there are several per ring slot
 LINK_BOUND = 0.85  # share of the time in which the link is busy
+WAIT_BOUND = 0.5  # share of the time that experts are brought in, while nothing else can run
 CPU_BOUND = 0.9  # share of the time in which the host does not wait for the device
 
 
@@ -24,6 +25,7 @@ class LaunchedStep:
 
     Attributes:
         unsampled: what `ModelRunner.sample` takes; None: the sampling is launched.
+        streamed_bytes: what the copy engine brings for it; experts that come one by one are not known yet.
         launched: `time.perf_counter` at the begin of the launch.
         tokens: of the sequences in `batch.sampled`, if the sampling is launched.
     """
@@ -43,12 +45,15 @@ class DecodeTimes:
     Attributes:
         seconds: time from the read of one step to the read of the next.
         host_seconds: the part of `seconds` in which the host did not wait for the device.
-        streaming_seconds: the part of `seconds` that belongs to steps in which KV blocks were streamed.
+        streamed_bytes: what passed over the link to the GPU; num_streaming_steps, streaming_seconds: the steps in which
+            anything did, and the part of `seconds` that belongs to them.
         sampled_seconds: the part of `seconds` that belongs to steps whose streams were timed.
-        copy_seconds: the part of `sampled_seconds` in which the link brought KV to the GPU.
+        copy_seconds: the part of `sampled_seconds` in which the copy engine brought KV and weights to the GPU.
         wait_seconds: the part of `sampled_seconds` in which compute waited for these copies.
         compute_seconds: the part of `sampled_seconds` in which compute had work.
         experts_read: experts that some row chose, of each layer.
+        fetched_bytes: the part of `streamed_bytes` that are experts which kernels brought one by one.
+        fetch_seconds: the part of `seconds` that this took at the link's bandwidth, while nothing else could run.
     """
 
     num_steps: int = 0
@@ -62,6 +67,8 @@ class DecodeTimes:
     wait_seconds: float = 0.0
     compute_seconds: float = 0.0
     experts_read: int = 0
+    fetched_bytes: int = 0
+    fetch_seconds: float = 0.0
 
     def since(self, earlier: DecodeTimes) -> DecodeTimes:
         """Return the difference from `earlier`, a copy of these sums made at an earlier time."""
@@ -70,18 +77,28 @@ class DecodeTimes:
 
     @property
     def link_busy_fraction(self) -> float:
-        """Share of the time in which the link brought KV."""
-        return self._share(self.copy_seconds)
+        """Share of the time in which the link brought KV, weights and experts."""
+        return min(1.0, self._share(self.copy_seconds) + self.fetch_fraction)
 
     @property
     def wait_fraction(self) -> float:
-        """Share of the time in which compute waited for a copy."""
+        """Share of the time in which compute waited for the link."""
+        return min(1.0, self.copy_wait_fraction + self.fetch_fraction)
+
+    @property
+    def copy_wait_fraction(self) -> float:
+        """Share of the time in which compute waited for the copy engine."""
         return self._share(self.wait_seconds)
 
     @property
+    def fetch_fraction(self) -> float:
+        """Share of the time in which experts were brought one by one, and waited for."""
+        return min(1.0, self.fetch_seconds / self.seconds) if self.seconds else 0.0
+
+    @property
     def compute_busy_fraction(self) -> float:
-        """Share of the time in which compute had work."""
-        return self._share(self.compute_seconds)
+        """Share of the time in which compute had work; bringing experts is none."""
+        return max(0.0, self._share(self.compute_seconds) - self.fetch_fraction)
 
     def _share(self, seconds: float) -> float:
         return min(1.0, seconds / self.sampled_seconds) if self.sampled_seconds else 0.0
@@ -89,10 +106,10 @@ class DecodeTimes:
     @property
     def bound(self) -> str:
         """What the steps were bound by: "link", "device memory", "CPU" or, where too few ran to tell, "unknown"."""
-        if not self.seconds or (self.streamed_bytes and not self.sampled_seconds):
+        if not self.seconds or (self.streamed_bytes > self.fetched_bytes and not self.sampled_seconds):
             return "unknown"
         # The link is checked first: a host that is far ahead waits for room in the launch queue, which looks like work.
-        if self.link_busy_fraction >= LINK_BOUND:
+        if self.link_busy_fraction >= LINK_BOUND or self.fetch_fraction >= WAIT_BOUND:
             return "link"
         return "CPU" if self.host_seconds >= CPU_BOUND * self.seconds else "device memory"
 
@@ -101,15 +118,20 @@ class DecodeTimes:
 class StepMeter:
     """Times the streams in one decode step out of `SAMPLE_EVERY`, and in every step while a trace is recorded.
 
+    Args:
+        expert_link: see `ModelRunner`.
+
     Attributes:
         times: sums over decode steps since the engine was made.
         prefill_seconds: the time of prefill steps, which the counts below are of, too. Mixed steps are prefill steps
             that also compute tokens of running sequences; `num_mixed_tokens` counts these tokens.
         prefill_experts_read: as `DecodeTimes.experts_read`, of prefill steps.
+        fetched_bytes: as in `DecodeTimes`, of all steps that were read.
         resident_share: share of the full KV blocks of all running sequences that lay on the GPU in the newest step.
     """
 
     runtime: Runtime
+    expert_link: float | None = None
     times: DecodeTimes = field(default_factory=DecodeTimes)
     prefill_seconds: float = 0.0
     num_prefill_steps: int = 0
@@ -118,6 +140,7 @@ class StepMeter:
     num_mixed_tokens: int = 0
     num_decode_tokens: int = 0
     prefill_experts_read: int = 0
+    fetched_bytes: int = 0
     trace: Trace | None = None
     resident_share: float = 1.0
     _num_launched: int = 0  # decode steps
@@ -146,6 +169,9 @@ class StepMeter:
         self._last_read = now
         before, self._experts_read = self._experts_read, step.tokens.experts_read
         experts_read = self._experts_read - before
+        fetched, self.fetched_bytes = step.tokens.fetched_bytes - self.fetched_bytes, step.tokens.fetched_bytes
+        for number, sequence in enumerate(batch.sequences if fetched else ()):  # each has chosen some of them
+            sequence.fetched_bytes += (fetched + number) // len(batch.sequences)
         if batch.chunks:
             self.prefill_seconds += seconds
             self.num_prefill_steps += 1
@@ -160,10 +186,13 @@ class StepMeter:
         times.experts_read += experts_read
         times.seconds += seconds
         times.host_seconds += seconds - wait_seconds
-        if step.streamed_bytes:
+        fetch_seconds = min(seconds, fetched / self.expert_link) if self.expert_link else 0.0
+        times.fetched_bytes += fetched
+        times.fetch_seconds += fetch_seconds
+        if step.streamed_bytes or fetched:
             times.num_streaming_steps += 1
             times.streaming_seconds += seconds
-            times.streamed_bytes += step.streamed_bytes
+            times.streamed_bytes += step.streamed_bytes + fetched
         if step.timeline is not None:
             self._open.append((step.timeline, seconds))
         while self._open and self._open[0][0].is_complete:
@@ -172,7 +201,7 @@ class StepMeter:
             times.copy_seconds += timeline.seconds(COPY)
             times.wait_seconds += timeline.seconds(COMPUTE, waiting=True)
             times.compute_seconds += timeline.seconds(COMPUTE)
-        copy_wait = seconds * times.wait_fraction
+        copy_wait = seconds * times.copy_wait_fraction + fetch_seconds
         for sequence in batch.decoding if copy_wait else ():
             sequence.copy_wait_seconds += copy_wait
 

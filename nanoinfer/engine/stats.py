@@ -9,13 +9,16 @@ from nanoinfer.engine.meter import DecodeTimes
 from nanoinfer.models.base import SparseSpec
 from nanoinfer.models.expert_slots import SlotCounts
 
-# Of the chosen experts; the others then take little of a step.
-_ENOUGH_FOUND = 0.99
+# Share of the time; what waits for experts less than this has other things to mend.
+_MUCH_WAITED = 0.1
 Engine = Any  # an `LLMEngine`, whose file imports this one
 
 
 def statistics(engine: Engine) -> dict[str, int | float | str | dict | list[str]]:
     """Return counters since the engine was made, and the state of both pools.
+
+    `streamed_bytes`, and of decode steps `decode_streamed_bytes`, are all that came from host memory to the GPU: KV,
+    weights, and experts that came one by one (`expert_fetched_bytes`, as far as steps have run).
 
     `link_gbps` is the bytes of all streaming decode steps divided by their whole time, compute included, in GB/s
     (10^9). It is the bandwidth that was used, not the bandwidth that the link is capable of.
@@ -28,9 +31,10 @@ def statistics(engine: Engine) -> dict[str, int | float | str | dict | list[str]
     `host_blocks_*` count the blocks of the host pool, and those that are kept for sequences that gave way.
     `kv_resident_share` is the share of the running sequences' full KV blocks that lay on the GPU in the newest
     step. `link_busy_fraction`, `compute_busy_fraction` (of the time of decode steps) and `copy_wait_seconds` are
-    estimates from a sample of the steps. `host_seconds` is the part of `decode_seconds` in which the host did not
-    wait for the device. `bound`, `advice` and `notes` say what bound the decode steps, what would help, and which
-    settings had no effect.
+    estimates from a sample of the steps, and of experts that come one by one from their bytes and the link's bandwidth,
+    which was measured at the start; a step waits for these. `host_seconds` is the part of `decode_seconds` in which the
+    host did not wait for the device. `bound`, `advice` and `notes` say what bound the decode steps, what would help,
+    and which settings had no effect.
 
     `experts_read_per_layer` is how many experts of a layer the rows of a decode step chose together on average, and
     `expert_bytes_per_step` their bytes in all layers. `prefill_experts_read` sums up over layers and prefill steps.
@@ -58,7 +62,7 @@ def statistics(engine: Engine) -> dict[str, int | float | str | dict | list[str]
         "prefix_cache_hit_tokens": engine.kv_cache.prefixes.num_hit_tokens,
         "kv_blocks_resident": engine.kv_cache.copies.num_resident,
         "kv_blocks_streamed": engine.kv_cache.copies.num_streamed,
-        "streamed_bytes": transfer.streamed_bytes,
+        "streamed_bytes": transfer.streamed_bytes + meter.fetched_bytes,
         "streamed_weight_bytes": engine.plan.streamed_bytes,
         "discarded_prefetch_bytes": transfer.discarded_bytes,
         "written_bytes": transfer.written_bytes,
@@ -122,8 +126,16 @@ def advice(engine: Engine, times: DecodeTimes) -> str:
     if times.bound == "unknown":
         return "too few steps were decoded to tell"
     step_ms = times.seconds / times.num_steps * 1e3
+    if times.fetch_fraction >= max(_MUCH_WAITED, times.link_busy_fraction / 2):
+        one_more = engine.plan.expert_bytes / engine.runner.spec.sparse.num_experts
+        each, waited = times.fetched_bytes / times.num_steps, times.fetch_seconds / times.num_steps * 1e3
+        return (
+            f"steps of {step_ms:.1f} ms wait {waited:.1f} ms for experts that are not on the GPU, {format_size(each)} "
+            f"of them: raise gpu_memory_limit, by {format_size(one_more)} for one more of each layer, or take fewer "
+            "bits for the weights"
+        )
     if times.bound == "link":
-        per_step = times.streamed_bytes / times.num_streaming_steps
+        per_step = (times.streamed_bytes - times.fetched_bytes) / times.num_streaming_steps
         gbps = times.streamed_bytes / times.streaming_seconds / 1e9
         weights = engine.plan.streamed_bytes
         fewer = "run fewer sequences at once or " if engine.plan.max_num_seqs > 1 else ""
@@ -136,14 +148,6 @@ def advice(engine: Engine, times: DecodeTimes) -> str:
             f"{per_step / GIB:.2f} GiB of {what} stream in each step of {step_ms:.1f} ms at {gbps:.1f} GB/s: {fewer}"
             f"raise {limit}, by {per_step / GIB:.2f} GiB to keep all of it; each GiB saves {GIB / gbps / 1e6:.1f} ms"
         )
-    brought = slot_figures(engine.runner.model.streamed.slot_counts())
-    is_short = brought["expert_fetches"] and brought["expert_hit_rate"] < _ENOUGH_FOUND
-    if is_short and not engine.runner.device.is_host:
-        one_more = engine.plan.expert_bytes / engine.runner.spec.sparse.num_experts
-        return (
-            f"steps of {step_ms:.1f} ms wait for experts that are not on the GPU: raise gpu_memory_limit, by "
-            f"{format_size(one_more)} for one more of each layer, or take fewer bits for the weights"
-        )
     if times.bound == "device memory":
         return (
             f"steps of {step_ms:.1f} ms are at the GPU's own speed: more sequences at once raise the tokens per second"
@@ -154,7 +158,7 @@ def advice(engine: Engine, times: DecodeTimes) -> str:
     helps = "more sequences at once"
     if engine.config.enforce_eager:
         helps += " or enforce_eager=False"
-    elif times.streamed_bytes:
+    elif times.streamed_bytes > times.fetched_bytes:
         helps += " or larger ring_slot_bytes"
     return f"the host takes {host_ms:.1f} ms for each step of {step_ms:.1f} ms: {helps}"
 
@@ -191,7 +195,7 @@ def bound_line(engine: Engine, before: DecodeTimes | None = None) -> str:
     """Return what bound the decode steps and what would help, in one line; `before` as for `run_line`."""
     times = engine.meter.times if before is None else engine.meter.times.since(before)
     link = ""
-    if times.copy_seconds:
+    if times.copy_seconds or times.fetch_seconds:
         waited = times.wait_fraction * times.seconds
         link = f" (link busy {times.link_busy_fraction:.0%} of the time, {waited:.2f} s waited for copies)"
     experts, found = "", slot_figures(engine.runner.model.streamed.slot_counts())

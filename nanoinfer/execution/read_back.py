@@ -11,6 +11,7 @@ import torch
 from nanoinfer.common.errors import RequestError
 from nanoinfer.execution.prompt_logprobs import ChunkLogprobs, PendingPrompts, copy_logprobs
 from nanoinfer.execution.tables import DeviceTable
+from nanoinfer.models.expert_slots import SlotSet
 from nanoinfer.sampling.settings import NOTHING_LEFT, UNSOUND
 from nanoinfer.sampling_params import MAX_LOGPROBS
 from offload import Event, Runtime, Stream
@@ -30,12 +31,13 @@ class PendingTokens:
         values, ids: [places, 1 + top] float32 and int64, pinned, as `copy_logprobs` writes them.
         prompts: log-probabilities of the prompts of the step; None: nobody wants any.
         fault: why logits are unsound, as far as it is known.
-        reads: [1] int64, pinned, see `ReadBack`; None: the model has no experts.
+        counts: pinned copies of what `ReadBack` counts: of experts that were read, then of each of `slots`.
 
     Attributes:
         done: recorded behind the step.
         made: when the step was seen to have run, if it was before the host waited for it.
-        experts_read: of this step and all before it, once it was read.
+        experts_read, fetched_bytes: of this step and all before it, once it was read: how many experts were read, and
+            the bytes of those that were brought one by one to be read.
     """
 
     def __init__(
@@ -47,12 +49,13 @@ class PendingTokens:
         prompts: PendingPrompts | None,
         done: Event,
         fault: str,
-        reads: torch.Tensor | None,
+        counts: Sequence[torch.Tensor],
+        slots: Sequence[SlotSet],
     ) -> None:
         self._tokens, self._places, self._values, self._ids, self._fault = tokens, places, values, ids, fault
-        self.done, self._reads, self._prompts = done, reads, prompts
+        self.done, self._counts, self._slots, self._prompts = done, counts, slots, prompts
         self.made: float | None = None
-        self.experts_read = 0
+        self.experts_read = self.fetched_bytes = 0
 
     def read(self) -> list[tuple[int, tuple[float, int, list[float], list[int]] | None, Exception | None]]:
         """Wait until the step has run, and return what it sampled.
@@ -62,7 +65,10 @@ class PendingTokens:
             None, or why the token is unusable.
         """
         self.done.synchronize("host.read_after_step")
-        tokens, self.experts_read = self._tokens.tolist(), 0 if self._reads is None else self._reads.item()
+        tokens = self._tokens.tolist()
+        if self._counts:
+            self.experts_read, own = self._counts[0].item(), zip(self._slots, self._counts[1:], strict=True)
+            self.fetched_bytes = sum(one.fetched_bytes(counts) for one, counts in own)
         logprobs: list[tuple[float, int, list[float], list[int]] | None] = [None] * len(tokens)
         for place, values, ids in zip(self._places, self._values.tolist(), self._ids.tolist(), strict=True):
             logprobs[place] = values[0], ids[0], values[1:], ids[1:]
@@ -87,18 +93,24 @@ class ReadBack:
         max_rows: the most rows that sample in one step.
         fault: as in `PendingTokens`.
         reads: [1] int64, how many experts all steps have read; None: there are none.
+        slots: the pools of experts that are brought one by one. What was counted so far, here and there, is forgotten.
 
     Attributes:
         buffers: pinned ones and an event behind them, twice: one set is written while the host still reads the other.
     """
 
     def __init__(
-        self, runtime: Runtime, compute: Stream, max_rows: int, fault: str, reads: torch.Tensor | None = None
-    ) -> None:
-        self._compute, self._fault, self._reads = compute, fault, reads
+        self, runtime: Runtime, compute: Stream, max_rows: int, fault: str, reads: torch.Tensor | None = None,
+        slots: Sequence[SlotSet] = (),
+    ) -> None:  # fmt: skip
+        self._compute, self._fault, self._slots = compute, fault, slots
+        self._counts = [] if reads is None else [reads, *(one.counts for one in slots)]
+        for one in self._counts:
+            one.zero_()
         self._places = DeviceTable(runtime, max_rows)
         each = max_rows * (1 + MAX_LOGPROBS)
-        sizes = (max_rows, torch.int64), (each, torch.float32), (each, torch.int64), (1, torch.int64)
+        sizes = [(max_rows, torch.int64), (each, torch.float32), (each, torch.int64)]
+        sizes += [(one.numel(), torch.int64) for one in self._counts]
         self.buffers = deque(([runtime.staging(*size) for size in sizes], runtime.event()) for _ in range(2))
 
     def send(
@@ -113,9 +125,9 @@ class ReadBack:
         tokens: [n] int64; logits: [n, vocab_size]; num_logprobs: as in `StepPlan`; prompts: what was launched before.
         """
         self.buffers.rotate()
-        (tokens_host, *flat, reads), done = self.buffers[0]
+        (tokens_host, values, ids, *counts), done = self.buffers[0]
         places, top = list(num_logprobs), max(num_logprobs.values(), default=0)
-        values, ids = (buffer[: len(places) * (1 + top)].view(len(places), 1 + top) for buffer in flat)
+        values, ids = (buffer[: len(places) * (1 + top)].view(len(places), 1 + top) for buffer in (values, ids))
         if places:
             self._places.set(self._compute, np.array(places, dtype=np.int32))
             index = self._places.tensor[: len(places)]
@@ -128,12 +140,10 @@ class ReadBack:
         tokens_host = tokens_host[: len(tokens)]
         if len(tokens):
             self._compute.copy(tokens_host, tokens)
-        if self._reads is None:
-            reads = None  # nothing is written there
-        else:
-            self._compute.copy(reads, self._reads)
+        for host, device in zip(counts, self._counts, strict=True):
+            self._compute.copy(host, device.view(-1))
         self._compute.record(done)
-        return PendingTokens(tokens_host, places, values, ids, prompts, done, self._fault, reads)
+        return PendingTokens(tokens_host, places, values, ids, prompts, done, self._fault, counts, self._slots)
 
     def forget(self) -> None:
         """Have the table uploaded again: after an exception, the one on the device may hold anything."""

@@ -23,6 +23,7 @@ from nanoinfer.execution.activations import Activations
 from nanoinfer.execution.block_copies import BlockCopies
 from nanoinfer.execution.decode import DecodeProgram, DecodeStep
 from nanoinfer.execution.graphs import Graphs, GraphWork
+from nanoinfer.execution.link_speed import link_speed
 from nanoinfer.execution.memory import MemoryPlan
 from nanoinfer.execution.mixed import MixedStep
 from nanoinfer.execution.prefill import PrefillProgram, PrefillStep
@@ -77,6 +78,7 @@ class ModelRunner:
         device: what the runtime's device offers.
         gpu_kv: `[num_layers, num_gpu_blocks, 2, block_size, num_kv_heads, head_dim]`, the GPU pool.
         kept: the KV of sequences that gave way.
+        expert_link: bytes per second at which experts come one by one; None: there are no slots, or there is no link.
         offload: the offload engine. Its host pool has memory once it was needed for the first time.
         token_masks: brings the masks of a step to its logits.
     """
@@ -127,9 +129,9 @@ class ModelRunner:
         logits_fault = (
             "logits of the request are NaN or infinite: the checkpoint's weights are damaged (download it again)"
         ) + (', or the model overflows in float16 (set dtype="bfloat16" or "float32")' * (spec.dtype == torch.float16))
-        if (reads := reads_of(model)) is not None:
-            reads.zero_()  # nobody asked for what was read so far
-        self.read_back = ReadBack(runtime, self.compute, self.decode_program.tokens.numel(), logits_fault, reads)
+        counts = reads_of(model), model.streamed.slot_sets
+        self.read_back = ReadBack(runtime, self.compute, self.decode_program.tokens.numel(), logits_fault, *counts)
+        self.expert_link = None if device.is_host else link_speed(runtime, self.compute, model.streamed)
         sizes = plan.max_num_batched_tokens, plan.slice_rows
         self._prompt_logprobs = PromptLogprobs(runtime, self.compute, model, *sizes)
         self.token_masks = TokenMasks(runtime, self.compute, self.graphs, self.decode_program.logits)

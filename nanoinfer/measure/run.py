@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import statistics
 import time
@@ -17,7 +18,7 @@ from nanoinfer.engine.engine import LLMEngine
 from nanoinfer.llm import LLM
 from nanoinfer.measure.answers import Answer, answer_of
 from nanoinfer.memory.floors import Floors, bytes_read_per_step
-from nanoinfer.memory.streamed import streamed_bytes
+from nanoinfer.memory.streamed import missed_bytes, streamed_bytes
 from nanoinfer.requests.request import Request
 from nanoinfer.sampling_params import SamplingParams
 
@@ -42,7 +43,7 @@ class Row:
     total_seconds: float | None = None  # until the last token
     seconds_per_token: float | None = None  # median decode step
     tokens_per_second: float | None = None
-    streamed_bytes_per_step: float | None = None
+    streamed_bytes_per_step: float | None = None  # all that came over the link
     link_gbps: float | None = None
     floor_seconds: float | None = None
     ratio_to_floor: float | None = None
@@ -62,8 +63,8 @@ class Row:
     problem: str | None = None
     outputs: list[Answer] = field(default_factory=list, repr=False)
     steps: list[float] = field(default_factory=list, repr=False)  # the steps that the median is computed from
-    least_bytes: tuple[float, float] | None = field(default=None, repr=False)  # streamed and read, for `add_floor`
-    planned_bytes: tuple[float, float] | None = field(default=None, repr=False)  # the same as planned
+    least_bytes: tuple[float, ...] | None = field(default=None, repr=False)  # as for `Floors.offload_step`
+    planned_bytes: tuple[float, ...] | None = field(default=None, repr=False)  # the same as planned
 
     def figures(self) -> dict:
         """Return what is written as JSON: no tokens, no single steps."""
@@ -86,19 +87,22 @@ class Row:
             self.expert_hit_rate = hits / (hits + fetches)
             self.expert_fetched_bytes_per_step = num_bytes / num_steps
 
-    def take_bytes(self, engine: LLMEngine, streamed: list[int], lengths: list[int]) -> None:
-        """Fill in the bytes of the steps that were taken.
+    def take_bytes(self, engine: LLMEngine, streamed: list[tuple[int, int]], lengths: list[int]) -> None:
+        """Fill in the bytes of the steps that were taken. The plan is asked for the share of experts that was found.
 
         Args:
-            streamed: what each decode step streamed, in order.
+            streamed: what came over the link in each decode step, and the part of it that are experts which came one by
+                one, in order.
             lengths: tokens of each sequence in the middle of these steps.
         """
-        self.streamed_bytes_per_step = statistics.median(streamed[WARM_UP_STEPS:] or streamed)
+        found = streamed[WARM_UP_STEPS:] or streamed
+        self.streamed_bytes_per_step = statistics.median(whole for whole, _ in found)
         self.link_gbps = self.streamed_bytes_per_step / self.seconds_per_token / 1e9
-        spec = engine.runner.spec
-        read = bytes_read_per_step(spec, lengths)
-        self.least_bytes = self.streamed_bytes_per_step, read
-        self.planned_bytes = streamed_bytes(engine.config, spec, engine.plan, lengths), read
+        spec, plan = engine.runner.spec, engine.plan
+        read, copied = bytes_read_per_step(spec, lengths), statistics.median(whole - part for whole, part in found)
+        self.least_bytes = copied, read, statistics.median(part for _, part in found)
+        missed = missed_bytes(spec, plan, len(lengths), self.expert_hit_rate)
+        self.planned_bytes = streamed_bytes(engine.config, spec, plan, lengths), read, missed
 
     def add_floor(self, before: Floors, after: Floors) -> None:
         """Compare the step with the better of the bandwidths measured before and after it, and with the forecast.
@@ -206,11 +210,11 @@ def measure(
     row.time_to_first_token = max(request.first_token for request in requests) - begin
     row.prefill_tokens_per_second = sum(lengths) / row.time_to_first_token
     row.take_steps(steps)
+    row.take_experts(stats, llm.stats())
     if steps:
         row.take_bytes(engine, streamed, [length + output_len // 2 for length in lengths])
     else:
         row.problem = _why_no_step(llm, lengths, output_len)
-    row.take_experts(stats, llm.stats())
     row.bound = engine.meter.times.since(before).bound
     row.kv_resident_share = engine.meter.resident_share
     row.peak_gpu_bytes = engine.runner.peak_bytes()
@@ -221,15 +225,15 @@ def measure(
 
 def _run(
     llm: LLM, requests: list[Request], num_tokens: int, progress: bool, trace: Callable[[LLMEngine], None] | None
-) -> tuple[list[float], list[int]]:
-    """Return seconds and streamed bytes of each decode step in which every request got a token.
+) -> tuple[list[float], list[tuple[int, int]]]:
+    """Return seconds and streamed bytes, as for `Row.take_bytes`, of each decode step that gave every request a token.
 
     A call of `step` launches a step and reads the one before, so the device keeps working between calls. The time of a
     step is therefore the time from the end of one call to the end of the next.
     """
     steps: list[float] = []
-    streamed: list[int] = []
-    engine, before = llm.engine, llm.stats()
+    streamed: list[tuple[int, int]] = []
+    engine, before, times = llm.engine, llm.stats(), copy.copy(llm.engine.meter.times)
     lengths = [len(request.prompt_token_ids) for request in requests]
     untraced = sum(lengths) - TRACED_CHUNKS * engine.plan.max_num_batched_tokens  # prompt tokens before the trace
     trace_from = before["num_prefill_tokens"] + untraced
@@ -241,11 +245,11 @@ def _run(
                 engine.start_trace()
             engine.step()
             begin, last = last, time.perf_counter()
-            after = llm.stats()
+            after, step, times = llm.stats(), engine.meter.times.since(times), copy.copy(engine.meter.times)
             is_decode = after["num_decode_steps"] > before["num_decode_steps"]
             if is_decode and after["num_decode_tokens"] - before["num_decode_tokens"] == len(requests):
                 steps.append(last - begin)
-                streamed.append(after["decode_streamed_bytes"] - before["decode_streamed_bytes"])
+                streamed.append((step.streamed_bytes, step.fetched_bytes))
             bar.update(after["num_prefill_tokens"] - before["num_prefill_tokens"] + is_decode)
             if trace is not None and engine.meter.trace is not None and len(steps) >= WARM_UP_STEPS + TRACED_STEPS:
                 trace(engine)

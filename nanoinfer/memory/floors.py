@@ -38,9 +38,12 @@ class Floors:
             return self
         return replace(self, link=min(bytes_per_second, self.link), own_link=self.link)
 
-    def offload_step(self, streamed_bytes: float, read_bytes: float) -> float:
-        """Return the least seconds that a step which streams and reads so many bytes can take."""
-        return max(streamed_bytes / self.link, read_bytes / self.device)
+    def offload_step(self, streamed_bytes: float, read_bytes: float, awaited_bytes: float = 0) -> float:
+        """Return the least seconds that a step which streams and reads so many bytes can take.
+
+        awaited_bytes: of experts that come over the link one by one, beside which nothing else can run.
+        """
+        return max(streamed_bytes / self.link, read_bytes / self.device) + awaited_bytes / self.link
 
 
 def measure_floors(device: torch.device, repeats: int = 7, most_bytes: int = COPY_BYTES) -> Floors:

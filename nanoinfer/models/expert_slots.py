@@ -86,6 +86,10 @@ class SlotSet:
         size = self._num_experts
         return [self._pool[turn * size : (turn + 1) * size].view(-1) for turn in range(NUM_AREAS)]
 
+    def fetched_bytes(self, counts: Tensor) -> int:
+        """Return the bytes of the experts that `counts`, or a copy of it in one row, says were brought one by one."""
+        return int(counts.view(-1, 4)[:, 1:3].sum()) * self.layers[0].stride
+
     def place_of(self, experts: Experts) -> int:
         """Return the place to which the layer's experts go together."""
         return self._first_place + self.layers.index(experts) % NUM_AREAS

@@ -106,7 +106,7 @@ class Scores:
     asked: int  # questions in each cell
     answers: list[str] = field(default_factory=list, repr=False)  # the text of each, in the order of the questions
     probes: list[list[Answer]] = field(default_factory=list, repr=False)  # [length] about the first document
-    streamed_bytes: list[int] = field(default_factory=list)  # [length] KV bytes that were brought from host memory
+    streamed_bytes: list[int] = field(default_factory=list)  # [length] bytes that were brought from host memory
 
     @property
     def accuracy(self) -> list[list[float]]:

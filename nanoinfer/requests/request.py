@@ -231,6 +231,6 @@ class Request:
             num_cached_tokens=max(sequence.num_cached for sequence in self.sequences),
             num_generated_tokens=generated,
             kv_resident_share=resident / read if read else 1.0,
-            streamed_bytes=sum(sequence.streamed_bytes for sequence in self.sequences),
+            streamed_bytes=sum(one.streamed_bytes + one.fetched_bytes for one in self.sequences),
             copy_wait_time=max(sequence.copy_wait_seconds for sequence in self.sequences),
         )

@@ -56,7 +56,8 @@ class Sequence:
     num_computed: int = 0
     num_cached: int = 0
     num_published: int = 0  # full blocks that were offered to the prefix cache of this mode
-    streamed_bytes: int = 0  # of its blocks, over all its steps; of a block shared with others, only its share
+    streamed_bytes: int = 0  # of its blocks and of weights, over all its steps; of what is shared, only its share
+    fetched_bytes: int = 0  # its share of experts that came one by one in these steps
     num_blocks_read: int = 0  # full blocks that its steps read, counted in each step
     num_resident_read: int = 0  # the part of `num_blocks_read` that lay on the GPU
     copy_wait_seconds: float = 0.0  # estimate

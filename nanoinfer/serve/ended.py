@@ -21,6 +21,7 @@ class EndedRequest:
         bound: what took most of its time, see `bound_of`.
         failure: the error that concerns this request alone.
         token_ids: of the prompt and its first completion.
+        streamed_bytes: what came from the host to the GPU for it, see `RequestMetrics`.
         num_found: tokens of the prompt that the first completion found in the prefix cache; the others of `n` may have
             found what the first one left there.
     """
@@ -35,6 +36,7 @@ class EndedRequest:
     per_token: float | None
     bound: str
     failure: Exception | None
+    streamed_bytes: int
     token_ids: list[int] = field(repr=False)
     num_found: int
 
@@ -66,6 +68,7 @@ def ended_request(
         per_token=metrics.time_per_output_token,
         bound=bound_of(request, arrival, now, times),
         failure=request.failure,
+        streamed_bytes=metrics.streamed_bytes,
         token_ids=request.sequences[0].token_ids,
         num_found=request.sequences[0].num_cached,
     )

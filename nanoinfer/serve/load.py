@@ -10,7 +10,7 @@ from nanoinfer.engine.engine import LLMEngine
 from nanoinfer.engine.stats import statistics
 
 LOAD_SECONDS = 10.0
-_COUNTERS = ("num_prefill_tokens", "prefix_cache_hit_tokens", "prefill_seconds")
+_COUNTERS = ("num_prefill_tokens", "prefix_cache_hit_tokens", "prefill_seconds", "streamed_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +24,7 @@ class Load:
         tokens_per_second: generated tokens of all requests.
         gpu_kv_share: share of the GPU pool's blocks that requests hold.
         gpu_cached_share: share that only the prefix cache holds.
+        link_gbps: what came from the host to the GPU, KV, weights and experts, in GB/s (10^9).
         host_kv_share: as `gpu_kv_share`, of the blocks on the host; None: there are none.
         bound: "prefill" if that took more time than the decode steps did, else what bound these.
     """
@@ -37,6 +38,7 @@ class Load:
     gpu_kv_share: float
     gpu_cached_share: float
     host_kv_share: float | None
+    link_gbps: float
     mode: str
     bound: str
 
@@ -72,7 +74,7 @@ class LoadMeter:
             return None
         seconds, counted, generated, times = now - self._begin, self._counted, self._num_generated, self._times
         self._begin, stats = now, self._note(num_generated)
-        prompt, cached, prefill_seconds = (
+        prompt, cached, prefill_seconds, streamed = (
             stats[name] - before for name, before in zip(_COUNTERS, counted, strict=True)
         )
         num_host, decoded = stats["host_blocks_total"], self._times.since(times)
@@ -86,6 +88,7 @@ class LoadMeter:
             gpu_kv_share=stats["gpu_blocks_used"] / stats["gpu_blocks_total"],
             gpu_cached_share=stats["gpu_blocks_cached"] / stats["gpu_blocks_total"],
             host_kv_share=stats["host_blocks_used"] / num_host if num_host else None,
+            link_gbps=streamed / seconds / 1e9,
             mode=stats["mode"],
             bound="prefill" if prefill_seconds > decoded.seconds else decoded.bound,
         )

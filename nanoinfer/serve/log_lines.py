@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from nanoinfer.common.units import format_size
 from nanoinfer.serve.ended import EndedRequest
 from nanoinfer.serve.load import Load
 from nanoinfer.serve.partings import Parting
@@ -62,6 +63,7 @@ def request_fields(ended: EndedRequest) -> dict[str, Any]:
         "tokens_per_second": _rounded(ended.tokens_per_second, 2),
         "finish_reason": _reasons(ended),
         "bound": ended.bound,
+        "streamed_bytes": ended.streamed_bytes,
     }
     if ended.failure is not None:
         fields["error"] = type(ended.failure).__name__
@@ -72,10 +74,11 @@ def request_text(ended: EndedRequest) -> str:
     first = "no token" if ended.first_token is None else f"first after {ended.first_token:.3f} s"
     rate = "" if ended.tokens_per_second is None else f", {ended.tokens_per_second:.1f} tokens/s"
     error = "" if ended.failure is None else f" ({type(ended.failure).__name__})"
+    streamed = f", {format_size(ended.streamed_bytes)} over the link" if ended.streamed_bytes else ""
     return (
         f"request {_shown(ended.name)}: {ended.num_prompt_tokens} tokens in ({ended.num_cached_tokens} from cache), "
         f"{ended.num_generated_tokens} out, {first}, {ended.total:.3f} s in all{rate}, "
-        f"finish {_reasons(ended)}{error}, bound by {ended.bound}"
+        f"finish {_reasons(ended)}{error}{streamed}, bound by {ended.bound}"
     )
 
 
@@ -90,11 +93,12 @@ def parting_text(parting: Parting, texts: PartingTexts | None) -> str:
 
 def load_text(load: Load) -> str:
     host = "" if load.host_kv_share is None else f", {load.host_kv_share:.0%} of the host's"
+    link = f"{load.link_gbps:.1f} GB/s over the link, " if load.link_gbps else ""
     return (
         f"load: {load.num_running} running, {load.num_waiting} waiting, {load.prompt_tokens_per_second:.1f} tokens/s "
         f"in, {load.cached_tokens_per_second:.1f} from cache, {load.tokens_per_second:.1f} out, KV takes "
         f"{load.gpu_kv_share:.0%} of the GPU's blocks{host}, the prefix cache {load.gpu_cached_share:.0%}, "
-        f"{load.mode} mode, bound by {load.bound}"
+        f"{link}{load.mode} mode, bound by {load.bound}"
     )
 
 

@@ -145,7 +145,14 @@ def test_throughput_says_how_many_experts_were_read(tmp_path, capsys):
     figures = json.loads(out.read_text())
     assert figures["experts_read_per_layer"] == 3, "those that one row takes"
     assert figures["expert_bytes_per_step"] == 3 * (3 * 48 * 24 * 4)
-    assert "\n  experts " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "\n  experts " in printed and "over the link" not in printed and figures["expert_fetches"] == 0
+    slots = ["--expert-slots", "3", "--output-json", str(out)]
+    assert cli.main(["bench", "throughput", "--model", path, *lengths, *slots]) == 0
+    figures, printed = json.loads(out.read_text()), capsys.readouterr().out
+    of_decode = figures["streamed_bytes_per_step"] * figures["num_decode_steps"]
+    assert 0 < of_decode <= figures["expert_fetched_bytes"] <= figures["streamed_bytes"]
+    assert "\n  over the link " in printed and "\n  found experts " in printed
 
 
 @pytest.mark.parametrize("command", [["bench", "latency"], ["bench", "offload"], ["serve", "x"]])

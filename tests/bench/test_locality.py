@@ -8,6 +8,7 @@ from nanoinfer import LLM
 from nanoinfer.commands import main as cli
 from nanoinfer.measure.locality import PUBLISHED, WORKING_SET, drawn, sampling_of
 from nanoinfer.measure.run import measure
+from nanoinfer.memory.floors import Floors
 from nanoinfer.models.shapes import SHAPES, has_experts, write_shape
 
 OVERRIDES = dict(
@@ -40,6 +41,17 @@ def make_llm(folder, **options):
     return LLM(write_shape("tiny-sparse", folder), **defaults | options)
 
 
+def assert_the_floor_has_what_is_brought(row, engine):
+    """Behind the larger of the two others, for a step waits for it; the forecast asks for the share that was found."""
+    copied, read, brought = row.least_bytes
+    expert = engine.runner.spec.sparse.bytes_per_expert
+    assert copied == 0 < read and row.streamed_bytes_per_step == brought and brought % expert == 0
+    row.add_floor(Floors(link=1e6, device=1e9), Floors(link=2e6, device=2e9))
+    assert row.floor_seconds == pytest.approx(read / 2e9 + brought / 2e6)
+    assert row.forecast_seconds == pytest.approx(read / 2e9 + 2 * (1 - row.expert_hit_rate) * expert / 2e6, rel=1e-3)
+    assert row.link_gbps == pytest.approx(brought / row.seconds_per_token / 1e9)
+
+
 def test_drawn_tokens_find_as_many_experts_in_slots_as_their_locality_says(tmp_path):
     with make_llm(tmp_path, expert_slots=8) as llm:
         rows = {}
@@ -47,6 +59,7 @@ def test_drawn_tokens_find_as_many_experts_in_slots_as_their_locality_says(tmp_p
             row = measure(llm, [8], 50, sampling=sampling_of(llm, locality, 0))
             rows[locality] = row.expert_hit_rate
             assert row.expert_fetched_bytes_per_step > 0
+            assert_the_floor_has_what_is_brought(row, llm.engine)
     assert rows[0.0] == pytest.approx(0.25, abs=0.08), "uniform: the share of the slots"
     assert rows[0.9] > 0.75
 
@@ -73,6 +86,7 @@ def test_the_command_says_what_was_found(capsys):
     given += ["--input-len", "8", "--output-len", "12", "--num-iters", "1", "--router-locality", "0.5"]
     assert cli.main(given) == 0
     printed = capsys.readouterr().out
+    assert "(0.00 GB read, 0.00 GB over the link)" in printed, "which is less than it can say"
     assert "of the chosen ones were in slots" in printed and "GB brought in a step" in printed
 
 

@@ -72,6 +72,15 @@ def test_answers_are_those_of_llm_chat_and_the_next_prompt_comes_from_the_cache(
     assert f" MiB of {total:.2f} MiB on the device, 0.00 MiB of " in session.model.stats()["KV cache"]
 
 
+def test_the_statistics_have_what_came_over_the_link_and_how_often_experts_were_there(llm, monkeypatch):
+    model, found = EngineModel(llm, "tiny"), llm.stats()
+    assert not {"streamed", "experts"} & set(model.stats())
+    found |= dict(decode_streamed_bytes=3 * 2**30, link_gbps=12.5, expert_fetches=2, expert_hit_rate=0.75)
+    monkeypatch.setattr(llm, "stats", lambda: found | dict(expert_fetched_bytes=2**30))
+    assert model.stats()["streamed"] == "3.00 GiB at 12.5 GB/s"
+    assert model.stats()["experts"] == "75% of the chosen ones were on the device, 1.00 GiB were brought there"
+
+
 def test_an_answer_that_is_stopped_leaves_nothing_behind(llm):
     session = Session(EngineModel(llm, "tiny"), Settings(replace(GREEDY, max_tokens=None)))
     answer = session.ask(QUESTION)

@@ -55,7 +55,13 @@ def test_streamed_weights_change_no_bit(name, quantization, tmp_path):
 @pytest.mark.alone
 @pytest.mark.parametrize(
     "shape, quantization, gib",
-    [("qwen3-1.7b", None, 2.5), ("qwen3-8b", None, 8), ("qwen3-8b", "int4", 4), ("qwen3-30b-a3b", "int4", 6)],
+    [
+        ("qwen3-1.7b", None, 2.5),
+        ("qwen3-8b", None, 8),
+        ("qwen3-8b", "int4", 4),
+        ("qwen3-30b-a3b", "int4", 6),
+        ("gpt-oss-120b", None, 22),  # experts in slots, and matrices of which none ends where a segment does
+    ],
 )
 def test_a_model_larger_than_its_limit_stays_below_it(shape, quantization, gib, tmp_path):
     arguments = dict(load_format="dummy", skip_tokenizer_init=True, progress_bar=False, max_model_len=8192)

@@ -11,6 +11,7 @@ from simulated import SimulatedRuntime
 from tiny_models import make_checkpoint
 
 from nanoinfer.common.units import format_size
+from nanoinfer.engine.stats import bound_line
 from nanoinfer.kernels.experts import reference
 from nanoinfer.memory.setup import Setup
 from nanoinfer.models import streamed
@@ -278,8 +279,14 @@ def test_the_advice_is_about_experts_that_are_waited_for(path_of, monkeypatch):
     run(engine, prompts, params)
     assert "at the CPU's speed" in engine.stats()["advice"]
     monkeypatch.setattr(type(engine.runner.device), "is_host", False)
+    times = engine.meter.times
     one_more = format_size(engine.plan.expert_bytes / engine.runner.spec.sparse.num_experts)
-    wanted = (
-        f"wait for experts that are not on the GPU: raise gpu_memory_limit, by {one_more} for one more of each layer"
-    )
-    assert wanted in engine.stats()["advice"]
+    wanted = f"experts that are not on the GPU, {format_size(times.fetched_bytes / times.num_steps)} of them: raise "
+    wanted += f"gpu_memory_limit, by {one_more} for one more of each layer"
+    for share, is_waited_for in ((0.05, False), (0.2, True), (0.9, True)):
+        times.fetch_seconds = share * times.seconds
+        assert (wanted in engine.stats()["advice"]) == is_waited_for, share
+        assert (engine.stats()["bound"] == "link") == (share > 0.5)
+    step_ms = times.seconds / times.num_steps * 1e3
+    waited = f"steps of {step_ms:.1f} ms wait {0.9 * step_ms:.1f} ms"
+    assert waited in engine.stats()["advice"] and "link busy 90% of the time" in bound_line(engine)

@@ -14,15 +14,16 @@ from nanoinfer.options.serve import LEVELS
 from nanoinfer.serve.ended import EndedRequest, bound_of
 from nanoinfer.serve.load import LOAD_SECONDS, LoadMeter
 from nanoinfer.serve.log import START, logging_to
-from nanoinfer.serve.log_lines import log_request, request_text
+from nanoinfer.serve.log_lines import load_text, log_request, request_text
 
 ENDED = dict(
     name="cmpl-1", reasons=["length"], num_prompt_tokens=30, num_cached_tokens=16, num_generated_tokens=9,
     first_token=0.25, total=1.5, per_token=0.125, bound="link", failure=None, token_ids=[], num_found=0,
+    streamed_bytes=3 * 2**29,
 )  # fmt: skip
 TEXT = (
     "request cmpl-1: 30 tokens in (16 from cache), 9 out, first after 0.250 s, 1.500 s in all, 8.0 tokens/s, finish "
-    "length, bound by link"
+    "length, 1.50 GiB over the link, bound by link"
 )
 
 
@@ -65,9 +66,9 @@ def test_a_request_as_text_and_as_json():
     assert entry.pop("time").endswith("Z") and entry == {
         "level": "info", "logger": "nanoinfer.serve", "event": "request", "id": "cmpl-1", "prompt_tokens": 30,
         "cached_tokens": 16, "output_tokens": 9, "time_to_first_token": 0.25, "total_time": 1.5,
-        "tokens_per_second": 8.0, "finish_reason": "length", "bound": "link",
+        "tokens_per_second": 8.0, "finish_reason": "length", "bound": "link", "streamed_bytes": 3 * 2**29,
     }  # fmt: skip
-    early = ended(first_token=None, per_token=None, reasons=["abort", "abort"], num_generated_tokens=0)
+    early = ended(first_token=None, per_token=None, reasons=["abort"] * 2, num_generated_tokens=0, streamed_bytes=0)
     assert "0 out, no token, 1.500 s in all, finish abort, bound" in request_text(early)
 
 
@@ -173,6 +174,10 @@ def test_the_load_is_said_every_ten_seconds_while_steps_run(path):
             assert (load.num_running, load.num_waiting, load.mode, load.host_kv_share) == (0, 0, "resident", None)
             # One long step is load, too.
             assert step(110, 135, prompt_tokens=100).prompt_tokens_per_second == 4
+            assert "over the link" not in load_text(load)
+            engine.meter.fetched_bytes += 50 * 10**9  # experts
+            load = step(135, 145)
+            assert load.link_gbps == 5 and "5.0 GB/s over the link, resident mode" in load_text(load)
             # What was idle counts in no rate, and nothing is said of it.
             assert step(1000, 1001, generated=30) is None
             assert step(1009, 1010, generated=10).tokens_per_second == 4

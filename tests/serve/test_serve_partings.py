@@ -231,4 +231,5 @@ def ended_with(first_token):
     return EndedRequest(
         name="x", reasons=["abort"], num_prompt_tokens=40, num_cached_tokens=0, num_generated_tokens=0, total=1.0,
         per_token=None, bound="queue", failure=None, token_ids=SYSTEM, num_found=0, first_token=first_token,
+        streamed_bytes=0,
     )  # fmt: skip

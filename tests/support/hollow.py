@@ -14,7 +14,7 @@ class SameTokens:
 
     def __init__(self, count: int) -> None:
         self._count, self.done = count, CpuRuntime().event()
-        self.made, self.experts_read = None, 0
+        self.made, self.experts_read, self.fetched_bytes = None, 0, 0
 
     def read(self) -> list:
         return [(5, None, None)] * self._count

@@ -93,7 +93,7 @@ class RemoteRunner(Remote):
         self._connection.send(config)
         self.plan, self.spec, self.layout, self.num_gpu_blocks, capture = self._connection.recv()
         own = dict(
-            compute=SimpleNamespace(current=nullcontext), own_threads=nullcontext
+            compute=SimpleNamespace(current=nullcontext), own_threads=nullcontext, expert_link=None
         )  # this process computes nothing
         super().__init__(self.ask, "", runtime=CpuRuntime(), **own)
         counters, host = SimpleNamespace(streamed_bytes=0), Remote(self.ask, "offload.host")
@@ -115,7 +115,7 @@ class RemoteRunner(Remote):
         self.ask("sample", launched.number, masks)
         done = SimpleNamespace(query=lambda rule: True)
         ask = {name: partial(self.ask, name, launched.number) for name in ("read", "read_prompts")}
-        return SimpleNamespace(**ask, done=done, made=None, experts_read=0)
+        return SimpleNamespace(**ask, done=done, made=None, experts_read=0, fetched_bytes=0)
 
     def close(self) -> None:
         self._connection.send(None)

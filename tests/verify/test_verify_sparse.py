@@ -19,6 +19,8 @@ def test_sparse_models_are_identical_in_every_run(family, tmp_path):
     path = make_sparse(family, tmp_path, ROUTERS)
     verdict = verify(path, **SMALL, make_runtime=lambda run: SimulatedRuntime(poison=True))
     assert verdict.line().endswith(" in 14 runs") and verdict.is_identical, verdict.report()
+    (experts,) = (run.facts for run in verdict.runs if run.name == "experts")
+    assert experts[0].endswith(" MiB streamed") and experts[1].endswith("% of the chosen experts were on the GPU")
 
 
 def test_a_choice_that_depends_on_the_rows_beside_where_routers_tie_is_found(tmp_path, monkeypatch):
