@@ -8,7 +8,7 @@ import nanoinfer
 from nanoinfer.commands import main as cli
 from nanoinfer.common.units import GIB
 from nanoinfer.memory import forecaster
-from nanoinfer.memory.cards import CARDS, card_named
+from nanoinfer.memory.cards import CARDS, LINK_GBPS, card_named
 from nanoinfer.memory.compare import compare_gpus
 from nanoinfer.memory.machine import DeviceMemory
 
@@ -19,17 +19,50 @@ def test_cards_are_found_by_what_people_write():
     for name, card in (
         ("RTX 4070", "RTX 4070"), ("rtx4070", "RTX 4070"), ("NVIDIA GeForce RTX 4070 Ti Super", "RTX 4070 Ti SUPER"),
         ("rtx-3080-12gb", "RTX 3080 12GB"), ("h100", "H100 80GB"), ("RTX A2000", "RTX A2000 12GB"),
+        ("3060", "RTX 3060"), ("RTX 3060 12GB", "RTX 3060"), ("rtx3060 12 GiB", "RTX 3060"),
+        ("3060-8g", "RTX 3060 8GB"),
+        ("4070ti super", "RTX 4070 Ti SUPER"), ("GeForce 4060 Ti 16 GB", "RTX 4060 Ti 16GB"), ("a4000", "RTX A4000"),
+        ("NVIDIA GeForce RTX 4060 Laptop GPU", "RTX 4060 Laptop"), ("4090 mobile", "RTX 4090 Laptop"),
+        ("RTX 3080 Max-Q 16GB", "RTX 3080 16GB Laptop"), ("Tesla T4", "T4"), ("NVIDIA A100 80GB", "A100 80GB"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"), ("2080 ti 11gb", "RTX 2080 Ti"), ("NVIDIA H200", "H200"),
+        ("NVIDIA GeForce RTX 3090", "RTX 3090"), ("titan rtx", "TITAN RTX"), ("2060", "RTX 2060"),
     ):  # fmt: skip
         assert card_named(name).name == card
     for name, message in (
         ("RTX 3080", "sold with more than one memory: give one of RTX 3080 10GB, RTX 3080 12GB"),
+        ("3080 20GB", "has no 20 GB: give one of RTX 3080 10GB, RTX 3080 12GB, or state gpu_memory_limit"),
+        ("RTX 3090 48GB", "has no 48 GB: give RTX 3090, or state"),
         ("RTX 5070 Tie", r"not in the table \(did you mean 'RTX 5070 Ti'\?\). State its memory and bandwidths"),
-        ("Radeon", r"not in the table. State .* or give one of: RTX 3050"),
+        ("Radeon", r"not in the table. State .* or give one of: RTX 2060, .* RTX 3050"),
+        ("GTX 1660", r"not in the table. State"),
+        ("", r"not in the table. State"),
     ):
         with pytest.raises(ValueError, match=message):
             card_named(name)
     assert len({card.name for card in CARDS}) == len(CARDS)
     assert all(card.memory_bytes < card.called_gb * 2**30 and card.link_gbps < card.device_gbps for card in CARDS)
+
+
+def test_every_card_is_found_by_its_own_name_and_by_what_drivers_call_it():
+    for card in CARDS:
+        assert card_named(card.name) is card_named(card.name.lower().replace(" ", "-")) is card
+        assert card_named(f"NVIDIA GeForce {card.name} GPU") is card
+
+
+def test_a_card_says_what_is_half_or_untried_of_it():
+    """Cards with eight lanes, those of laptops, and those whose kind no kernel was tried on; no others."""
+    (eight,), (newer,) = card_named("4060 Ti 16GB").notes, card_named("RTX 5060").notes
+    assert "RTX 4060 Ti 16GB has 8 lanes, half of what a slot has" in eight
+    assert "12.5 GB/s with PCIe 4, 6 in a board with PCIe 3" in eight
+    assert "25 GB/s with PCIe 5, 12.5 in a board with PCIe 4" in newer
+    (laptop,) = card_named("RTX 4080 Laptop").notes
+    assert "makers choose its lanes" in laptop and "nanoinfer doctor" in laptop
+    for name in ("T4", "RTX 2080 Ti"):
+        (untried,) = card_named(name).notes
+        assert "compute capability 7.5, which nobody has tried" in untried and 'dtype="float16"' in untried
+    for card in CARDS:
+        assert len(card.notes) == (" x8" in card.pcie) + (card.capability < (8, 0)), card.name
+        assert " x8" not in card.pcie or card.link_gbps < 0.6 * LINK_GBPS[card.pcie.replace("x8", "x16")]
 
 
 def test_a_card_stands_for_its_memory_and_bandwidths_where_they_are_not_given():
