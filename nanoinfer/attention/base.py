@@ -28,7 +28,10 @@ from nanoinfer.kernels.attention.spec import AttentionSpec
 def check_fp8(lacks: str | None) -> None:
     """Raise ValueError if our kernels cannot read KV in fp8 on a device. lacks: as `Device.lacks_float8` returns."""
     if lacks is not None:
-        raise ValueError(f'kv_cache_dtype="fp8" needs {lacks}: set kv_cache_dtype="auto"')
+        raise ValueError(
+            f'kv_cache_dtype="fp8" needs {lacks}: set kv_cache_dtype="auto"; weights in fewer bits (quantization) '
+            "leave more room for it, and a shorter max_model_len takes less"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,11 @@ class Conversation:
         try:
             beside.write_text(text + "\n", encoding="utf-8")
             beside.replace(path)
+        except OSError as error:  # which names the file beside it
+            raise OSError(error.errno, error.strerror, str(path)) from error
         finally:
-            beside.unlink(missing_ok=True)
+            with suppress(OSError):
+                beside.unlink()
 
     @classmethod
     def load(cls, path: Path) -> Conversation:

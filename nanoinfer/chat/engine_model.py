@@ -9,6 +9,7 @@ from typing import Any
 
 from nanoinfer.chat.session import Report
 from nanoinfer.chat.settings import Settings
+from nanoinfer.common.errors import RequestError
 from nanoinfer.common.units import GIB, counted, format_size
 from nanoinfer.engine.meter import DecodeTimes
 from nanoinfer.llm import LLM
@@ -51,7 +52,12 @@ class EngineModel:
         for left in list(self._llm.engine.work.requests):  # of an answer that an interrupt ended before it began
             self._llm.engine.abort(left)
         before = self._llm.engine.meter.snapshot()
-        request = self._llm.engine.add_request(next(self._ids), {"prompt_token_ids": token_ids}, params)
+        try:
+            request = self._llm.engine.add_request(next(self._ids), {"prompt_token_ids": token_ids}, params)
+        except RequestError as error:
+            if not error.is_too_long or not any(message["role"] == "assistant" for message in messages):
+                raise
+            raise RequestError(f"{error}; /clear begins anew", field=error.field, is_too_long=True) from None
         return EngineRun(self._llm, request, prompt, before)
 
     def stats(self) -> Mapping[str, str]:
@@ -125,11 +131,11 @@ class EngineRun:
     def _measured(self) -> Report:
         metrics = self._request.output().metrics
         bound = self._engine.meter.times.since(self._before).bound
-        seconds, limit = metrics.time_per_output_token, self._request.params.max_tokens
-        is_at_limit = limit is not None and metrics.num_generated_tokens >= limit
-        full = f"stopped, the context of {self._engine.plan.max_model_len:,} tokens is full: /clear begins anew"
+        seconds, context = metrics.time_per_output_token, self._engine.plan.max_model_len
+        is_full = metrics.num_prompt_tokens + metrics.num_generated_tokens >= context
+        full = f"stopped, the context of {context:,} tokens is full: /clear begins anew"
         at_limit = f"stopped at {counted(metrics.num_generated_tokens, 'token')}: /set max_tokens gives more"
-        cuts = {"abort": "ended by you", "length": at_limit if is_at_limit else full}
+        cuts = {"abort": "ended by you", "length": full if is_full else at_limit}
         return Report(
             num_tokens=metrics.num_generated_tokens,
             tokens_per_second=1 / seconds if seconds else None,

@@ -35,18 +35,18 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--system", metavar="TEXT", help="the system's message before it; implies --chat")
     add_sampling_options(parser, f"{_MAX_TOKENS}; of a chat, as many as there is room for")
-    add_engine_options(parser, without=("seed", "skip_tokenizer_init"), defaults={"enable_cpu_offload": "auto"})
+    defaults = {"enable_cpu_offload": "auto", "max_num_seqs": 1}
+    add_engine_options(parser, without=("seed", "skip_tokenizer_init"), defaults=defaults)
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the completion as it is generated, and then on stderr how fast it was."""
     prompt = _prompt(options)
     is_chat = options.chat or options.system is not None
-    arguments = engine_arguments(options) | ({"max_num_seqs": 1} if options.max_num_seqs is None else {})
     sampling_params(options, {"temperature": 1.0}, 1)  # refuse what is not allowed before anything is loaded
     with (
         _second_interrupt_ends(options.parser.prog),
-        nanoinfer.LLM(options.model, **arguments, progress_bar=sys.stderr.isatty()) as llm,
+        nanoinfer.LLM(options.model, **engine_arguments(options), progress_bar=sys.stderr.isatty()) as llm,
     ):
         params = sampling_params(options, llm.engine.sampling_defaults, None if is_chat else _MAX_TOKENS)
         if is_chat:
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
         print(flush=True)
         said = _speed(llm, output.metrics, before)
         if output.finish_reason == "length":
-            said += f"; {_cut(llm, output.metrics.num_generated_tokens, params.max_tokens)}"
+            said += f"; {_cut(output.metrics, llm.engine.plan.max_model_len)}"
         print(f"{options.parser.prog}: {in_options(said, options.parser)}", file=sys.stderr)
     return 0
 
@@ -115,10 +115,10 @@ def _speed(llm: Any, metrics: Any, before: Any) -> str:
     )
 
 
-def _cut(llm: Any, num_tokens: int, limit: int | None) -> str:
-    if limit is not None and num_tokens >= limit:
-        return f"stopped at {counted(num_tokens, 'token')}: -n gives more"
-    return f"stopped, the context of {llm.engine.plan.max_model_len:,} tokens is full: max_model_len gives more"
+def _cut(metrics: Any, context: int) -> str:
+    if metrics.num_prompt_tokens + metrics.num_generated_tokens < context:
+        return f"stopped at {counted(metrics.num_generated_tokens, 'token')}: -n gives more"
+    return f"stopped, the context of {context:,} tokens is full: max_model_len gives more"
 
 
 @contextmanager

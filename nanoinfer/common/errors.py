@@ -62,9 +62,11 @@ def listed(names: Sequence[str]) -> str:
 def nearest(name: str, allowed: Iterable[str]) -> str | None:
     """Return the allowed name that means the same, or else the one that looks most like `name`; None if none is close.
 
-    Dashes of options do not count.
+    Dashes of options do not count. What takes a file is no misspelling of what takes a text.
     """
     known = {_plain(one): one for one in allowed}
+    if _plain(name).endswith("_file"):
+        known = {plain: one for plain, one in known.items() if "file" in plain}
     meanings = (*MEANT.get(_plain(name), ()), *VALUES_MEANT.get(_plain(name).lower(), ()))
     meant = [known[one] for one in meanings if one in known]
     matches = meant or [known[one] for one in difflib.get_close_matches(_plain(name), known, n=1, cutoff=0.7)]

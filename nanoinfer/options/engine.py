@@ -62,6 +62,8 @@ def add_engine_options(
         default = defaults.get(field.name, field.default)
         text = help_of.get(field.name, "").replace("%", "%%")
         if default is not None and field.type != "bool":
+            if field.name in defaults:  # not the engine's
+                text = re.sub(r" Default: .*", "", text)
             shown = _WORDS[default] if field.name == "enable_cpu_offload" else default
             text = f"{text.removesuffix('.')} (default: {shown})"
         kind = _kind(field.name, field.type, field.default)

@@ -169,6 +169,14 @@ def test_a_file_that_is_no_conversation_is_refused_and_not_overwritten(session, 
     assert file.read_text() == content
 
 
+def test_a_conversation_that_cannot_be_saved_names_the_file_that_was_asked_for(session, tmp_path):
+    (tmp_path / "file").write_text("")
+    for file in (tmp_path / "none" / "talk.json", tmp_path / "file" / "talk.json"):
+        with pytest.raises(OSError, match=r"talk\.json'$") as caught:
+            run(f"/save {file}", session)
+        assert caught.value.filename == str(file)
+
+
 def test_a_pipe_gets_plain_answers_and_nothing_else(session, tmp_path):
     text = f'/set temperature 0\n\nmarkdown\n"""\none\n\ntwo\n"""\nthink\n/save {tmp_path / "x"}\n/exit\nnever asked'
     answers, notes, has_ended_well = talk(session, text)

@@ -23,7 +23,7 @@ class FakeLLM:
     """Says two words to every prompt, and keeps what it was asked."""
 
     asked, said, is_long, is_watched = None, ("two", " words"), False, {}
-    reason = "stop"
+    reason, context = "stop", 2048
 
     def __init__(self, model, **arguments):
         self.arguments = arguments
@@ -31,7 +31,7 @@ class FakeLLM:
         self.engine = SimpleNamespace(
             sampling_defaults=self.recommended,
             meter=SimpleNamespace(snapshot=lambda: None),
-            plan=SimpleNamespace(max_model_len=2048),
+            plan=SimpleNamespace(max_model_len=self.context),
             work=SimpleNamespace(prompt_tokens=self.look),
         )
 
@@ -167,13 +167,15 @@ def test_text_is_on_stdout_and_the_speed_on_stderr(asked, capsys):
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "words, context, said",
     [
-        (["-n", "2"], "; stopped at 2 tokens: -n gives more\n"),
-        ([], "; stopped, the context of 2,048 tokens is full: --max-model-len gives more\n"),
+        (["-n", "2"], 2048, "; stopped at 2 tokens: -n gives more\n"),
+        (["-n", "2"], 5, "; stopped, the context of 5 tokens is full: --max-model-len gives more\n"),
+        ([], 5, "; stopped, the context of 5 tokens is full: --max-model-len gives more\n"),
     ],
 )
-def test_an_answer_that_was_cut_is_called_cut(asked, capsys, monkeypatch, words, said):
+def test_an_answer_that_was_cut_is_called_cut(asked, capsys, monkeypatch, words, context, said):
+    monkeypatch.setattr(FakeLLM, "context", context)
     asked("text", *words)
     assert "stopped" not in capsys.readouterr().err
     monkeypatch.setattr(FakeLLM, "reason", "length")

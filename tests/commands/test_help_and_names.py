@@ -60,6 +60,15 @@ def test_options_stand_in_groups_with_the_usual_ones_first(capsys):
     assert text.index("--prompt") < text.index("sampling:") < text.index("--top-k") < text.index("length and memory:")
 
 
+@pytest.mark.parametrize("command", ["generate", "chat", "serve", "plan", "verify", "bench latency", "eval recall"])
+def test_help_says_one_default_of_an_option(command, capsys):
+    text = " ".join(said([*command.split(), "--help"], capsys).split())
+    parts = re.split(r" (?=--[a-z])", text)
+    assert [part for part in parts if re.search(r"\bDefault\b", part) and "(default: " in part] == []
+    if command in ("generate", "chat"):
+        assert "--max-num-seqs N the most sequences that run at once (default: 1)" in text
+
+
 def test_a_field_in_no_group_comes_last(monkeypatch):
     monkeypatch.setitem(engine.GROUPS, "machine", ("attention_backend",))
     parser = Parser(prog="p")
@@ -126,6 +135,20 @@ def test_an_option_of_another_program_is_told_what_means_the_same(given, message
     assert usage == "usage: nanoinfer serve [options] MODEL"
     assert error.startswith(f"nanoinfer serve: error: {'unknown option ' * ('is not supp' not in message)}".strip())
     assert given.split("=")[0] in error and message in error
+
+
+@pytest.mark.parametrize(
+    "command, given, message",
+    [
+        ("generate", "--prompt-file", "--prompt-file is not supported: pipe the file into the command: < FILE"),
+        ("chat", "--system-prompt-file", 'is not supported: give its text: --system "$(cat FILE)"'),
+        ("serve", "--log-file", "is not supported: the log goes to stderr: redirect it, 2> FILE"),
+        ("serve", "--api-key-file", "unknown option --api-key-file"),
+        ("serve", "--chat-templat-file", "unknown option --chat-templat-file: did you mean --chat-template?"),
+    ],
+)
+def test_what_takes_a_file_is_no_misspelling_of_what_takes_a_text(command, given, message, capsys):
+    assert said([command, "m", given, "x"], capsys).endswith(f"{message}\n")
 
 
 @pytest.mark.parametrize(
