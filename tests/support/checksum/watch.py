@@ -6,11 +6,12 @@ import random
 from collections.abc import Callable, Iterator
 
 import torch
-from simulated import SimulatedRuntime, SimulatedStream, _Operation
+from simulated import SimulatedRuntime, SimulatedStream
 from torch import Tensor
 
 import checksum.mixing
 from nanoinfer import LLMEngine
+from offload.memory.host_pool import HostPool
 from offload.runtime.base import poison_of
 
 
@@ -54,7 +55,7 @@ class WatchedRuntime(SimulatedRuntime):
         if self.number == self.flip_at:
             byte = self.flipped()
             byte ^= 64  # of the highest byte of a float32 it makes NaN of some
-        operation: _Operation = stream.queue[0]
+        operation = stream.queue[0]
         super()._execute(stream)
         if operation.reads is not None and checksum.mixing.note is not None:
             read, written = operation.reads, operation.writes
@@ -79,6 +80,12 @@ class WatchedRuntime(SimulatedRuntime):
         return False
 
 
+def _segments(host: HostPool) -> list[Tensor]:
+    sizes = [host.blocks_per_segment] * (host.num_blocks // host.blocks_per_segment)
+    sizes += [host.num_blocks % host.blocks_per_segment] if host.num_blocks % host.blocks_per_segment else []
+    return [host.run(number, 0, size) for number, size in enumerate(sizes)] if host.num_bytes else []
+
+
 def memory_of(engine: LLMEngine) -> dict[str, list[Tensor]]:
     """Return the buffers of an engine by what they are, each as bytes."""
     runner, streamed = engine.runner, engine.runner.model.streamed
@@ -91,7 +98,7 @@ def memory_of(engine: LLMEngine) -> dict[str, list[Tensor]]:
     items = [(one.begin_of_items + 4, buffer) for one in splits for buffer in one.table.staging.buffers]
     found = {
         "GPU block": [runner.gpu_kv],
-        "host block": runner.offload.host._segments,
+        "host block": _segments(runner.offload.host),
         "ring slot": list(runner.ring.bytes),
         "weight": stays,
         "landing": [] if streamed.slot_sets else streamed.places,
