@@ -12,7 +12,7 @@ ARGS ?=
 # Processes that run tests.
 JOBS ?= 2
 
-.PHONY: setup lint test fuzz amd-test templates-test gguf-test fleet-test lm-eval-test bench gpu-test gpu-bench clean
+.PHONY: setup lint test test-near tools-test fuzz amd-test templates-test gguf-test fleet-test lm-eval-test bench gpu-test gpu-bench clean
 
 setup: $(STAMP)
 
@@ -33,12 +33,22 @@ lint: $(STAMP)
 	$(VENV)/bin/python -m ruff format --check $(SOURCES)
 
 test: $(STAMP)
-	$(TEST_ENV) $(VENV)/bin/python -m pytest tests -n $(JOBS) --dist worksteal $(ARGS)
+	$(TEST_ENV) $(VENV)/bin/python -m pytest tests --ignore tests/tools -n $(JOBS) --dist worksteal $(ARGS)
+
+# Those that a change can reach, the nearest first: of what is not committed, or of a branch with BASE=main.
+BASE ?= HEAD
+test-near: $(STAMP)
+	$(TEST_ENV) $(VENV)/bin/python -m pytest $$($(VENV)/bin/python tests/support/near.py $(BASE)) -n $(JOBS) $(ARGS)
+
+# The tools' own tests.
+tools-test: $(STAMP)
+	$(TEST_ENV) $(VENV)/bin/python -m pytest tests/tools -n $(JOBS) --dist worksteal $(ARGS)
 
 # What `make test` takes a sample of, whole: seeds, cases, an exception at every line of a step. Half an hour on sixteen
-# cores (JOBS=16), hours on two.
+# cores (JOBS=16), hours on two. PART=2/4: the second of four parts, of as many cases each.
+PART ?= 1/1
 fuzz: $(STAMP)
-	$(TEST_ENV) $(VENV)/bin/python -m pytest tests --fuzz -m sampled -n $(JOBS) --dist worksteal $(ARGS)
+	$(TEST_ENV) $(VENV)/bin/python -m pytest tests --fuzz --part $(PART) -m sampled -n $(JOBS) --dist worksteal $(ARGS)
 
 # All kernels for AMD's GPUs, down to their instructions, on all processors: minutes with sixteen of them.
 amd-test: $(STAMP)

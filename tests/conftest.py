@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from parts import part_of
 from quick_interpreter import make_interpreter_quick
 
 FROZEN = {"modules": 0}  # how many were imported when objects were frozen last
@@ -20,6 +21,7 @@ def seeded():
 
 def pytest_addoption(parser):
     parser.addoption("--fuzz", action="store_true", help="every seed, line and case, not a sample: hours")
+    parser.addoption("--part", default="1/1", help="2/4: of what would run, the second of four parts")
 
 
 def pytest_configure(config):
@@ -40,6 +42,8 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("sampled")
         is_chosen = marker is None or case in marker.args or config.getoption("--fuzz")
         (chosen if is_chosen else left_out).append(item)
+    chosen, of_others = part_of(chosen, config.getoption("--part"))
+    left_out += of_others
     wrong = {key: ids for key, ids in unknown.items() if ids}
     if wrong and not any("::" in argument for argument in config.args):
         raise pytest.UsageError(f"ids of no case: {wrong}")
