@@ -1,4 +1,4 @@
-"""The test files that a change can reach, the nearest first: `python tests/support/near.py [BASE]` for `make test-near`.
+"""The test files that a change can reach, the nearest first; `python tests/support/near.py [BASE]` prints them.
 
 A file is reached over the imports of product, tests and their support, and over what is named in a text: a module that
 a test starts in another process, a document or tool that it reads. BASE: what the change is counted from, as for git.
