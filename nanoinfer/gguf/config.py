@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nanoinfer.common.errors import shown
+from nanoinfer.common.missing import UnsupportedArchitectureError, why_not
 from nanoinfer.gguf.keys import Keys
 from nanoinfer.gguf.reader import GGUFFile
 from nanoinfer.gguf.rotation import rotation
@@ -36,8 +37,8 @@ def architecture_of(file: GGUFFile) -> str:
     if not isinstance(name, str):
         raise ValueError(f"{file.path} says no general.architecture: the file is not whole, or holds no model")
     if name not in CONFIGS:
-        known = ", ".join(CONFIGS)
-        raise ValueError(f"{file.path} has architecture {shown(name)}, which is not supported. Supported: {known}")
+        what = f"{file.path} has architecture {shown(name)}, which is not supported"
+        raise UnsupportedArchitectureError(f"{what}: {why_not(name)}", name)
     return name
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import re
+from typing import NamedTuple
 
+from nanoinfer.common.missing import longest_beginning
 from nanoinfer.common.tables import by_name
 
 # By hub id, the architecture that runs the checkpoint, or its text part.
@@ -20,6 +22,7 @@ CHECKPOINTS: dict[str, str] = by_name({
     "google/gemma-3-1b-it google/gemma-3-4b-it google/gemma-3-12b-it google/gemma-3-27b-it": "Gemma3ForCausalLM",
     "microsoft/Phi-4-mini-instruct microsoft/phi-4": "Phi3ForCausalLM",
     "ibm-granite/granite-3.3-8b-instruct": "GraniteForCausalLM",
+    "ibm-granite/granite-4.0-micro": "GraniteMoeHybridForCausalLM",
     "allenai/OLMo-2-1124-7B-Instruct": "Olmo2ForCausalLM",
     "zai-org/GLM-4-9B-0414": "Glm4ForCausalLM",
     "bigcode/starcoder2-7b": "Starcoder2ForCausalLM",
@@ -30,32 +33,54 @@ CHECKPOINTS: dict[str, str] = by_name({
     "zai-org/GLM-4.5-Air": "Glm4MoeForCausalLM",
     "openai/gpt-oss-20b openai/gpt-oss-120b": "GptOssForCausalLM",
 })  # fmt: skip
-# What an architecture is that does not run, by a part of its name; the first that is found counts.
-_KINDS = by_name({
-    "ForSequenceClassification ForTokenClassification ForMaskedLM": "does not generate text",
-    "Moe Llama4 Deepseek Dbrx": "is a sparse model",
-    "Qwen3Next": "is a sparse model with recurrent layers",
-    "Mamba Jamba Rwkv FalconH1 NemotronH": "has recurrent layers",
-    "Lfm2": "has convolutions",
-    "T5 Bart": "is an encoder with a decoder",
-    "VL Llava": "takes images",
-    "ForConditionalGeneration": "takes more than text",
-})  # fmt: skip
-# By the beginning of an unsupported architecture's name, what people can run in its place.
+# By the beginning of the name of what does not run, what people can run in its place, the nearest first.
 _CLOSEST = by_name({
-    "Qwen2": ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-14B-Instruct"),
-    "Llama": ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.3-70B-Instruct"),
-    "Llava Mllama": ("google/gemma-3-12b-it", "meta-llama/Llama-3.1-8B-Instruct"),
-    "Mistral": ("mistralai/Mistral-Nemo-Instruct-2407", "mistralai/Mistral-Small-24B-Instruct-2501"),
-    "Gemma": ("google/gemma-3-12b-it", "google/gemma-3-1b-it"),
-    "Deepseek": ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "Qwen/Qwen3-14B"),
-    "Phi": ("microsoft/phi-4", "microsoft/Phi-4-mini-instruct", "Qwen/Qwen3-4B"),
-    "Granite": ("ibm-granite/granite-3.3-8b-instruct", "Qwen/Qwen3-8B"),
-    "Olmo": ("allenai/OLMo-2-1124-7B-Instruct", "Qwen/Qwen3-8B"),
-    "Glm ChatGLM": ("zai-org/GLM-4-9B-0414", "Qwen/Qwen3-8B"),
+    "Qwen2": (
+        "Qwen/Qwen2.5-32B-Instruct", "Qwen/Qwen2.5-14B-Instruct", "Qwen/Qwen2.5-7B-Instruct",
+        "Qwen/Qwen2.5-1.5B-Instruct",
+    ),
+    "Qwen3Next Qwen3_5Moe Qwen3VLMoe Qwen3OmniMoe Qwen4": (
+        "Qwen/Qwen3-30B-A3B", "openai/gpt-oss-20b", "Qwen/Qwen3-8B", "Qwen/Qwen3-4B",
+    ),
+    "Llama": ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.2-3B-Instruct"),
+    "Llama4": ("openai/gpt-oss-120b", "Qwen/Qwen3-30B-A3B", "meta-llama/Llama-3.1-8B-Instruct"),
+    "Llava Mllama": (
+        "google/gemma-3-12b-it", "google/gemma-3-4b-it", "meta-llama/Llama-3.1-8B-Instruct", "google/gemma-3-1b-it",
+    ),
+    "Mistral Pixtral": (
+        "mistralai/Mistral-Small-24B-Instruct-2501", "mistralai/Mistral-Nemo-Instruct-2407",
+        "mistralai/Mistral-7B-Instruct-v0.3",
+    ),
+    "Gemma": ("google/gemma-3-27b-it", "google/gemma-3-12b-it", "google/gemma-3-4b-it", "google/gemma-3-1b-it"),
+    "Deepseek KimiK2 KimiK25 LongcatFlash MiniMax": (
+        "openai/gpt-oss-120b", "zai-org/GLM-4.5-Air", "openai/gpt-oss-20b", "Qwen/Qwen3-30B-A3B",
+        "deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "Qwen/Qwen3-4B",
+    ),
+    "Phi": ("microsoft/phi-4", "microsoft/Phi-4-mini-instruct"),
+    "Granite": ("ibm-granite/granite-3.3-8b-instruct", "ibm-granite/granite-4.0-micro"),
+    "Olmo": ("allenai/OLMo-2-1124-7B-Instruct",),
+    "OlmoHybrid FlexOlmo": ("allenai/OLMo-2-1124-7B-Instruct", "allenai/OLMoE-1B-7B-0924-Instruct"),
+    "GlmMoe Glm4Moe Glm5 glm-dsa": ("zai-org/GLM-4.5-Air", "zai-org/GLM-4-9B-0414", "Qwen/Qwen3-4B"),
+    "Glm ChatGLM": ("zai-org/GLM-4-9B-0414", "Qwen/Qwen3-4B"),
     "GPT": ("HuggingFaceTB/SmolLM2-1.7B-Instruct", "Qwen/Qwen3-0.6B"),
 })  # fmt: skip
-_COMMON = ("Qwen/Qwen3-8B", "Qwen/Qwen3-14B", "meta-llama/Llama-3.1-8B-Instruct")
+_COMMON = ("Qwen/Qwen3-8B", "Qwen/Qwen3-14B", "meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-4B", "Qwen/Qwen3-0.6B")
+# In billions, of those whose name does not say it.
+_PARAMETERS = {
+    "microsoft/phi-4": 14.7, "microsoft/Phi-4-mini-instruct": 3.8, "mistralai/Mistral-Nemo-Instruct-2407": 12.2,
+    "zai-org/GLM-4.5-Air": 107.0, "ibm-granite/granite-4.0-micro": 3.4, "mistralai/Mixtral-8x7B-Instruct-v0.1": 46.7,
+    "allenai/OLMoE-1B-7B-0924-Instruct": 6.9,
+}  # fmt: skip
+_SPARSE = {"Qwen3MoeForCausalLM", "MixtralForCausalLM", "OlmoeForCausalLM", "Glm4MoeForCausalLM", "GptOssForCausalLM"}
+# Of each parameter in 4 bits, with scales, what stays wider, a context and working memory.
+_BYTES_IN_4_BITS = 0.65
+
+
+class Room(NamedTuple):
+    """Bytes of a machine's memory. gpu: None: there is no GPU, and models run on the host."""
+
+    gpu: int | None
+    host: int
 
 
 def checkpoint_named(name: str) -> str | None:
@@ -63,16 +88,31 @@ def checkpoint_named(name: str) -> str | None:
     return next((one for one in CHECKPOINTS if _plain(name) in _bare_names(one)), None)
 
 
-def instead_of(architecture: str, supported: Collection[str]) -> str:
-    """Return what an unsupported architecture is, where its name tells, and which checkpoints run in its place.
+def instead_of(name: str, room: Room | None = None) -> str:
+    """Return which checkpoints run in the place of one that does not, the nearest that fit into this memory.
 
     It names no architecture: with another one in its config.json a checkpoint would be read as what it is not.
+
+    name: of the architecture, or what a GGUF file says. room: None: as large as need be.
     """
-    kind = next((what for part, what in _KINDS.items() if part in architecture), None)
-    wanted = next((ids for begin, ids in _CLOSEST.items() if architecture.startswith(begin)), ())
-    running = [one for one in (*wanted, *_COMMON) if CHECKPOINTS[one] in supported][:2]
-    said = f"it {kind}, which cannot be run yet" if kind else "it cannot be run yet"
-    return f"{said}; {' or '.join(running)} can" if running else said
+    begin = longest_beginning(name, _CLOSEST)
+    near = dict.fromkeys((*(() if begin is None else _CLOSEST[begin]), *_COMMON))
+    running = [one for one in near if room is None or _fits(one, room)][:2]
+    return f"nearest of what runs here: {' or '.join(running)}" if running else "nothing that is known here fits"
+
+
+def _fits(checkpoint: str, room: Room) -> bool:
+    """Whether it runs in 4 bits without weights that stream in every step: experts may lie in host memory."""
+    needed = 1e9 * parameters_of(checkpoint) * _BYTES_IN_4_BITS
+    if room.gpu is None:
+        return needed <= room.host
+    return needed <= room.gpu or CHECKPOINTS[checkpoint] in _SPARSE and needed <= room.gpu + room.host
+
+
+def parameters_of(checkpoint: str) -> float:
+    """Return how many billions of parameters one of `CHECKPOINTS` has."""
+    found = re.search(r"(\d+(?:\.\d+)?)b\b", checkpoint.lower())
+    return _PARAMETERS.get(checkpoint) or float(found[1])
 
 
 def _bare_names(checkpoint: str) -> tuple[str, ...]:

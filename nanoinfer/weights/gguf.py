@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanoinfer.common.missing import UnsupportedArchitectureError
 from nanoinfer.gguf.config import architecture_of, raw_config
 from nanoinfer.gguf.end_tokens import end_tokens
 from nanoinfer.gguf.names import Part, named_parts, naming_of, skipped_part
 from nanoinfer.gguf.reader import GGUFFile
 from nanoinfer.layers.formats.base import Filling
 from nanoinfer.models.checkpoint_info import CheckpointInfo, TensorEntry
-from nanoinfer.models.registry import find_class
+from nanoinfer.models.checkpoints import instead_of
+from nanoinfer.models.registry import find_class, room_here
 from nanoinfer.weights.checkpoint import check_fields
 from nanoinfer.weights.hf_config import make_config
 from nanoinfer.weights.overrides import with_overrides
@@ -30,7 +32,10 @@ def gguf_checkpoint(file: GGUFFile, overrides: Mapping[str, Any] | None = None) 
     Raises:
         ValueError: its architecture, or something that its metadata asks for, is not supported.
     """
-    raw = raw_config(file) | {"eos_token_id": end_tokens(file.metadata)}
+    try:
+        raw = raw_config(file) | {"eos_token_id": end_tokens(file.metadata)}
+    except UnsupportedArchitectureError as error:
+        raise UnsupportedArchitectureError(f"{error}; {instead_of(error.name, room_here())}", error.name) from None
     tensors = {name: _entry(name, part) for name, part in _parts(file, raw).items()}
     path: Path | str = file.path
     if overrides:

@@ -74,7 +74,7 @@ def read_checkpoint(
         path = f"{path} with hf_overrides"  # from here on messages are about both
     NAMES.check(f"{path} is no valid config", "architectures", raw.get("architectures"))
     try:
-        model_class = find_class(raw.get("architectures"))
+        model_class = find_class(raw.get("architectures"), raw)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     check_fields(path, raw, model_class)

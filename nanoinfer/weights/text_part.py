@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from nanoinfer.common.errors import shown
+from nanoinfer.common.missing import why_not
 from nanoinfer.layers.formats.text_part import is_of_other_part, text_name
 from nanoinfer.models.checkpoint_info import TensorEntry
-from nanoinfer.models.registry import architecture_of, supported_architectures
+from nanoinfer.models.checkpoints import instead_of
+from nanoinfer.models.registry import architecture_of, room_here
 from nanoinfer.weights.checkpoint import OBJECT
 
 # By architecture: the model_type of a text_config that names none.
@@ -36,10 +38,9 @@ def text_config(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
     found = {"model_type": WRAPPERS[wrapper]} | raw["text_config"] | found
     architecture = architecture_of(found["model_type"])
     if architecture is None:
-        raise ValueError(
-            f"{path}: the text part of this {wrapper} has model_type {shown(found['model_type'])}, which is not "
-            f"supported. Supported: {', '.join(supported_architectures())}"
-        )
+        name = found["model_type"]
+        why = f"{why_not(str(name), found)}; {instead_of(wrapper, room_here())}"
+        raise ValueError(f"{path}: the text part of this {wrapper}, {shown(name)}, is not supported: {why}")
     return found | {"architectures": [architecture]}
 
 

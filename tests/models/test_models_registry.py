@@ -97,7 +97,7 @@ def test_one_rotation_table_serves_layers_that_rotate_alike():
 
 
 def test_unsupported_architecture_is_refused_with_checkpoints_that_run():
-    with pytest.raises(ValueError, match="it is a sparse model, .*Qwen/Qwen3-8B or Qwen/Qwen3-14B can$"):
+    with pytest.raises(ValueError, match="nobody has written this family yet; nearest of what runs here: Qwen/Qwen3-"):
         find_class(tiny_config("qwen3", architectures=["Qwen9MoeForCausalLM"]).architectures)
 
 

@@ -223,7 +223,7 @@ def test_what_metadata_may_not_say(extra, said, tmp_path):
 def test_an_architecture_without_a_table_is_refused_by_name(tmp_path):
     path = tmp_path / "x.gguf"
     for metadata, said in (
-        ({"general.architecture": "mamba"}, "has architecture 'mamba', which is not supported. Supported: llama, "),
+        ({"general.architecture": "mamba"}, "architecture 'mamba', which is not supported: it needs Mamba layers"),
         ({"general.architecture": 3}, "says no general.architecture"),
         ({"general.architecture": "llama"}, "x.gguf holds no token_embd.weight"),
     ):

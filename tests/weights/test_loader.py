@@ -200,7 +200,7 @@ def test_corrupt_config_is_refused(text, message, tmp_path):
 
 def test_unsupported_architecture_is_refused_before_transformers_reads_the_config(tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["Qwen9ForCausalLM"], "model_type": "qwen9"}')
-    with pytest.raises(ValueError, match="'Qwen9ForCausalLM' is not supported: it cannot be run yet; Qwen/Qwen3-8B or"):
+    with pytest.raises(ValueError, match="'Qwen9ForCausalLM' is not supported: nobody has written this family yet"):
         read_checkpoint(tmp_path)
 
 
