@@ -67,25 +67,6 @@ def assert_all_compile(gpu: str, cache: Path) -> None:
     assert lines == {f"{gpu} {name}" for name in kernel_names()}
 
 
-def test_a_weight_takes_the_instructions_that_the_docs_say(tmp_path, fuzz):
-    """As counted for Hopper: at most a tenth more."""
-    text = " ".join((TESTS.parent / "docs" / "quantization.md").read_text().split())
-    stated = re.search(
-        r"units, ([\d.]+) in int4, ([\d.]+) in int8 and ([\d.]+) in fp8 \(`python tools/count_inst", text
-    ).groups()
-    most = dict(zip(("int4", "int8", "fp8"), map(float, stated), strict=True))
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    script = TESTS.parent / "tools" / "count_instructions.py"
-    command = [sys.executable, "-W", "ignore", str(script), *([] if fuzz else ["--format", "int4"])]
-    printed = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
-    found = dict(re.findall(r"^([\w-]+): .* ([\d.]+) each$", printed, flags=re.MULTILINE))
-    assert set(found) == ({*most, "int4-symmetric"} if fuzz else {"int4"})
-    most["int4-symmetric"] = most["int4"]
-    for name, count in found.items():
-        assert float(count) <= most[name] + 0.11, printed
-
-
 def test_kernels_are_compiled_ahead_without_being_run_and_an_interruption_leaves_nothing_behind(tmp_path):
     assert run_compiler("compile_ahead.py", tmp_path) == "refused\ninterrupted\ninterrupted\n"
 
