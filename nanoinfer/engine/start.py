@@ -58,6 +58,9 @@ def build(config: EngineConfig, runtime: Runtime | None) -> BuiltEngine:
         entries = tensors_of(setup.checkpoint)
         if config.kv_cache_dtype == "fp8":
             check_kv_scales(entries.values())
+        elif setup.checkpoint.formats.has_kv_scheme:
+            made_for = "the checkpoint was made for a quantised KV cache"
+            warnings.warn(f"{made_for}. Here it keeps the model's dtype, which is more exact", stacklevel=2)
         if setup.checkpoint.tensors is None:
             setup = Setup(config, device)  # the files were downloaded just now
     checkpoint, model_dir = setup.checkpoint, setup.checkpoint.directory

@@ -258,7 +258,7 @@ def check_kv_scales(entries: Iterable[TensorEntry]) -> None:
             if len(others):
                 raise ValueError(
                     f"{entry.name} in {entry.path} is {others[0].item():g}: the scale of an fp8 KV cache is "
-                    '1 here. Remove a kv_cache_scheme from config.json and give kv_cache_dtype="auto", which needs none'
+                    '1 here. Give kv_cache_dtype="auto": keys and values keep the model\'s dtype, and need no scale'
                 )
 
 

@@ -219,9 +219,9 @@ def test_other_tensors_are_dense_and_unknown_types_are_refused_by_name():
         formats.of("c")
     with pytest.raises(ValueError, match=r"w has 96 input features, which blocks of 256 \(Q4_K\) do not divide"):
         linear_of({"w": "Q4_K"}, {"w": 4}, 96)
-    formats.check_options("gguf", "auto")
+    formats.check_quantization("gguf")
     with pytest.raises(ValueError, match="quantised with gguf"):
-        formats.check_options("int4", "auto")
+        formats.check_quantization("int4")
 
 
 def test_the_reference_is_what_it_was():

@@ -595,39 +595,45 @@ def test_what_weights_are_quantised_to_may_be_named_and_is_told(copied):
         make_engine(packed, quantization="awq")
 
 
-def test_a_scheme_of_the_kv_cache_must_be_that_of_the_engine(copied):
+OWN_KV = "made for a quantised KV cache. Here it keeps the model's dtype"
+
+
+def test_a_checkpoint_made_for_a_quantised_kv_cache_runs_with_a_wide_one(copied):
+    """With calibrated scales nothing else runs; and no message sends from one to the other and back."""
     packed, _ = copied("ct-int4-channel")
     settle(packed, kv_cache_scheme=dict(num_bits=8, type="float", strategy="tensor", symmetric=True, dynamic=False))
-    with pytest.raises(ValueError, match="the KV cache is fp8, and kv_cache_dtype='auto': give kv_cache_dtype='fp8'"):
+    with pytest.warns(UserWarning, match=OWN_KV):
         make_engine(packed)
     scale = "model.layers.1.self_attn.k_scale"
     edit(packed, lambda tensors: tensors | {scale: torch.ones(1)})
     make_engine(packed, kv_cache_dtype="fp8")
     edit(packed, lambda tensors: tensors | {scale: torch.full((1,), 0.5)})
-    with pytest.raises(ValueError, match=f"{scale} in .* is 0.5: the scale of an fp8 KV cache is 1"):
+    with pytest.raises(ValueError, match=f'{scale} in .* is 0.5: .* is 1 here. Give kv_cache_dtype="auto"'):
         make_engine(packed, kv_cache_dtype="fp8")
+    with pytest.warns(UserWarning, match=OWN_KV):
+        assert make_engine(packed).runner.layout.dtype == torch.float32
     edit(packed, lambda tensors: tensors | {scale: torch.tensor([1.0, 2.0])})
     with pytest.raises(ValueError, match=f"{scale} in .* is 2: the scale of an fp8 KV cache is 1"):
         make_engine(packed, kv_cache_dtype="fp8")
     settle(packed, kv_cache_scheme=None)
-    make_engine(packed)  # which quantises no keys, so that their scale does not matter
-    settle(packed, kv_cache_scheme=dict(num_bits=8, type="int"))
-    with pytest.raises(ValueError, match="kv_cache_scheme is .* supported are 8 bits of type float"):
-        make_engine(packed)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*quantised KV cache")
+        make_engine(packed)  # which quantises no keys, so that their scale does not matter
 
 
 @pytest.mark.parametrize("name", ["fp8-tensors", "gptq-int4", "awq", "auto-round", "modelopt-fp8"])
 def test_every_method_may_have_a_scheme_of_the_kv_cache(copied, name):
-    """AutoFP8 and what is made like its checkpoints say "static", which is fp8 with a scale for each tensor."""
+    """AutoFP8 and what is made like its checkpoints say "static", and ModelOpt has a setting of its own."""
     packed, _ = copied(name)
-    for scheme in ("static", dict(num_bits=8, type="float", dynamic=False)):
+    for scheme in ("static", dict(num_bits=8, type="int", dynamic=True)):
         settle(packed, kv_cache_scheme=scheme)
-        with pytest.raises(ValueError, match="the KV cache is fp8, and kv_cache_dtype='auto': give kv_cache_dtype="):
+        with pytest.warns(UserWarning, match=OWN_KV):
             make_engine(packed)
         make_engine(packed, kv_cache_dtype="fp8")
-    settle(packed, kv_cache_scheme="dynamic")
-    with pytest.raises(ValueError, match="kv_cache_scheme is 'dynamic' .* supported are 8 bits of type float"):
-        make_engine(packed)
+    if name == "modelopt-fp8":
+        settle(packed, kv_cache_scheme=None, kv_cache_quant_algo="FP8")
+        with pytest.warns(UserWarning, match=OWN_KV):
+            make_engine(packed)
 
 
 @pytest.mark.filterwarnings("default:the checkpoint was made for quantised activations")

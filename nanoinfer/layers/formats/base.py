@@ -100,6 +100,8 @@ class Formats(ABC):
 
     notice: str | None = None
     """What a user should know about what is not done with a checkpoint; None: nothing."""
+    has_kv_scheme: bool = False
+    """Whether the checkpoint was made for a quantised KV cache."""
     has_like_experts: bool = False
     """Whether it is known that no format depends on the number of an expert: one of a layer stands for all then."""
 
@@ -136,11 +138,8 @@ class Formats(ABC):
         is_merged = self.holds(merged) and not self.holds(next(iter(sizes)))
         return {merged: sum(sizes.values())} if is_merged else sizes
 
-    def check_options(self, quantization: str | None, kv_cache_dtype: str) -> None:
-        """Raise ValueError if options of the engine contradict the checkpoint.
-
-        quantization: what the user says that the checkpoint has; None: nothing.
-        """
+    def check_quantization(self, quantization: str | None) -> None:
+        """Raise ValueError if a checkpoint has not what the user says that it has; None: nothing is said."""
 
 
 class _Below(Formats):
@@ -257,7 +256,7 @@ class Dense(WeightFormat):
     def matrix(self, module: nn.Module) -> Tensor:
         return module.weight
 
-    def check_options(self, quantization: str | None, kv_cache_dtype: str) -> None:
+    def check_quantization(self, quantization: str | None) -> None:
         if quantization is not None:
             raise ValueError(
                 f"quantization={quantization!r} does not fit this checkpoint, which is not quantised: leave it out, "

@@ -49,8 +49,7 @@ class ModelOpt(Quantization):
         self._left_out = [*self.names("ignore"), *self.names("exclude_modules")]
         if self._algorithm == "NVFP4":
             self.setting("group_size", (16,), 16)
-        if self.setting("kv_cache_quant_algo", ("FP8", "none"), "none") == "FP8":
-            self.kv_cache_dtype = "fp8"
+        self.has_kv_scheme |= self.setting("kv_cache_quant_algo", str, "none") != "none"
 
     def of(self, name: str) -> WeightFormat:
         if any(fnmatchcase(name, pattern) or name.startswith(f"{pattern}.") for pattern in self._left_out):

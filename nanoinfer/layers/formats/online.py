@@ -49,6 +49,7 @@ class Online(Formats):
 
     def __init__(self, base: Formats, settings: dict[str, Any], quantization: str | None, dtype: torch.dtype) -> None:
         self._base, self._quantization, self.notice = base, quantization, base.notice
+        self.has_kv_scheme = base.has_kv_scheme
         self._quantised = CompressedTensors(settings, CheckpointTensors(dtype))
         self.has_like_experts = base.has_like_experts  # the settings name projections by the ends of their names
         self.of = cache(self.of)
@@ -59,8 +60,8 @@ class Online(Formats):
     def of_embeddings(self, name: str) -> WeightFormat:
         return self._either(self._quantised.of_embeddings(name), self._base.of_embeddings(name), name)
 
-    def check_options(self, quantization: str | None, kv_cache_dtype: str) -> None:
-        self._base.check_options(None if quantization == self._quantization else quantization, kv_cache_dtype)
+    def check_quantization(self, quantization: str | None) -> None:
+        self._base.check_quantization(None if quantization == self._quantization else quantization)
 
     def _either(self, quantised: WeightFormat, base: WeightFormat, name: str) -> WeightFormat:
         if not isinstance(quantised, PackedScaled):

@@ -28,20 +28,16 @@ class Quantization(Formats):
     Attributes:
         name: the `quant_method` of the config's quantization_config.
         other_names: what users of vLLM call it besides.
-        kv_cache_dtype: what the checkpoint says about the KV cache, as an engine's option; None: nothing.
     """
 
     name: str
     other_names: tuple[str, ...] = ()
-    kv_cache_dtype: str | None = None
 
     def __init__(self, settings: dict[str, Any], tensors: CheckpointTensors) -> None:
         """settings: the config's quantization_config."""
         self.settings, self.tensors = settings, tensors
         self.of = cache(self.of)  # models are built several times, and may have thousands of experts
-        scheme = settings.get("kv_cache_scheme")
-        if scheme is not None:
-            self.kv_cache_dtype = kv_cache_dtype_of(scheme)
+        self.has_kv_scheme = settings.get("kv_cache_scheme") is not None
         for name in _ROTATIONS:
             given = settings.get(name)
             if any(given.values()) if isinstance(given, dict) else given:
@@ -54,7 +50,7 @@ class Quantization(Formats):
         """Return what all weights are quantised to, in the words for wide checkpoints ("int4"), where that is known."""
         return ()
 
-    def check_options(self, quantization: str | None, kv_cache_dtype: str) -> None:
+    def check_quantization(self, quantization: str | None) -> None:
         known = (self.name, *self.scheme_names())
         if quantization not in (None, *known, *self.other_names):
             only = (
@@ -65,12 +61,6 @@ class Quantization(Formats):
             raise ValueError(
                 f"quantization={quantization!r} does not fit this checkpoint, which is quantised with {self.name}: "
                 f"give quantization={' or '.join(map(repr, known))}, or leave it out{only}"
-            )
-        if self.kv_cache_dtype is not None and kv_cache_dtype != self.kv_cache_dtype:
-            raise ValueError(
-                f"the quantization_config says that the KV cache is {self.kv_cache_dtype}, and "
-                f"kv_cache_dtype={kv_cache_dtype!r}: give kv_cache_dtype={self.kv_cache_dtype!r}, or remove its "
-                "kv_cache_scheme from config.json"
             )
 
     def setting(
@@ -117,17 +107,3 @@ def searches(pattern: str, name: str) -> bool:
         return re.match(pattern, name) is not None
     except re.error as error:
         raise ValueError(f"{shown(pattern)} in the quantization_config is no regular expression: {error}") from error
-
-
-def kv_cache_dtype_of(scheme: Any) -> str:
-    """Return a kv_cache_scheme as an engine's `kv_cache_dtype`; ValueError if the engine has no such cache."""
-    is_fp8 = scheme == "static"  # as AutoFP8 says it, and what is made like its checkpoints
-    if isinstance(scheme, dict):
-        is_fp8 = scheme.get("num_bits") == 8 and scheme.get("type") == "float" and not scheme.get("dynamic")
-        is_fp8 = is_fp8 and scheme.get("strategy", "tensor") == "tensor" and bool(scheme.get("symmetric", True))
-    if not is_fp8:
-        raise ValueError(
-            f"kv_cache_scheme is {shown(scheme)} in the quantization_config: supported are 8 bits of type float, one "
-            "scale for a tensor, or none"
-        )
-    return "fp8"

@@ -41,7 +41,7 @@ class TextPart(Formats):
     """The formats of the text model, from those of the whole checkpoint. settings: its quantization_config."""
 
     def __init__(self, base: Formats, settings: dict[str, Any]) -> None:
-        self._base, self.notice = base, base.notice
+        self._base, self.notice, self.has_kv_scheme = base, base.notice, base.has_kv_scheme
         self._is_newer = any("model.language_model" in text for text in _texts(settings))
 
     def of(self, name: str) -> WeightFormat:
@@ -53,8 +53,8 @@ class TextPart(Formats):
     def of_embeddings(self, name: str) -> WeightFormat:
         return self._base.of_embeddings(long_names(name)[not self._is_newer])
 
-    def check_options(self, quantization: str | None, kv_cache_dtype: str) -> None:
-        self._base.check_options(quantization, kv_cache_dtype)
+    def check_quantization(self, quantization: str | None) -> None:
+        self._base.check_quantization(quantization)
 
 
 def _texts(content: Any) -> Iterator[str]:
