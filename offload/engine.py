@@ -22,7 +22,7 @@ import torch
 from offload.layout import runs
 from offload.lifetimes import FILLS, GPU_RULE, HOST_RULE, WRITES
 from offload.memory.host_pool import HostPool
-from offload.plan import Cut, StreamPlan, Transfer, host_runs
+from offload.plan import Chunk, Cut, StreamPlan, Transfer, host_runs
 from offload.ring import Await, Compute, Fill, Places, Release, Ring, Use, ring_schedule
 from offload.runtime.base import Event, Runtime, Stream
 from offload.runtime.throttle import throttled
@@ -46,8 +46,8 @@ class OffloadStep(Protocol):
     def compute(self, section: int) -> None:
         """Enqueue the pieces of a section; write the new KV of the attentions at their cuts."""
 
-    def use(self, cut: int, transfer: Transfer, ring_slot: int) -> None:
-        """Enqueue the work that reads a transfer in `ring_slot`, such as attention over its blocks."""
+    def use(self, cut: int, chunk: Chunk, ring_slot: int) -> None:
+        """Enqueue the attention over a chunk of KV, which lies in `ring_slot`."""
 
 
 @dataclass

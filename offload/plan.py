@@ -62,7 +62,7 @@ class Cut:
     Attributes:
         kv_layer: the layer whose attention lies here, counted among those that keep keys and values; None: none does.
             Its KV chunks pass through the ring, first of all that passes here.
-        transfers: what each step wants here besides, those through the ring first.
+        transfers: what each step wants here besides, each to a place of its own.
         in_large_steps: what steps of many rows want here besides, to places of their own.
     """
 

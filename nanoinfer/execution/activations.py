@@ -107,7 +107,7 @@ class Activations:
         device, spec, layout = self.device, self.model.spec, self.layout
         self.places.clear()
         kv = torch.zeros(1, *layout.block_shape, dtype=layout.dtype, device=device)
-        held = Held([kv] * layout.num_layers, RecurrentStates(spec, 1, device).of_layer, self.places.bytes)
+        held = Held([kv] * layout.num_layers, RecurrentStates(spec, 1, device).of_layer)
         pieces = Pieces(self.model, held)
         numbers = torch.arange(tokens, device=device)
         inputs = torch.zeros_like(numbers), numbers % self.plan.max_model_len, numbers % layout.block_size

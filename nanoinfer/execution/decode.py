@@ -26,7 +26,7 @@ from nanoinfer.execution.tables import DeviceTable, RowState
 from nanoinfer.kernels.linear.counts import MAX_ROWS
 from nanoinfer.models.step_tensors import FixedBuffers, StepTensors
 from nanoinfer.step.plan import StepPlan
-from offload import Chunk, OffloadStep, StreamPlan, Transfer
+from offload import Chunk, OffloadStep, StreamPlan
 from offload.layout import runs
 
 
@@ -143,10 +143,10 @@ class DecodeProgram:
         """Yield the work to capture, the largest batch first, so that the memory that all graphs share grows only once.
 
         There are the sections of a step without KV from the host, and the sampling, for each batch size; with
-        `may_offload` also the sections of a step in which KV streams at every attention. What passes through the ring
-        is used by a graph for each ring slot and kind.
+        `may_offload` also the sections of a step in which KV streams at every attention, and the attention over each
+        ring slot.
         """
-        sizes, pieces, prepare = self.batch_sizes[::-1], self.resources.pieces, self._reset_tables
+        sizes, prepare = self.batch_sizes[::-1], self._reset_tables
         for size in sizes:
             yield self._sections(False, size)
             yield GraphWork(("sample", size), f"sampling graph, batch {size}", prepare, [partial(self.sample, size)])
@@ -155,9 +155,6 @@ class DecodeProgram:
         ring_slots = range(self.resources.ring.num_ring_slots)
         for slot in product(range(len(self.resources.windows)), ring_slots) if may_offload else ():
             yield GraphWork(("slot", *slot), "ring slot graphs", prepare, [partial(self.attention.attend_slot, *slot)])
-        for kind, slot in product(pieces.ring_transfers, ring_slots):
-            use = partial(self.use, pieces.ring_transfers[kind], slot)
-            yield GraphWork(("use", kind, slot), "ring slot graphs", prepare, [use])
 
     def _sections(self, is_cut: bool, size: int) -> GraphWork:
         sections = range(len(self.section_ends[is_cut]))
@@ -239,10 +236,6 @@ class DecodeProgram:
         is_graph = self.resources.graphs.run(key, work, number)
         self.counters.graph_replays += is_graph
         return is_graph
-
-    def use(self, transfer: Transfer, ring_slot: int) -> None:
-        """Use what the model wanted, in a ring slot, on the current stream. All batch sizes share this launch."""
-        transfer.use(self._buffers.x, self.num_live, self.resources.ring.bytes[ring_slot])
 
     def promote(self, layer: int, chunk: Chunk, ring_slot: int, promoted: dict[int, int]) -> None:
         """Copy promoted blocks, which stay on the GPU from now on, from the ring slot into the GPU pool."""
@@ -329,14 +322,11 @@ class DecodeStep(OffloadStep):
         """Enqueue the sampling behind the layers."""
         self.program.resources.graphs.run(("sample", self.size), partial(self.program.sample, self.size))
 
-    def use(self, cut: int, transfer: Transfer, ring_slot: int) -> None:
+    def use(self, cut: int, chunk: Chunk, ring_slot: int) -> None:
         program, resources = self.program, self.program.resources
-        if not isinstance(transfer, Chunk):
-            program.enqueue(("use", transfer.kind, ring_slot), partial(program.use, transfer, ring_slot))
-            return
         layer, attention = resources.pieces.cuts[cut].kv_layer, program.attention
-        if attention.load_record(layer, transfer, ring_slot):
+        if attention.load_record(layer, chunk, ring_slot):
             slot = resources.window_of[layer], ring_slot
             program.enqueue(("slot", *slot), partial(attention.attend_slot, *slot))
         if self.promoted:
-            program.promote(layer, transfer, ring_slot, self.promoted)
+            program.promote(layer, chunk, ring_slot, self.promoted)

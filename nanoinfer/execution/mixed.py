@@ -13,7 +13,7 @@ from torch import Tensor
 from nanoinfer.execution.decode import DecodeStep
 from nanoinfer.execution.prefill import PrefillStep
 from nanoinfer.models.step_tensors import StepTensors
-from offload import Chunk, OffloadStep, Transfer
+from offload import Chunk, OffloadStep
 
 
 class MixedStep(OffloadStep):
@@ -49,12 +49,10 @@ class MixedStep(OffloadStep):
     def compute(self, section: int) -> None:
         self._resources.pieces.run_around(section, self._prefill.tensors, self, self._resources.graphs.run)
 
-    def use(self, cut: int, transfer: Transfer, ring_slot: int) -> None:
-        is_chunk = isinstance(transfer, Chunk)
-        if not is_chunk or transfer.tag is not None:
-            self._prefill.use(cut, transfer, ring_slot)
-        if is_chunk:
-            self._decode.use(cut, transfer, ring_slot)
+    def use(self, cut: int, chunk: Chunk, ring_slot: int) -> None:
+        if chunk.tag is not None:
+            self._prefill.use(cut, chunk, ring_slot)
+        self._decode.use(cut, chunk, ring_slot)
 
     # Around pieces
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Protocol
 
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.pieces import Held
 from nanoinfer.models.step_tensors import StepTensors
-from offload import Chunk, KVLayout, StreamPlan, Transfer
+from offload import Chunk, KVLayout, StreamPlan
 
 
 class Around(Protocol):
@@ -136,9 +136,3 @@ class Pieces:
     def common_bytes(self, plan: StreamPlan, layout: KVLayout) -> int:
         """Return the bytes that pass in a step besides KV."""
         return sum(one.num_bytes(layout) for _, one in plan.transfers if not isinstance(one, Chunk))
-
-    @cached_property
-    def ring_transfers(self) -> dict[Hashable, Transfer]:
-        """One of each kind of transfers that pass through the ring and hold no KV."""
-        own = [transfer for cut in self.cuts for transfer in cut.transfers if transfer.landing is None]
-        return {transfer.kind: transfer for transfer in reversed(own)}

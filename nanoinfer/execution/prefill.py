@@ -23,7 +23,7 @@ from nanoinfer.execution.tables import DeviceTable, Packer
 from nanoinfer.kernels.linear.counts import padded_rows
 from nanoinfer.models.step_tensors import StepTensors
 from nanoinfer.step.plan import NO_BLOCK, PromptChunk, StepPlan
-from offload import Chunk, OffloadStep, StreamPlan, Transfer, pack_together
+from offload import Chunk, OffloadStep, StreamPlan, pack_together
 from offload.layout import runs
 
 
@@ -252,13 +252,10 @@ class PrefillStep(OffloadStep):
         resources = self.program.resources
         resources.pieces.run_around(section, self.tensors, self, resources.graphs.run)
 
-    def use(self, cut: int, transfer: Transfer, ring_slot: int) -> None:
+    def use(self, cut: int, chunk: Chunk, ring_slot: int) -> None:
         resources = self.program.resources
-        if isinstance(transfer, Chunk):
-            layer = resources.pieces.cuts[cut].kv_layer
-            resources.compute.run(lambda: self._attend_slot(layer, transfer, ring_slot))
-        else:
-            self.program.pieces.enqueue_use(transfer, ring_slot, self.tensors)
+        layer = resources.pieces.cuts[cut].kv_layer
+        resources.compute.run(lambda: self._attend_slot(layer, chunk, ring_slot))
 
     # Around pieces
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 
 import numpy as np
 from torch import Tensor
@@ -24,7 +23,6 @@ from nanoinfer.execution.resources import Resources
 from nanoinfer.execution.tables import DeviceTable, Packer
 from nanoinfer.kernels.linear.counts import padded_rows
 from nanoinfer.models.step_tensors import FixedBuffers, FixedTensors, StepTensors
-from offload import Transfer
 
 
 @dataclass
@@ -90,24 +88,6 @@ class PrefillPieces:
             yield GraphWork(
                 ("prefill", count), f"prefill graphs, {count} tokens", partial(self._reset_table, count), launches
             )
-        largest = max(self.fixed, default=0)
-        slots = range(self._resources.ring.num_ring_slots) if largest else ()
-        for kind, slot in product(pieces.ring_transfers, slots):
-            use = partial(self.use, pieces.ring_transfers[kind], slot, self.fixed[largest])
-            prepare = partial(self._reset_table, largest)
-            yield GraphWork(("prefill use", kind, slot), "ring slot graphs", prepare, [use])
-
-    def use(self, transfer: Transfer, ring_slot: int, tensors: StepTensors) -> None:
-        """Use what the model wanted, in a ring slot, on the current stream. All captured counts share one launch."""
-        transfer.use(tensors.x, tensors.num_live, self._resources.ring.bytes[ring_slot])
-
-    def enqueue_use(self, transfer: Transfer, ring_slot: int, tensors: StepTensors) -> None:
-        """Enqueue `use`, from its graph where the pieces run from graphs."""
-        work = partial(self.use, transfer, ring_slot, tensors)
-        if ("prefill", len(tensors)) in self._resources.graphs:
-            self._resources.graphs.run(("prefill use", transfer.kind, ring_slot), work)
-        else:
-            self._resources.compute.run(work)
 
     def run_each_kind(self) -> None:
         """Run pieces that together use every kernel, for each count, on padding."""

@@ -45,7 +45,7 @@ class Resources:
 
     @cached_property
     def pieces(self) -> Pieces:
-        held = Held(self.gpu_kv, self.states.of_layer, self.places.bytes)
+        held = Held(self.gpu_kv, self.states.of_layer)
         return Pieces(self.model, held, self.plan.slot_rows)
 
     @cached_property

@@ -98,9 +98,7 @@ class ModelRunner:
         self.compute: Stream = runtime.stream("compute")
         self.ring = Ring(runtime, self.layout, config.num_ring_slots, plan.blocks_per_slot)
         self.num_gpu_blocks = plan.num_gpu_blocks
-        own = [torch.zeros(size, dtype=torch.uint8, device=runtime.device) for size in spec.place_bytes]
-        assert not (own and model.streamed.runs), "a model with transfers of its own streams no weights"
-        self.places = Places(runtime, own or model.streamed.places)
+        self.places = Places(runtime, model.streamed.places)
         memory = plan, runtime.device, self.places, memory_before
         self._activations = Activations(self.compute, model, backend, self.layout, *memory)
         self.product_checks: dict[str, list[int]] = {}  # as `check_products` returns

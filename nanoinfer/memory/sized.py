@@ -45,7 +45,7 @@ def sized_plan(
         workspace_bytes=buffer_bytes(spec, sizes, batch_sizes, token_counts, config.num_ring_slots),
         library_bytes=device.library_bytes,
         graph_bytes=graph_bytes(spec, max_batch, max(token_counts, default=0)) if has_graphs else 0,
-        ring_bytes=config.num_ring_slots * blocks_per_slot * layout.layer_block_bytes + sum(spec.place_bytes),
+        ring_bytes=config.num_ring_slots * blocks_per_slot * layout.layer_block_bytes,
         block_bytes=layout.block_bytes,
         split_bytes=of_split,
         max_resident_blocks=resident,

@@ -109,8 +109,6 @@ class ModelSpec:
     """Bytes of all weights on the device, in the formats that they have there; a tied head counts once."""
     embedding_bytes: int = 0
     """Bytes of the embeddings, of which a step reads a few rows."""
-    place_bytes: tuple[int, ...] = ()
-    """Bytes of each place in which what the model wants from host memory lies while its pieces read it."""
     piece_bytes: tuple[int, ...] = ()
     """Bytes of each piece's projections and experts, which may lie in host memory; see `StreamedWeights`."""
     head_bytes: int = 0

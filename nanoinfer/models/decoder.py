@@ -45,7 +45,7 @@ from nanoinfer.models.base import AttentionState, ModelSpec, RecurrentState, Spa
 from nanoinfer.models.checkpoint_info import CheckpointInfo
 from nanoinfer.models.layer import DecoderLayer, KVSlots, Traits
 from nanoinfer.models.logits import Logits
-from nanoinfer.models.pieces import Held, Piece, place_bytes
+from nanoinfer.models.pieces import Held, Piece
 from nanoinfer.models.step_tensors import StepTensors
 from nanoinfer.models.streamed import OnHost, StreamedWeights
 from nanoinfer.models.streamed_head import head_sizes
@@ -238,7 +238,6 @@ class Decoder(nn.Module):
                 max((one.matrix_bytes for one in shapes_only.modules() if isinstance(one, Experts)), default=0),
             ),
             sparse=shapes_only.sparse_spec(traits.sparse),
-            place_bytes=place_bytes(shapes_only.pieces(), spec.layout),
             piece_bytes=tuple(shapes_only.streamed.num_bytes),
             rope_row_bytes=sum(table.nbytes for table in shapes_only.rope_tables)
             + dtype.itemsize * bool(traits.query_scaling),
