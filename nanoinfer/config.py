@@ -62,9 +62,8 @@ class EngineConfig:
         max_model_len: the most tokens of a prompt with its output. None: the model's own limit, cut to what fits into
             memory; -1 is the same, as in vLLM.
         max_num_seqs: the most sequences that run at once. None: 256, or 64 if the budget is below 32 GiB.
-        max_num_batched_tokens: the most tokens of one prefill step, which bounds the working memory. None: 8192 on CUDA
-            and 2048 on the CPU, cut to what the budget holds, and where max_model_len is given to what leaves room for
-            all KV.
+        max_num_batched_tokens: the most tokens of one prefill step, which bounds the working memory. None: at most 8192
+            on CUDA and 2048 on the CPU, fewer where requests are done sooner with the memory that this leaves.
         gpu_memory_utilization: share of the GPU's memory to use when no limit is given; never more than is free then.
         gpu_memory_limit: GPU memory for all that the engine takes, weights, KV cache and working memory: bytes,
             "12GiB", or a share of the GPU's memory such as 0.5. More than is free when the engine starts is refused.
@@ -73,8 +72,8 @@ class EngineConfig:
             block. None: what the budget leaves.
         resident_weights_limit: bytes of the layers' weights that may stay on the GPU; the others lie in host memory and
             are streamed in every step, one layer's at a time. A head larger than this is streamed as well, by slices of
-            the vocabulary, else it stays beside. 0 streams all that can be. None: all stay, or as many as the budget
-            holds if it is too small for all.
+            the vocabulary, else it stays beside. 0 streams all that can be. None: those stay with which requests are
+            done soonest.
         cpu_offload_gb: at least so many GiB of weights are streamed, as in vLLM; 0: none ever, and a budget that is too
             small for all weights is refused. None: see `resident_weights_limit`.
         expert_slots: of each sparse layer's experts, how many may lie on the GPU at once. All lie in pinned host memory

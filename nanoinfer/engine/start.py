@@ -18,7 +18,7 @@ from nanoinfer.kv.gpu_copies import GPUCopies
 from nanoinfer.kv.host_room import HostRoom
 from nanoinfer.kv.mover import Mover
 from nanoinfer.kv.tables import BlockTables
-from nanoinfer.memory.refusals import TooSmall
+from nanoinfer.memory.limits import TooSmall
 from nanoinfer.memory.remedies import with_remedies
 from nanoinfer.memory.setup import Setup
 from nanoinfer.models.decoder import Decoder

@@ -10,6 +10,7 @@ from nanoinfer.common.units import format_gib
 from nanoinfer.memory.cards import CARDS
 from nanoinfer.memory.forecast import Forecast
 from nanoinfer.memory.forecaster import forecaster
+from nanoinfer.memory.rates import Rates
 
 
 def compare_gpus(
@@ -27,7 +28,7 @@ def compare_gpus(
     for card in CARDS:
         rates = dict(link_gbps=card.link_gbps, device_gbps=card.device_gbps)
         asked = replace(any_card.asked, budget_bytes=card.memory_bytes, **rates)
-        one = replace(any_card, asked=asked, lacks_float8=card.lacks_float8)
+        one = replace(any_card, asked=asked, lacks_float8=card.lacks_float8, rates=Rates.of_card(card))
         try:
             found[card.name] = one.step(asked.context, asked.batch)
         except ValueError as error:  # what is asked for is not in this card

@@ -27,8 +27,10 @@ from nanoinfer.memory.cards import card_named
 from nanoinfer.memory.floors import bytes_read_per_step
 from nanoinfer.memory.forecast import Forecast
 from nanoinfer.memory.machine import device_memory
+from nanoinfer.memory.measure import DEFAULT_CONTEXT
 from nanoinfer.memory.plan import make_plan
 from nanoinfer.memory.proposals import Proposal, Proposer
+from nanoinfer.memory.rates import DEFAULT_LINK_GBPS, Rates
 from nanoinfer.memory.setup import Specs
 from nanoinfer.memory.streamed import missed_bytes, num_blocks, num_streamed, streamed_bytes
 from nanoinfer.models.base import ModelSpec
@@ -36,8 +38,6 @@ from nanoinfer.models.shapes import SHAPES, write_shape
 from nanoinfer.weights.load import read_checkpoint
 from offload.memory.host_memory import memory_available_bytes
 
-DEFAULT_LINK_GBPS = 25.0  # PCIe 4 x16
-DEFAULT_CONTEXT = 32_768
 MAX_BATCH = 4096
 HIT_RATES = (0.5, 0.8, 0.9)
 MOST_GIB = 2048  # the most memory that is looked for
@@ -118,7 +118,8 @@ def forecaster(
         budget_bytes=_budget(config, host_bytes),
         host_budget_bytes=host_bytes,
     )
-    return Forecaster(specs, config, asked, lacks_float8=lacks_float8)
+    rates = Rates.of_card(card) if card is not None else Rates() if here is None else Rates.of(device_of(here))
+    return Forecaster(specs, config, asked, lacks_float8=lacks_float8, rates=rates)
 
 
 @lru_cache(maxsize=16)
@@ -153,6 +154,7 @@ class Forecaster:
 
     device: what the plan is made for.
     lacks_float8: as `Device.lacks_float8`; None also where nothing is known of the GPU.
+    rates: by which the engine chooses its plan there; a bandwidth that is stated is not known to it.
     """
 
     specs: Specs
@@ -160,6 +162,7 @@ class Forecaster:
     asked: Forecast
     device: Device = field(default_factory=planned_device)
     lacks_float8: str | None = None
+    rates: Rates = Rates()
 
     @cached_property
     def spec(self) -> ModelSpec:
@@ -212,6 +215,7 @@ class Forecaster:
                 budget_bytes=asked.budget_bytes,
                 host_available_bytes=asked.host_budget_bytes,
                 device=self.device,
+                rates=self.rates,
             )
         except ValueError as error:
             return replace(asked, problem=str(error))

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
-from nanoinfer.common.units import GIB, enough, format_size
+from nanoinfer.common.units import GIB, format_size
 from nanoinfer.config import EngineConfig
 from nanoinfer.devices.base import Device
 from nanoinfer.execution.memory import MemoryPlan
 from nanoinfer.memory.candidates import Candidate, Streamed, placed, slot_bytes
-from nanoinfer.memory.refusals import KV_SHARE, TooSmall, host_wanted, min_blocks
+from nanoinfer.memory.limits import KV_SHARE, TooSmall, above_available, min_blocks
+from nanoinfer.memory.rates import Rates
 from nanoinfer.memory.sized import most_blocks, sized_plan
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.models.streamed import spread
@@ -22,17 +23,35 @@ DEFAULT_RING_SLOT_BYTES = 32 * 2**20
 SHARED_SPLITS_SHARE = 0.01
 
 
-@dataclass(frozen=True)
-class Cost:
-    """What a candidate comes to.
+class Cost(NamedTuple):
+    """What a candidate comes to: numbers of a `MemoryPlan`, by their names there.
 
     Attributes:
-        plan: its bytes and sizes.
-        lacks_host: makes the refusal of a candidate for which host memory is too small; None: it is not.
+        lacks: what there is too little of, "limit" (of host memory: for its weights), "host", "host_kv", "gpu" or
+            "length" (for `max_model_len`); None: it fits.
     """
 
-    plan: MemoryPlan
-    lacks_host: Callable[[], TooSmall] | None = None
+    candidate: Candidate
+    fixed_bytes: int
+    streamed_bytes: int
+    head_bytes: int
+    place_bytes: int
+    expert_bytes: int
+    embedding_bytes: int
+    num_expert_slots: int
+    slot_rows: int
+    num_gpu_blocks: int
+    num_host_blocks: int
+    max_resident_blocks: int | None
+    max_splits: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+    lacks: str | None
+
+    @property
+    def host_weight_bytes(self) -> int:
+        return self.streamed_bytes + self.expert_bytes + self.embedding_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +67,7 @@ class Planner:
     budget_bytes: int
     host_available_bytes: int
     may_pin: bool = True
+    rates: Rates = Rates()
 
     # What may be chosen
 
@@ -71,6 +91,11 @@ class Planner:
         """Whether the head may lie in host memory: one that is tied to the embeddings where kernels read it there."""
         reads = self.device.is_host or self.device.reads_host_memory and self.may_pin
         return self.config.cpu_offload_gb != 0 and (reads or not self.spec.tied_embeddings)
+
+    @property
+    def may_stream(self) -> bool:
+        """Whether weights may lie in host memory without being asked to."""
+        return self.config.cpu_offload_gb != 0
 
     @cached_property
     def may_have_slots(self) -> bool:
@@ -109,6 +134,11 @@ class Planner:
         count = next(n for n in counts if sum(spec.piece_bytes[piece] for piece in spread(most + 1, n)) >= wanted)
         return Streamed(count, head)
 
+    def check_host_limit(self) -> None:
+        """Raise ValueError for a limit of host memory that this machine cannot have, if KV is to lie there."""
+        if self.config.may_offload and (self.config.host_memory_limit or 0) > self.host_available_bytes:
+            raise ValueError(above_available(self.config, self.host_available_bytes))
+
     # What a choice comes to
 
     @cached_property
@@ -127,6 +157,10 @@ class Planner:
     def _sized(self) -> dict[int, MemoryPlan]:
         return {}
 
+    @cached_property
+    def _least(self) -> dict[int, int]:
+        return {}
+
     def sized(self, tokens: int) -> MemoryPlan:
         """Return what a prefill step of so many tokens takes, all weights on the GPU, and without a pool."""
         if tokens not in self._sized:
@@ -134,8 +168,8 @@ class Planner:
             self._sized[tokens] = sized_plan(*given, tokens)
         return self._sized[tokens]
 
-    def blocks_with(self, candidate: Candidate) -> int:
-        """Return the blocks of a candidate's pool, but for what `cost` takes of them yet: an upper bound."""
+    def num_blocks(self, candidate: Candidate) -> int:
+        """Return the blocks of a candidate's pool, of which `cost` may leave less: an upper bound."""
         tokens, streamed, num_slots, embeddings = candidate
         gains = self.embedding_bytes * embeddings + placed(self.spec, streamed).freed_bytes
         if num_slots:
@@ -143,99 +177,119 @@ class Planner:
         return most_blocks(self.sized(tokens), gains)
 
     def cost(self, candidate: Candidate) -> Cost:
-        """Return the plan of a candidate, which depends on nothing else."""
-        return self._with_host(self._on_gpu(candidate))
+        """Return what a candidate comes to, which depends on nothing else.
 
-    def _on_gpu(self, candidate: Candidate) -> MemoryPlan:
-        """Return the plan with its pool, and what is streamed, has slots or lies in host memory."""
+        Of host memory streamed weights are taken first, then KV blocks.
+        """
         config, spec, sized = self.config, self.spec, self.sized(candidate.tokens)
         on_host, num_slots = placed(spec, candidate.streamed), candidate.num_expert_slots
-        expert_bytes = spec.sparse.expert_bytes if num_slots else 0
-        embedding_bytes = self.embedding_bytes * candidate.embeddings
-        plan = replace(
-            sized,
-            streamed_pieces=on_host.pieces,
-            head_bytes=spec.head_bytes * candidate.streamed.head,
-            streamed_bytes=on_host.num_bytes,
-            num_expert_slots=num_slots,
-            expert_bytes=expert_bytes,
-            slot_rows=sized.slot_rows * (num_slots > 0),
-            embedding_bytes=embedding_bytes,
-            weight_bytes=sized.weight_bytes - on_host.num_bytes - expert_bytes - embedding_bytes,
-            place_bytes=slot_bytes(spec.sparse, num_slots) if num_slots else on_host.place_bytes,
+        experts = spec.sparse.expert_bytes if num_slots else 0
+        embeddings = self.embedding_bytes * candidate.embeddings
+        places = slot_bytes(spec.sparse, num_slots) if num_slots else on_host.place_bytes
+        weights = on_host.num_bytes + experts + embeddings  # in host memory
+        fixed, least = sized.fixed_bytes - weights + places, self.least_blocks(candidate.tokens)
+        blocks = self._pool(sized, least, most_blocks(sized, weights - places))
+        host_blocks, lacks = self._host_blocks(sized, weights, fixed)
+        most = -(-sized.max_model_len // config.block_size) * sized.max_num_seqs
+        fewest = min(most, 2 * max(blocks, host_blocks) + sized.max_num_seqs)
+        # Many rows may share one long beginning, and then attend to far more splits than there are blocks.
+        splits = min(most, max(fewest, int(SHARED_SPLITS_SHARE * self.budget_bytes) // sized.split_bytes))
+        with_splits = self._with_splits(sized, fixed, blocks, splits)
+        if with_splits < least:
+            splits, with_splits = fewest, self._with_splits(sized, fixed, blocks, fewest)
+        capacity = self._capacity(with_splits, host_blocks)
+        if lacks is None and with_splits < least:
+            lacks = "gpu"
+        if lacks is None and (config.max_model_len or 0) > capacity:
+            lacks = "length"
+        return Cost(
+            candidate,
+            fixed,
+            on_host.num_bytes,
+            spec.head_bytes * candidate.streamed.head,
+            places,
+            experts,
+            embeddings,
+            num_slots,
+            sized.slot_rows * (num_slots > 0),
+            with_splits,
+            host_blocks,
+            sized.max_resident_blocks,
+            splits,
+            candidate.tokens,
+            sized.max_num_seqs,
+            min(sized.max_model_len, capacity),
+            lacks,
         )
-        num_blocks, max_blocks = most_blocks(plan), -(-plan.max_model_len // config.block_size)
+
+    def plan(self, cost: Cost) -> MemoryPlan:
+        """Return the plan of a candidate."""
+        sized = self.sized(cost.candidate.tokens)
+        return replace(
+            sized,
+            streamed_pieces=placed(self.spec, cost.candidate.streamed).pieces,
+            head_bytes=cost.head_bytes,
+            streamed_bytes=cost.streamed_bytes,
+            num_expert_slots=cost.num_expert_slots,
+            expert_bytes=cost.expert_bytes,
+            slot_rows=cost.slot_rows,
+            embedding_bytes=cost.embedding_bytes,
+            weight_bytes=sized.weight_bytes - cost.host_weight_bytes,
+            place_bytes=cost.place_bytes,
+            num_gpu_blocks=cost.num_gpu_blocks,
+            num_host_blocks=cost.num_host_blocks,
+            max_splits=cost.max_splits,
+            max_model_len=cost.max_model_len,
+        )
+
+    def least_blocks(self, tokens: int) -> int:
+        """Return the smallest useful pool beside steps of so many tokens."""
+        if tokens not in self._least:
+            self._least[tokens] = min_blocks(self.config, self.sized(tokens))
+        return self._least[tokens]
+
+    def _pool(self, sized: MemoryPlan, least: int, most: int) -> int:
+        config, max_blocks = self.config, -(-sized.max_model_len // self.config.block_size)
         if self.device.is_host or config.enable_cpu_offload is True:
             # A pool larger than all rows can fill is of no use: on the CPU it would take the user's own memory, and in
             # offload mode the host holds what does not fit.
-            useful = max_blocks * plan.max_num_seqs + plan.max_num_seqs + 2
-            num_blocks = min(num_blocks, max(useful, min_blocks(config, plan)))
-        num_blocks = min(num_blocks, config.num_gpu_blocks_override or num_blocks)
-        return replace(plan, num_gpu_blocks=num_blocks)
+            useful = max_blocks * sized.max_num_seqs + sized.max_num_seqs + 2
+            most = min(most, max(useful, least))
+        return min(most, config.num_gpu_blocks_override or most)
 
-    def _with_host(self, plan: MemoryPlan) -> Cost:
-        """Divide host memory: streamed weights first, then KV blocks."""
-        config, available = self.config, self.host_available_bytes
-        most = -(-plan.max_model_len // config.block_size) * plan.max_num_seqs
-        streamed, limit = plan.host_weight_bytes, config.host_memory_limit
-        if limit is not None and limit > available and (config.may_offload or streamed > 0):
-            raise ValueError(
-                f"host_memory_limit={config.host_memory_limit!r} is {limit / GIB:.2f} GiB, "
-                f"{available / GIB:.2f} GiB are available: lower host_memory_limit"
-            )
-        # On the CPU both are the same memory.
-        room = max(0, available - plan.fixed_bytes * plan.is_taken_as_needed)
-        if streamed > room:
-            return Cost(plan, lambda: TooSmall(host_wanted(replace(config, host_memory_limit=None), plan, room)))
-        if streamed > (available if limit is None else limit):
-            return Cost(plan, lambda: TooSmall(host_wanted(config, plan, available)))
-        if limit is not None:
-            num_blocks = (limit - streamed) // plan.block_bytes
-            wanted = config.max_model_len or config.block_size
-            smallest = -(-wanted // config.block_size)
-            if num_blocks < smallest and config.enable_cpu_offload is True:
-                return Cost(plan, lambda: self._lacks_kv(wanted, smallest * plan.block_bytes, streamed))
-        else:
-            num_blocks = min(int((available - streamed) * KV_SHARE) // plan.block_bytes, most)
-        plan = replace(plan, num_host_blocks=max(1, num_blocks))
-        fewest = min(most, 2 * max(plan.num_gpu_blocks, plan.num_host_blocks) + plan.max_num_seqs)
-        # Many rows may share one long beginning, and then attend to far more splits than there are blocks.
-        shared = min(most, max(fewest, int(SHARED_SPLITS_SHARE * plan.budget_bytes) // plan.split_bytes))
-        generous = _with_splits(plan, shared)
-        if generous.num_gpu_blocks >= min_blocks(config, generous):
-            return Cost(generous)
-        return Cost(_with_splits(plan, fewest))
+    def _host_blocks(self, sized: MemoryPlan, weights: int, fixed: int) -> tuple[int, str | None]:
+        """Return the blocks of KV in host memory beside so many bytes of weights, and what there is too little of."""
+        config, available, limit = self.config, self.host_available_bytes, self.config.host_memory_limit
+        if weights > max(0, self.host_room(fixed)):
+            return 0, "host"
+        if limit is None:
+            most = -(-sized.max_model_len // config.block_size) * sized.max_num_seqs
+            return max(1, min(int((available - weights) * KV_SHARE) // sized.block_bytes, most)), None
+        if weights and limit > available:
+            return 0, "limit"
+        if weights > limit:
+            return 0, "host"
+        num_blocks = (limit - weights) // sized.block_bytes
+        lacks_kv = num_blocks < self._least_host_blocks and config.enable_cpu_offload is True
+        return max(1, num_blocks), "host_kv" if lacks_kv else None
 
-    def _lacks_kv(self, tokens: int, num_bytes: int, streamed: int) -> TooSmall:
-        limit = self.config.host_memory_limit
-        beside = f" beside {format_size(streamed)} of weights" if streamed else ""
-        return TooSmall(
-            f"host_memory_limit={limit!r} is too small{beside}: the KV cache of {tokens} tokens "
-            f'takes {format_size(num_bytes)}: give at least "{enough(num_bytes + streamed)}"'
-        )
+    @property
+    def _least_host_blocks(self) -> int:
+        return -(-(self.config.max_model_len or self.config.block_size) // self.config.block_size)
 
-    def capacity(self, plan: MemoryPlan) -> int:
+    def host_room(self, fixed: int) -> int:
+        """Return the bytes of host memory that there are beside so many of the device's."""
+        return self.host_available_bytes - fixed * self.device.is_host  # on the CPU both are the same memory
+
+    def _with_splits(self, sized: MemoryPlan, fixed: int, num_blocks: int, max_splits: int) -> int:
+        """Return the blocks beside room for so many splits. More than the pool counted on make it smaller."""
+        room = (self.budget_bytes - fixed - max_splits * sized.split_bytes) // sized.block_bytes
+        return min(num_blocks, max(0, room))
+
+    def _capacity(self, gpu_blocks: int, host_blocks: int) -> int:
         """Return the tokens that one sequence can have."""
         # Resident mode keeps a spare block, so that a preempted sequence can come back beside another one.
-        blocks, config = plan.num_gpu_blocks - 1, self.config
+        blocks, config = gpu_blocks - 1, self.config
         if config.may_offload:
-            blocks = plan.num_host_blocks if config.enable_cpu_offload is True else max(blocks, plan.num_host_blocks)
-        return blocks * config.block_size
-
-    def lacks_length(self, plan: MemoryPlan) -> TooSmall | None:
-        """Return the refusal of a plan that cannot hold one sequence of `max_model_len`; None: it can."""
-        config, capacity = self.config, self.capacity(plan)
-        if config.max_model_len is None or config.max_model_len <= capacity:
-            return None
-        wanted = -(-config.max_model_len // config.block_size) * plan.block_bytes
-        return TooSmall(
-            f"max_model_len={config.max_model_len} needs a KV cache of {format_size(wanted)}, and "
-            f"{format_size(capacity // config.block_size * plan.block_bytes)} fit: lower max_model_len to at most "
-            f"{capacity} or raise {'host_memory_limit' if config.may_offload else 'gpu_memory_limit'}"
-        )
-
-
-def _with_splits(plan: MemoryPlan, max_splits: int) -> MemoryPlan:
-    """Return the plan with room for `max_splits` splits. More than the pool counted on make it smaller."""
-    room = (plan.budget_bytes - plan.fixed_bytes - max_splits * plan.split_bytes) // plan.block_bytes
-    return replace(plan, num_gpu_blocks=min(plan.num_gpu_blocks, max(0, room)), max_splits=max_splits)
+            blocks = host_blocks if config.enable_cpu_offload is True else max(blocks, host_blocks)
+        return max(0, blocks) * config.block_size

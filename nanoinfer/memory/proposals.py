@@ -89,13 +89,12 @@ class Proposer:
         return (*found, *self._less())
 
     def to_be_faster(self, now: float) -> tuple[Proposal, ...]:
-        """Return what takes less than `now`, in ms per step: smaller prefill steps, then other formats."""
+        """Return what takes less than `now`, in ms per step: other prefill steps than given, then other formats."""
         found = []
-        chunk = self.step(self.config).memory.max_num_batched_tokens
-        if chunk > 2048:
-            smaller = self._made({"max_num_batched_tokens": chunk // 4})
-            if smaller is not None and (smaller.ms_per_token or 0.0) < 0.995 * now:
-                found.append(smaller)
+        if self.config.max_num_batched_tokens is not None:
+            other = self._made({"max_num_batched_tokens": None})
+            if other is not None and (other.ms_per_token or 0.0) < 0.995 * now:
+                found.append(other)
         return (*found, *self._formats(now))
 
     def leanest(self) -> EngineConfig:

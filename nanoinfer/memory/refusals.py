@@ -2,47 +2,77 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from collections.abc import Iterable
+from dataclasses import replace
 
 from nanoinfer.common.units import enough, format_gib, format_size
 from nanoinfer.config import EngineConfig
 from nanoinfer.execution.memory import MemoryPlan
-from nanoinfer.models.base import ModelSpec
-
-# Of the host memory that is available beside streamed weights, KV takes as much where no limit is given.
-KV_SHARE = 0.6
+from nanoinfer.memory.limits import KV_SHARE, TooSmall, above_available, least_bytes, min_blocks
+from nanoinfer.memory.planner import Cost, Planner
 
 
-class TooSmall(ValueError):
-    """What is wanted does not fit into the memory; with other settings it may."""
+def refuse(planner: Planner, costs: Iterable[Cost]) -> ValueError:
+    """Return the refusal of all candidates that a search has looked at: what came closest, and what it lacks."""
+    config, available = planner.config, planner.host_available_bytes
+    lacking: dict[str, list[Cost]] = {}
+    for cost in costs:
+        lacking.setdefault(cost.lacks, []).append(cost)
+    if (long := lacking.get("length")) is not None:
+        return _lacks_length(
+            config, planner.plan(max(long, key=lambda cost: (cost.max_model_len, -cost.streamed_bytes)))
+        )
+    if (without := lacking.get("host_kv")) is not None:
+        return _lacks_host_kv(config, planner.plan(min(without, key=lambda cost: cost.host_weight_bytes)))
+    # Of what the host lacks, the least that the GPU has room beside.
+    least = {cost.candidate.tokens: planner.least_blocks(cost.candidate.tokens) for cost in lacking.get("host", ())}
+    streaming = [cost for cost in lacking.get("host", ()) if cost.num_gpu_blocks >= least[cost.candidate.tokens]]
+    streaming += lacking.get("limit", [])
+    also, roomy = "", min(streaming, key=lambda cost: cost.host_weight_bytes, default=None)
+    if "gpu" in lacking:
+        longest = planner.sized(planner.steps[-1]).max_model_len  # not cut to what fits
+        plans = [planner.plan(cost._replace(max_model_len=longest)) for cost in lacking["gpu"]]
+        smallest = min(plans, key=lambda plan: (least_bytes(config, plan), len(plan.streamed_pieces), plan.head_bytes))
+        if roomy is not None:
+            also = f", or stream more: {host_wanted(config, planner.plan(roomy), available)}"
+        return _lacks_gpu(config, smallest, also)
+    if "limit" in lacking:
+        return ValueError(above_available(config, available))
+    found = roomy or min(lacking["host"], key=lambda cost: cost.host_weight_bytes)
+    plan, room = planner.plan(found), max(0, planner.host_room(found.fixed_bytes))
+    if plan.host_weight_bytes > room:
+        return TooSmall(host_wanted(replace(config, host_memory_limit=None), plan, room))
+    return TooSmall(host_wanted(config, plan, available))
 
 
-def min_blocks(config: EngineConfig, plan: MemoryPlan, context: int = 1) -> int:
-    """Return the smallest useful GPU pool: scratch, one prefill chunk in flight, its tail and one decoding tail.
-
-    context: tokens for which there must be room where the settings ask for none.
-    """
-    chunk = -(-plan.max_num_batched_tokens // config.block_size)
-    if config.may_offload:
-        return chunk + 3
-    least = max(context, config.block_size)
-    wanted = plan.max_model_len if config.max_model_len is not None else min(plan.max_model_len, least)
-    return -(-wanted // config.block_size) + 2
+def _lacks_length(config: EngineConfig, plan: MemoryPlan) -> TooSmall:
+    wanted, longest = -(-config.max_model_len // config.block_size) * plan.block_bytes, plan.max_model_len
+    return TooSmall(
+        f"max_model_len={config.max_model_len} needs a KV cache of {format_size(wanted)}, and "
+        f"{format_size(longest // config.block_size * plan.block_bytes)} fit: lower max_model_len to at most {longest} "
+        f"or raise {'host_memory_limit' if config.may_offload else 'gpu_memory_limit'}"
+    )
 
 
-def least_bytes(config: EngineConfig, plan: MemoryPlan) -> int:
-    """Return the smallest budget, in whole MiB, with which this plan's settings fit."""
-    blocks = min_blocks(config, plan)
-    needed = plan.fixed_bytes + blocks * plan.block_bytes
-    needed += max(plan.max_splits, 2 * blocks + plan.max_num_seqs) * plan.split_bytes
-    return -(-needed // 2**20) * 2**20
+def _lacks_host_kv(config: EngineConfig, plan: MemoryPlan) -> TooSmall:
+    tokens, limit, streamed = (
+        config.max_model_len or config.block_size,
+        config.host_memory_limit,
+        plan.host_weight_bytes,
+    )
+    num_bytes = -(-tokens // config.block_size) * plan.block_bytes
+    beside = f" beside {format_size(streamed)} of weights" if streamed else ""
+    return TooSmall(
+        f"host_memory_limit={limit!r} is too small{beside}: the KV cache of {tokens} tokens takes "
+        f'{format_size(num_bytes)}: give at least "{enough(num_bytes + streamed)}"'
+    )
 
 
-def refuse_gpu(config: EngineConfig, plan: MemoryPlan, also: str = "") -> NoReturn:
-    """Raise `TooSmall` for a plan with less than the smallest useful pool. also: what else would do."""
+def _lacks_gpu(config: EngineConfig, plan: MemoryPlan, also: str = "") -> ValueError:
+    """Return the refusal of a plan with less than the smallest useful pool. also: what else would do."""
     blocks = min_blocks(config, plan)
     if config.num_gpu_blocks_override is not None and config.num_gpu_blocks_override < blocks:
-        raise ValueError(
+        return ValueError(
             f"num_gpu_blocks_override={config.num_gpu_blocks_override} is too small: {blocks} KV blocks of "
             f"{config.block_size} tokens are the fewest, or lower max_num_batched_tokens={plan.max_num_batched_tokens}"
         )
@@ -62,7 +92,7 @@ def refuse_gpu(config: EngineConfig, plan: MemoryPlan, also: str = "") -> NoRetu
     if config.expert_slots is not None:
         help_offload = f", or lower expert_slots={config.expert_slots}"
     rest = plan.fixed_bytes - plan.weight_bytes - plan.place_bytes * bool(plan.num_expert_slots)
-    raise TooSmall(
+    return TooSmall(
         f"{given} ({format_size(plan.budget_bytes)}) is too small: weights {format_size(plan.weight_bytes)}{streamed}, "
         f"working memory and buffers {format_size(rest)} and the least KV cache "
         f'{format_size(needed - plan.fixed_bytes)} need {format_size(needed)}: give at least "{enough(needed)}"'
@@ -84,18 +114,3 @@ def host_wanted(config: EngineConfig, plan: MemoryPlan, available_bytes: int) ->
         has = f"host_memory_limit={limit!r} is {format_gib(limit)} GiB: "
         has += f'give at least "{needed}" of what is available, {format_gib(available_bytes)} GiB'
     return f"{streamed}, and {has}"
-
-
-def checked_slots(config: EngineConfig, spec: ModelSpec) -> int:
-    """Return `config.expert_slots`, 0 for None; ValueError if the model has no experts, or another number of them."""
-    count, sparse = config.expert_slots, spec.sparse
-    if count is None:
-        return 0
-    if sparse is None:
-        raise ValueError(f"expert_slots={count}, and {spec.architecture} has no experts: leave it out")
-    if not sparse.num_chosen <= count <= sparse.num_experts:
-        raise ValueError(
-            f"expert_slots={count}: a layer has {sparse.num_experts} experts, and a token takes {sparse.num_chosen} of "
-            f"them: give a number from {sparse.num_chosen} to {sparse.num_experts}"
-        )
-    return count

@@ -9,11 +9,13 @@ from nanoinfer.common.units import format_gib
 from nanoinfer.devices.registry import device_of
 from nanoinfer.memory.budget import gpu_budget
 from nanoinfer.memory.forecast import Forecast
-from nanoinfer.memory.forecaster import DEFAULT_CONTEXT, DEFAULT_LINK_GBPS, Forecaster
+from nanoinfer.memory.forecaster import Forecaster
+from nanoinfer.memory.limits import TooSmall
 from nanoinfer.memory.machine import device_memory
+from nanoinfer.memory.measure import DEFAULT_CONTEXT
 from nanoinfer.memory.plan import make_plan
 from nanoinfer.memory.proposals import Proposal
-from nanoinfer.memory.refusals import TooSmall
+from nanoinfer.memory.rates import DEFAULT_LINK_GBPS, Rates
 from nanoinfer.memory.setup import Setup
 from offload.memory.host_memory import memory_available_bytes
 
@@ -31,9 +33,11 @@ def with_remedies(error: TooSmall, setup: Setup) -> TooSmall:
         host_budget_bytes=available if config.host_memory_limit is None else int(config.host_memory_limit),
     )
     device = device_of(setup.device)
-    memory = dict(budget_bytes=asked.budget_bytes, host_available_bytes=available, device=device)
+    rates = Rates.of(device)
+    memory = dict(budget_bytes=asked.budget_bytes, host_available_bytes=available, device=device, rates=rates)
     lines = []
-    forecaster = Forecaster(setup.specs, config, asked, device=device, lacks_float8=device.lacks_float8())
+    of_device = dict(device=device, lacks_float8=device.lacks_float8(), rates=rates)
+    forecaster = Forecaster(setup.specs, config, asked, **of_device)
     for proposal in forecaster.proposer().to_fit():
         changed, changes = replace(config, **proposal.changes), dict(proposal.changes)
         try:

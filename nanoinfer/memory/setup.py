@@ -13,6 +13,7 @@ from nanoinfer.execution.memory import MemoryPlan
 from nanoinfer.memory.budget import gpu_budget
 from nanoinfer.memory.machine import device_memory
 from nanoinfer.memory.plan import make_plan
+from nanoinfer.memory.rates import Rates
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.models.checkpoint_info import CheckpointInfo
 from nanoinfer.weights.load import read_checkpoint, read_spec
@@ -50,6 +51,7 @@ class Setup:
             host_available_bytes=available,
             device=device_of(self.device),
             may_pin=may_pin,
+            rates=Rates.of(device_of(self.device)),
         )
 
 

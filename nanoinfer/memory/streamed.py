@@ -8,9 +8,6 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.execution.memory import MemoryPlan
 from nanoinfer.models.base import ModelSpec
 
-# Tokens of prompts for each generated one, by which plans are compared.
-_PROMPT_TOKENS = 32
-
 
 def num_blocks(spec: ModelSpec, lengths: Sequence[int]) -> tuple[int, int]:
     """Return the KV blocks of rows of so many tokens: those that are full, and all."""
@@ -46,14 +43,3 @@ def missed_bytes(spec: ModelSpec, memory: MemoryPlan, num_rows: int, hit_rate: f
         return 0
     hit_rate = memory.num_expert_slots / spec.sparse.num_experts if hit_rate is None else hit_rate
     return int(memory.expert_bytes * spec.sparse.chosen_share(num_rows) * (1 - hit_rate))
-
-
-def link_cost(config: EngineConfig, spec: ModelSpec, context: int, memory: MemoryPlan) -> float:
-    """Return the bytes that pass over the link for a token of each row, and for the tokens of prompts beside it.
-
-    Experts are taken to be chosen equally often.
-    """
-    rows = [min(context, memory.max_model_len)] * (config.max_num_seqs or 1)
-    decode = streamed_bytes(config, spec, memory, rows) + missed_bytes(spec, memory, len(rows))
-    of_prompts = memory.passing_bytes - memory.head_bytes  # the head is brought for the last tokens alone
-    return decode + len(rows) * _PROMPT_TOKENS * of_prompts / memory.max_num_batched_tokens

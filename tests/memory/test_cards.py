@@ -92,6 +92,8 @@ def test_the_gpu_of_this_machine_is_asked_what_it_can(monkeypatch):
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda *_: "NVIDIA GeForce RTX 4070")
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda *_: (11 * GIB, 12 * GIB))
     monkeypatch.setattr(forecaster, "device_memory", lambda _: DeviceMemory(12 * GIB, 11 * GIB))
     assert proposed((8, 9)) and not proposed((8, 6))
     assert proposed((8, 6), gpu_memory_limit="10GiB"), "a plan for another machine"

@@ -8,8 +8,8 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.devices.base import Device
 from nanoinfer.devices.cpu import CpuDevice
 from nanoinfer.memory.forecaster import plan as forecast
+from nanoinfer.memory.limits import TooSmall
 from nanoinfer.memory.plan import make_plan
-from nanoinfer.memory.refusals import TooSmall
 
 GIB = 2**30
 
@@ -38,7 +38,8 @@ def test_they_go_before_anything_is_streamed(plan):
 
 
 def test_fewer_weights_stream_than_with_embeddings_on_the_gpu(plan):
-    found, before = (plan("qwen3-8b", 8, max_model_len=2048, max_num_seqs=1, may_pin=may) for may in (True, False))
+    asked = dict(max_model_len=2048, max_num_seqs=1, max_num_batched_tokens=2048)
+    found, before = (plan("qwen3-8b", 8, **asked, may_pin=may) for may in (True, False))
     assert found.embedding_bytes and not before.embedding_bytes
     assert before.streamed_bytes - found.streamed_bytes > 0.7 * found.embedding_bytes
     asked = dict(quantization="int4", max_model_len=2048, max_num_seqs=1)

@@ -58,7 +58,7 @@ def test_a_smaller_budget_takes_smaller_prefill_steps_before_it_refuses(tmp_path
     for budget_gib in (16, 9.2, 8.5, 8):
         made = plan(tmp_path, budget_gib, enable_cpu_offload=True, max_num_seqs=1, max_model_len=131_072)
         sizes.append(made.max_num_batched_tokens)
-    assert sizes == sorted(sizes, reverse=True) and sizes[0] == 8192 > sizes[-1]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1]
     arguments = dict(enable_cpu_offload=True, max_num_seqs=1, max_model_len=131_072, cpu_offload_gb=0)
     with pytest.raises(ValueError, match="too small: weights 7.5") as refusal:
         plan(tmp_path, 7.8, **arguments)
@@ -142,7 +142,7 @@ def test_a_smaller_step_is_taken_where_the_host_cannot_hold_what_a_larger_one_ma
         make_plan(config, spec, budget_bytes=12 * GIB, host_available_bytes=host, device=GPU).max_num_batched_tokens
         for host in (9 * GIB, 5 * GIB)
     ]
-    assert sizes[0] == 8192 > sizes[1]
+    assert sizes[0] > sizes[1]
 
 
 def test_on_the_cpu_streamed_weights_count_beside_those_that_stay(tmp_path):
@@ -292,14 +292,13 @@ def test_rows_that_share_a_long_document_have_room_for_their_splits_together(tmp
     assert many.max_splits * many.split_bytes <= 0.0101 * many.budget_bytes
 
 
-def test_a_smaller_prefill_step_is_taken_where_nothing_streams_then(monkeypatch):
-    """Of the largest step; of one whose KV just fits; where none is small enough; and where one is given."""
+def test_a_smaller_prefill_step_is_taken_where_less_streams_then(monkeypatch):
     without_proposals(monkeypatch)
-    given, no_slots = dict(host_memory="64GiB", gpu_memory="14.5GiB"), dict(cpu_offload_gb=0)
-    given_step = no_slots | dict(max_num_batched_tokens=8192)
-    found = [
+    given = dict(host_memory="64GiB", gpu_memory="14.5GiB", cpu_offload_gb=0)
+    short, long, longest, asked = (
         nanoinfer.plan("gpt-oss-20b", context=context, **given | more)
-        for context, more in ((8192, {}), (16384, {}), (65536, no_slots), (16384, given_step))
-    ]
-    assert [one.memory.max_num_batched_tokens for one in found] == [8192, 4096, 8192, 8192]
-    assert [bool(one.streamed_bytes_per_step) for one in found] == [False, False, True, True]
+        for context, more in ((8192, {}), (32768, {}), (65536, {}), (32768, dict(max_num_batched_tokens=8192)))
+    )
+    steps = [one.memory.max_num_batched_tokens for one in (short, asked, long, longest)]
+    assert steps[0] == steps[1] == 8192 > steps[2] >= steps[3]
+    assert not short.streamed_bytes_per_step and long.ms_per_token < asked.ms_per_token / 2

