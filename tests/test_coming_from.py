@@ -11,7 +11,7 @@ import pytest
 
 from nanoinfer import LLM, AsyncLLM, EngineConfig, LLMEngine, SamplingParams
 from nanoinfer.commands.main import make_parser
-from nanoinfer.common.other_names import MEANT
+from nanoinfer.common.other_names import INSTEAD, MEANT
 from nanoinfer.serve.app import create_app
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,6 +86,20 @@ def test_a_name_that_messages_understand_means_the_same_in_the_tables():
         (name, ours) for name, ours in known if not {*map(plain, ours)} & {*map(plain, MEANT[plain(name)]), plain(name)}
     ]
     assert wrong == []
+
+
+def test_nothing_is_said_not_to_be_there_that_messages_lead_to(exists):
+    """Of each row that says "none": the message about the name leads to nothing of ours either, and says as much."""
+    none = [(names(left), said) for left, said in re.findall(r"^\| (.+?) \| none \| (.*) \|$", TEXT, re.MULTILINE)]
+    assert len(none) >= 5
+    for theirs, said in none:
+        for name in map(plain, theirs):
+            assert name not in MEANT, name
+            led_to = {word.strip(":,") for word in INSTEAD.get(name.removeprefix("no_"), "").split()}
+            assert [word for word in led_to if exists(word) and "_" in word or word == "response_format"] == [], name
+            assert "Weights lie on the GPU" not in said
+    for wrong in ("Weights stay on the GPU", "must fit there", "All layers lie on the GPU", "ask again where it does"):
+        assert wrong not in TEXT
 
 
 def test_the_lists_are_what_the_messages_say():

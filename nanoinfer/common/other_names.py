@@ -48,7 +48,7 @@ MEANT: dict[str, tuple[str, ...]] = by_name(
         "b ub batch_size num_batch ubatch_size chunked_prefill_size max_batch_prefill_tokens": (
             "max_num_batched_tokens",
         ),
-        "ngl n_gpu_layers num_gpu_layers gpu_layers num_gpu": ("resident_weights_limit", "gpu_memory_limit"),
+        "ngl n_gpu_layers num_gpu_layers gpu_layers num_gpu": ("gpu_memory_limit", "resident_weights_limit"),
         "ncmoe n_cpu_moe cpu_moe num_experts_on_gpu expert_cache_size": ("expert_slots", "gpu_memory_limit"),
         "vram gpu_mem max_gpu_memory gpu_memory": ("gpu_memory_limit",),
         "mem_fraction_static": ("gpu_memory_utilization",),
@@ -147,7 +147,9 @@ INSTEAD: dict[str, str] = by_name(
     {
         "t tb threads threads_batch num_thread": "torch chooses the threads; the environment variable OMP_NUM_THREADS "
         "bounds them",
-        "mlock mmap use_mlock use_mmap": "weights lie on the GPU: leave it out",
+        "mlock use_mlock": "what lies in host memory is pinned where the system allows it: leave it out, or give "
+        "--pin-host-memory require",
+        "mmap use_mmap": "files are read, and not mapped: leave it out",
         "keep_alive sleep_idle_seconds": "the model stays loaded until the process ends: leave it out",
         "warmup": "the engine warms up by itself: leave it out",
         "cb cont_batching": "requests are always batched as they come: leave it out",
@@ -155,8 +157,8 @@ INSTEAD: dict[str, str] = by_name(
         "ts tensor_split sm split_mode tp pp dp": "one GPU per engine: leave it out",
         "lora lora_scaled lora_modules": "merge the adapter into the weights",
         "md model_draft draft draft_max": "there is no speculative decoding: leave it out",
-        "grammar grammar_file json_schema j": "a request to nanoinfer serve may have response_format, and "
-        "SamplingParams structured_outputs",
+        "grammar grammar_file json_schema json_schema_file jf j format": "a request to nanoinfer serve may have "
+        "response_format, and SamplingParams structured_outputs",
         "jinja": "templates are always in Jinja: leave it out",
         "cnv conversation i interactive": "nanoinfer chat MODEL is a conversation",
         "f file prompt_file input_file bf binary_file": "pipe the file into the command: < FILE",

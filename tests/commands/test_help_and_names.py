@@ -104,8 +104,8 @@ def test_documents_have_the_names_that_are_shown():
     [
         # llama.cpp
         ("--ctx-size=4096", "did you mean --max-model-len?"),
-        ("--n-gpu-layers=99", "did you mean --resident-weights-limit?"),
-        ("-ngl", "did you mean --resident-weights-limit?"),
+        ("--n-gpu-layers=99", "did you mean --gpu-memory-limit?"),
+        ("-ngl", "did you mean --gpu-memory-limit?"),
         ("--parallel", "did you mean --max-num-seqs?"),
         ("-ub", "did you mean --max-num-batched-tokens?"),
         ("--no-kv-offload", "did you mean --offload?"),
@@ -114,12 +114,14 @@ def test_documents_have_the_names_that_are_shown():
         ("--rope-freq-base", "did you mean --hf-overrides?"),
         ("-hf", "give the model, a directory or a hub id, without an option"),
         ("--threads", "is not supported: torch chooses the threads"),
-        ("--no-mmap", "is not supported: weights lie on the GPU: leave it out"),
+        ("--no-mmap", "is not supported: files are read, and not mapped: leave it out"),
+        ("--mlock", "is not supported: what lies in host memory is pinned where the system allows it"),
+        ("--format", "is not supported: a request to nanoinfer serve may have response_format"),
         ("-cnv", "is not supported: nanoinfer chat MODEL is a conversation"),
         ("--model-draft", "is not supported: there is no speculative decoding"),
         # Ollama
         ("--num-ctx", "did you mean --max-model-len?"),
-        ("--num-gpu", "did you mean --resident-weights-limit?"),
+        ("--num-gpu", "did you mean --gpu-memory-limit?"),
         ("--num-batch", "did you mean --max-num-batched-tokens?"),
         ("--keep-alive", "is not supported: the model stays loaded"),
         # vLLM
