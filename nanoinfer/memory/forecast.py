@@ -32,6 +32,7 @@ class Forecast:
         bound: what sets this floor: "link" or "device memory".
         proposals: settings that make it fit or, where it streams, that make its steps faster.
         advice: what else would help, best first.
+        notes: what is special about the card that was named.
     """
 
     model: str
@@ -56,6 +57,7 @@ class Forecast:
     bound: str | None = None
     proposals: tuple[Proposal, ...] = ()
     advice: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -84,6 +86,7 @@ class Forecast:
             lines += [""] + self._table()
         else:
             lines += ["", f"does not fit: {self.problem}"]
+        lines += [""] * bool(self.notes) + [f"note: {note}" for note in self.notes]
         if self.proposals:
             title = "what is faster" if self.fits else "what fits"
             lines += ["", f"{title}, from the least loss of quality to the most:"]

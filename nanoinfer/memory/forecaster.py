@@ -117,9 +117,11 @@ def forecaster(
         device_gbps=device_gbps,
         budget_bytes=_budget(config, host_bytes),
         host_budget_bytes=host_bytes,
+        notes=() if card is None else card.notes,
     )
     rates = Rates.of_card(card) if card is not None else Rates() if here is None else Rates.of(device_of(here))
-    return Forecaster(specs, config, asked, lacks_float8=lacks_float8, rates=rates)
+    known = dict(lacks_float8=lacks_float8, rates=rates, knows_device=card is not None or here is not None)
+    return Forecaster(specs, config, asked, **known)
 
 
 @lru_cache(maxsize=16)
@@ -153,7 +155,7 @@ class Forecaster:
     """One model on one machine, for any context and batch; `asked` has what is given, and no answers.
 
     device: what the plan is made for.
-    lacks_float8: as `Device.lacks_float8`; None also where nothing is known of the GPU.
+    lacks_float8: as `Device.lacks_float8`; None also where nothing is known of the GPU, as `knows_device` says.
     rates: by which the engine chooses its plan there; a bandwidth that is stated is not known to it.
     """
 
@@ -163,6 +165,7 @@ class Forecaster:
     device: Device = field(default_factory=planned_device)
     lacks_float8: str | None = None
     rates: Rates = Rates()
+    knows_device: bool = False
 
     @cached_property
     def spec(self) -> ModelSpec:
@@ -196,6 +199,7 @@ class Forecaster:
             config,
             step=lambda config: other(config).step(config.max_model_len, config.max_num_seqs),
             longest=lambda config: other(config)._longest(config.max_num_seqs, lambda step: step.fits),
+            knows_device=self.knows_device,
         )
 
     def _longest(self, batch: int, accepts: Callable[[Forecast], bool]) -> int:

@@ -26,7 +26,7 @@ _KV = ({}, {"kv_cache_dtype": "fp8"})
 _WORDS = {
     "quantization": "weights in {}",
     "head_quantization": "head and embeddings in {}",
-    "kv_cache_dtype": "KV in {} (needs compute capability 8.9)",
+    "kv_cache_dtype": "KV in {}",
     "enable_cpu_offload": "KV blocks in host memory, too",
     "max_num_batched_tokens": "prefill steps of {:,} tokens, which are slower",
     "max_model_len": "at most {:,} tokens of each sequence",
@@ -76,11 +76,13 @@ class Proposer:
 
     step: the outcome of a config; ValueError where the checkpoint cannot have its formats.
     longest: the longest context of a config that fits, or 0.
+    knows_device: what the GPU lacks is known, or that there is none; else proposals say what they need of one.
     """
 
     config: EngineConfig
     step: Callable[[EngineConfig], Outcome]
     longest: Callable[[EngineConfig], int]
+    knows_device: bool = False
 
     def to_fit(self) -> tuple[Proposal, ...]:
         """Return what makes the config fit: all that it wants, with the least loss first; then less of it."""
@@ -107,7 +109,7 @@ class Proposer:
 
     def words(self, config: EngineConfig) -> str:
         """Return in words how this config differs from the one that is wanted."""
-        return in_words(_changes(self.config, config))
+        return in_words(_changes(self.config, config), self.knows_device)
 
     def _formats(self, slowest: float) -> list[Proposal]:
         """Return what fits in other formats: each change alone, and those together that are faster than all before."""
@@ -193,7 +195,7 @@ class Proposer:
                 return None
         changes = _changes(self.config, config)
         return Proposal(
-            what=in_words(changes),
+            what=in_words(changes, self.knows_device),
             changes=changes,
             memory_bytes=outcome.memory.total_bytes,
             streamed_bytes_per_step=outcome.streamed_bytes_per_step,
@@ -207,9 +209,11 @@ def _changes(before: EngineConfig, after: EngineConfig) -> dict[str, Any]:
     return {name: value for name, value in asdict(after).items() if value != was[name]}
 
 
-def in_words(changes: dict[str, Any]) -> str:
+def in_words(changes: dict[str, Any], knows_device: bool) -> str:
     """Return changed settings as a report names them: "weights in int4, KV in fp8"."""
-    return ", ".join(_WORDS[name].format(value) for name, value in changes.items() if value is not None)
+    needs = {} if knows_device else {"kv_cache_dtype": " (needs compute capability 8.9)"}
+    given = ((name, value) for name, value in changes.items() if value is not None)
+    return ", ".join(_WORDS[name].format(value) + needs.get(name, "") for name, value in given)
 
 
 def command(config: EngineConfig) -> str:

@@ -112,5 +112,7 @@ def host_wanted(config: EngineConfig, plan: MemoryPlan, available_bytes: int) ->
         has = f'{format_gib(available_bytes)} GiB are available: free some, "{needed}" are enough'
     else:
         has = f"host_memory_limit={limit!r} is {format_gib(limit)} GiB: "
-        has += f'give at least "{needed}" of what is available, {format_gib(available_bytes)} GiB'
+        has += f'give at least "{needed}"'
+        if available_bytes > limit:  # a plan for another machine knows the limit alone
+            has += f" of what is available, {format_gib(available_bytes)} GiB"
     return f"{streamed}, and {has}"

@@ -36,7 +36,7 @@ def with_remedies(error: TooSmall, setup: Setup) -> TooSmall:
     rates = Rates.of(device)
     memory = dict(budget_bytes=asked.budget_bytes, host_available_bytes=available, device=device, rates=rates)
     lines = []
-    of_device = dict(device=device, lacks_float8=device.lacks_float8(), rates=rates)
+    of_device = dict(device=device, lacks_float8=device.lacks_float8(), rates=rates, knows_device=True)
     forecaster = Forecaster(setup.specs, config, asked, **of_device)
     for proposal in forecaster.proposer().to_fit():
         changed, changes = replace(config, **proposal.changes), dict(proposal.changes)

@@ -1,6 +1,7 @@
 """The table of cards, one of them as a plan's limits, and all of them compared."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -69,9 +70,37 @@ def test_a_card_stands_for_its_memory_and_bandwidths_where_they_are_not_given():
     card, given = card_named("RTX 4060"), dict(host_memory="64GiB", context=4096, quantization="int4")
     found = nanoinfer.plan("qwen3-4b", gpu="RTX 4060", **given)
     same = nanoinfer.plan("qwen3-4b", gpu_memory="7GiB", link_gbps=12.5, device_gbps=272, **given)
-    assert found == same and found.budget_bytes == card.memory_bytes and found.ms_per_token > 0
+    assert replace(found, notes=()) == same and found.budget_bytes == card.memory_bytes and found.ms_per_token > 0
     other = nanoinfer.plan("qwen3-4b", gpu="RTX 4060", gpu_memory="6GiB", link_gbps=5, device_gbps=100, **given)
     assert (other.budget_bytes, other.link_gbps, other.device_gbps) == (6 * 2**30, 5, 100)
+
+
+def test_a_plan_says_what_is_special_about_the_card(capsys):
+    assert cli.main([*PLAN, "--gpu", "4060", "--context", "8k", "--quantization", "int4"]) == 0
+    said = capsys.readouterr().out
+    assert (
+        "\nnote: RTX 4060 has 8 lanes, half of what a slot has" in said
+        and "in a board with PCIe 3 (--link-gbps)" in said
+    )
+    assert "compute capability 8.9" not in said, "the card has it"
+    assert cli.main([*PLAN, "--gpu", "4090", "--context", "8k"]) == 0
+    assert "note: " not in capsys.readouterr().out
+
+
+def test_a_plan_for_another_machine_names_one_amount_of_host_memory():
+    """What is available there is what was given: there is no more to give of."""
+    problem = nanoinfer.plan("qwen3-32b", gpu="3060", host_memory_limit="20GiB", max_model_len=8192).problem
+    assert "host_memory_limit='20GiB' is 20.00 GiB: give at least " in problem and "available" not in problem
+
+
+def test_what_a_proposal_needs_of_a_gpu_is_said_where_none_is_known():
+    asked = dict(max_model_len=32_768, batch=4, host_memory_limit="64GiB", quantization="int4")
+    unknown, known = (
+        nanoinfer.plan("qwen3-4b", **asked, **one) for one in (dict(gpu_memory_limit="7GiB"), dict(gpu="4060"))
+    )
+    assert any("KV in fp8 (needs compute capability 8.9)" in one.what for one in unknown.proposals)
+    assert any("KV in fp8" in one.what for one in known.proposals)
+    assert not any("compute capability" in one.what for one in known.proposals)
 
 
 def test_no_card_is_told_to_keep_kv_in_fp8_that_cannot():

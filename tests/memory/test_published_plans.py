@@ -21,7 +21,7 @@ PLACES = {size: ["--gpu-memory-limit", limit] for size, limit in SIZES.items()} 
 ASKED = ((None, 1, 32), (8192, 4, 6), (131_072, 6, 16))
 FORMATS = {
     "head and embeddings in int8": ["--head-quantization", "int8"],
-    "KV in fp8 (needs compute capability 8.9)": ["--kv-cache-dtype", "fp8"],
+    **dict.fromkeys(("KV in fp8", "KV in fp8 (needs compute capability 8.9)"), ["--kv-cache-dtype", "fp8"]),
     **{f"weights in {one}": ["--quantization", one] for one in ("int8", "fp8", "int4")},
 }
 
