@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from nanoinfer.common.errors import choose
 from nanoinfer.common.tables import by_name
-from nanoinfer.parsers.base import Reader, ToolReader
+from nanoinfer.parsers.base import Reader, ToolReader, pieces_of
 from nanoinfer.parsers.events import CallArguments, CallBegun, CallEnded, Event, Reasoning, Text
 from nanoinfer.parsers.grammar import SHAPES, CallGrammar
 from nanoinfer.parsers.harmony import HarmonyReader
@@ -225,30 +226,39 @@ class OutputParser:
 
     def push(self, text: str, token_ids: Sequence[int] = ()) -> list[Event]:
         """Take more text, and the tokens that were generated meanwhile; their text may still be to come."""
-        return self._seen(self._reader.feed(self._specials.feed(text, token_ids)))
+        return self._seen(self._read(self._specials.feed(text, token_ids)))
 
     def finish(self) -> list[Event]:
         """Return what is left, at the end of the answer."""
-        return self._seen(self._reader.feed(self._specials.flush())) + self._seen(self._reader.flush())
+        return self._seen(chain(self._read(self._specials.flush()), self._reader.flush()))
+
+    def _read(self, text: str) -> Iterator[Event]:
+        for piece in pieces_of(text):
+            yield from self._reader.feed(piece)
 
     def _seen(self, events: Iterator[Event]) -> list[Event]:
+        """Return the events that are not left out; pieces of one kind are joined."""
         found: list[Event] = []
+        texts: list[str] = []  # of the last one
         for event in events:
             if isinstance(event, CallBegun | CallArguments | CallEnded):
                 if self._max_calls is not None and event.index >= self._max_calls:
                     continue
                 if isinstance(event, CallBegun):
                     event = replace(event, name=unguarded(event.name))
-                elif isinstance(event, CallArguments):
-                    event = replace(event, text=unguarded(event.text))
-            else:
-                event = type(event)(unguarded(event.text))
-            # Pieces of one kind are joined.
+            has_text = isinstance(event, Text | Reasoning | CallArguments)
             last = found[-1] if found else None
-            if isinstance(event, Text | Reasoning) and type(last) is type(event):
-                found[-1] = type(event)(last.text + event.text)
-            elif isinstance(event, CallArguments) and isinstance(last, CallArguments) and last.index == event.index:
-                found[-1] = CallArguments(event.index, last.text + event.text)
-            else:
+            is_more = has_text and type(last) is type(event) and getattr(last, "index", 0) == getattr(event, "index", 0)
+            if not is_more:
+                _join(found, texts)
                 found.append(event)
+                texts = []
+            texts += [event.text] if has_text else []
+        _join(found, texts)
         return found
+
+
+def _join(events: list[Event], texts: list[str]) -> None:
+    """Give the last event all of its text."""
+    if texts:
+        events[-1] = replace(events[-1], text=unguarded("".join(texts)))

@@ -16,6 +16,12 @@ def new_id() -> str:
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
+MAX_BLANKS = 300
+"""Characters that may stand where blanks mean nothing: behind more of them nothing belongs to a form any more, so what
+waits for the rest of one stays short."""
+_PIECE = 256  # characters
+
+
 def num_held(text: str, markers: Collection[str]) -> int:
     """Return the length of the longest end of a text that may become one of the markers."""
     longest = min(len(text), max(map(len, markers), default=1) - 1)
@@ -26,6 +32,12 @@ def first(text: str, markers: Collection[str]) -> tuple[int, str] | None:
     """Return where the first marker stands in a text, and which one; of several at one place the longest."""
     found = [(text.find(marker), marker) for marker in markers if marker in text]
     return min(found, key=lambda one: (one[0], -len(one[1])), default=None)
+
+
+def pieces_of(text: str) -> Iterator[str]:
+    """Yield a text in pieces: each step of a reader may look at all that it holds."""
+    for begin in range(0, len(text), _PIECE):
+        yield text[begin : begin + _PIECE]
 
 
 class Reader(ABC):
@@ -52,8 +64,10 @@ class ToolReader(Reader):
 
     Attributes:
         meant: the texts that mean something; special tokens that are part of one must be in the text.
+        opens: of these, what may begin a call; none where one stands at the begin of an answer.
     """
 
+    opens: ClassVar[tuple[str, ...]] = ()
     meant: ClassVar[tuple[str, ...]] = ()
     make_id: ClassVar[Callable[[], str]] = staticmethod(new_id)
 
@@ -61,7 +75,7 @@ class ToolReader(Reader):
         self._tools, self._new_id = tools, new_id or self.make_id
         self._held = ""
         self._events: list[Event] = []
-        self._blanks = ""  # that are left out if a call follows
+        self._blanks: list[str] = []  # that are left out if a call follows
         self._is_behind_call = False
         self._num_calls = 0
         self._step: Callable[[], bool] = self._outside
@@ -75,8 +89,8 @@ class ToolReader(Reader):
     def flush(self) -> Iterator[Event]:
         self._finish()
         if self._blanks and not self._is_behind_call:
-            self._events.append(Text(self._blanks))
-        self._blanks = ""
+            self._events.append(Text("".join(self._blanks)))
+        self._blanks = []
         yield from self._taken()
 
     @abstractmethod
@@ -107,24 +121,25 @@ class ToolReader(Reader):
         """Give text that is part of no call."""
         if self._is_behind_call and not self._blanks:
             text = text.lstrip()
-        whole = self._blanks + text
-        said = whole.rstrip()
-        self._blanks = whole[len(said) :]
+        said = text.rstrip()
         if said:
             self._is_behind_call = False
-            self._events.append(Text(said))
-        elif self._is_behind_call:
-            self._blanks = ""
+            self._events.append(Text("".join([*self._blanks, said])))
+            self._blanks = []
+        if self._is_behind_call:
+            self._blanks = []
+        elif len(said) < len(text):
+            self._blanks.append(text[len(said) :])
 
     def _say_as_it_is(self, text: str) -> None:
         """Give the text of what is no call."""
-        whole, self._blanks = self._blanks + text, ""
+        whole, self._blanks = "".join([*self._blanks, text]), []
         if whole:
             self._is_behind_call = False
             self._events.append(Text(whole))
 
     def _begin(self, name: str, call_id: str | None = None) -> None:
-        self._blanks = ""
+        self._blanks = []
         self._events.append(CallBegun(self._num_calls, call_id or self._new_id(), name))
 
     def _argue(self, text: str) -> None:

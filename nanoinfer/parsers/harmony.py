@@ -21,7 +21,9 @@ END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 _MAX_HEADER = 300  # characters
 _CLOSERS = (END, CALL, RETURN)
 _ROLE = r"[a-z]{0,20}"
-_PARTS = r"(?:\s*to=[^\s<]+|\s*<\|channel\|>\s*\w+(?:\s+(?!to=)\w+)?|\s*<\|constrain\|>\s*\w+)*"
+_TYPE = r"(?:\s++(?!to=)\w++)?+"  # of what follows, as some write it without the token before it
+# No part can be read in two ways, so nothing is tried twice: what a quantifier has taken it keeps (`++`).
+_PARTS = rf"(?:\s*+to=[^\s<]++{_TYPE}|\s*+<\|channel\|>\s*+\w++{_TYPE}|\s*+<\|constrain\|>\s*+\w++)*+"
 _BEGINNINGS = (CHANNEL, CONSTRAIN, MESSAGE, "to=")
 Kind = Literal["answer", "reasoning", "call"]
 
@@ -45,7 +47,7 @@ class HarmonyReader(ToolReader):
         super().__init__(tools, new_id)
         self._kind: Kind = "answer"
         self._last: Kind | None = None
-        self._name = self._seen = ""  # `_seen`: of a message to a tool, before its arguments begin
+        self._name, self._seen = "", []  # `_seen`: blanks of a message to a tool, before its arguments begin
         self._value: JsonValue | None = None
         begun = prompt[prompt.rfind(START) + len(START) :] if START in prompt else ""
         self._held = "" if any(closer in begun for closer in _CLOSERS) else begun
@@ -55,6 +57,7 @@ class HarmonyReader(ToolReader):
     def _outside(self) -> bool:
         """Between two messages."""
         rest = self._held.lstrip()
+        self._held = rest
         if any(mark.startswith(rest) and mark != rest for mark in (START, CHANNEL)):
             return False
         self._held = rest.removeprefix(START)
@@ -86,7 +89,7 @@ class HarmonyReader(ToolReader):
         self._kind = "reasoning" if channel is not None and channel[1] == "analysis" else "answer"
         if recipient is not None and self._tools:  # without tools it is a part of the answer
             self._kind, self._name = "call", recipient[1].removeprefix("functions.")
-            self._value, self._seen = None, ""
+            self._value, self._seen = None, []
         elif self._last == self._kind:
             self._pass("\n")
         if self._kind != "call":
@@ -108,12 +111,12 @@ class HarmonyReader(ToolReader):
         """Give more of a message on."""
         if self._kind == "call" and text:
             if self._value is None:
-                self._seen += text
-                if not (text := self._seen.lstrip()):
+                self._seen.append(text)
+                if not (text := text.lstrip()):
                     return
                 if text[0] != "{":
                     self._kind = "answer"
-                    self._events.append(Text(self._seen))
+                    self._events.append(Text("".join(self._seen)))
                     return
                 self._begin(self._name)
                 self._value = JsonValue()

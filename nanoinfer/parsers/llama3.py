@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nanoinfer.parsers.base import MAX_BLANKS
 from nanoinfer.parsers.json_calls import JsonCallReader
 from nanoinfer.parsers.json_text import JsonCall
 from nanoinfer.parsers.tools import named
@@ -18,9 +19,9 @@ class Llama3Reader(JsonCallReader):
     def _outside(self) -> bool:
         """The begin of an answer."""
         rest = self._held.lstrip()
-        if not rest or TAG.startswith(rest) and rest != TAG:
+        if (not rest or TAG.startswith(rest) and rest != TAG) and len(self._held) <= MAX_BLANKS:
             return False
-        if rest[0] == "{":
+        if rest[:1] == "{":
             return self._object(self._cut(len(self._held) - len(rest)))
         self._step = self._text
         return True
@@ -39,9 +40,10 @@ class Llama3Reader(JsonCallReader):
         if rest and rest[0] == "{":
             self._held = rest
             return self._object("")
-        if rest:
+        is_text = bool(rest) or len(self._held) > MAX_BLANKS
+        if is_text:
             self._step = self._text
-        return bool(rest)
+        return is_text
 
     def _object(self, before: str) -> bool:
         return self._open(before, JsonCall(_KEYS))
@@ -52,9 +54,9 @@ class Llama3Reader(JsonCallReader):
         if after[:1] == "{":
             self._held = after
             return self._object("")
-        if not after or TAG.startswith(rest) and rest != TAG:
-            return False
         self._held = rest
+        if (not after or TAG.startswith(rest) and rest != TAG) and len(rest) <= MAX_BLANKS:
+            return False
         self._step = self._text
         return True
 

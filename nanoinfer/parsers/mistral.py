@@ -10,6 +10,7 @@ import re
 import secrets
 import string
 
+from nanoinfer.parsers.base import MAX_BLANKS
 from nanoinfer.parsers.json_calls import JsonCallReader
 from nanoinfer.parsers.json_text import JsonCall, NamedArguments
 
@@ -17,8 +18,9 @@ TAG, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _MAX_HEADER = 300  # characters
 _ID_CHARS = string.ascii_letters + string.digits
 ID_LENGTH = 9
-_HEADER = re.compile(r"\s*([\w.\-]+)\s*(?:\[CALL_ID\]\s*([\w\-]+)\s*)?(?:\[ARGS\])?\s*(?=\{)")
-_HEADER_BEGUN = re.compile(r"\s*[\w.\-]*\s*(?:\[CALL_ID\]\s*[\w\-]*\s*)?(?:\[ARGS\]\s*)?")
+# What a quantifier has taken it keeps (`++`): nothing is tried twice.
+_HEADER = re.compile(r"\s*+([\w.\-]++)\s*+(?:\[CALL_ID\]\s*+([\w\-]++)\s*+)?+(?:\[ARGS\])?+\s*+(?=\{)")
+_HEADER_BEGUN = re.compile(r"\s*+[\w.\-]*+\s*+(?:\[CALL_ID\]\s*+[\w\-]*+\s*+)?+(?:\[ARGS\]\s*+)?+")
 
 
 def mistral_id() -> str:
@@ -30,7 +32,7 @@ class MistralReader(JsonCallReader):
     """Reads either form."""
 
     meant = (TAG, CALL_ID, ARGS)
-    ends = (TAG,)
+    opens = ends = (TAG,)
     make_id = staticmethod(mistral_id)
 
     def _outside(self) -> bool:
@@ -49,9 +51,9 @@ class MistralReader(JsonCallReader):
             return self._open(self._tag, JsonCall())
         if rest[:1] == "[" and not any(mark.startswith(rest[:2]) for mark in (CALL_ID, ARGS)):
             inner = rest[1:].lstrip()
-            if not inner:
+            if not inner and len(self._held) <= _MAX_HEADER:
                 return False
-            if inner[0] == "{":
+            if inner[:1] == "{":
                 self._tag += self._cut(len(self._held) - len(inner))
                 self._in_list = True
                 return self._open(self._tag, JsonCall())
@@ -74,13 +76,14 @@ class MistralReader(JsonCallReader):
         if not self._in_list:
             self._step = self._outside
             return True
+        self._held = rest
         if not rest:
             return False
         if rest[0] == ",":
             inner = rest[1:].lstrip()
-            if not inner:
+            if not inner and len(rest) <= MAX_BLANKS:
                 return False
-            if inner[0] == "{":
+            if inner[:1] == "{":
                 before = self._cut(len(self._held) - len(inner))
                 return self._open(before, JsonCall())
         self._held = rest.removeprefix("]")

@@ -6,18 +6,21 @@ import re
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping
 
-from nanoinfer.parsers.base import ToolReader, first, num_held
+from nanoinfer.parsers.base import MAX_BLANKS, ToolReader, first, num_held
 from nanoinfer.parsers.schema_types import is_text, json_of, property_types, quoted
 from nanoinfer.parsers.tools import named
 
 _NAME = re.compile(r"[^\s<>\"]{1,200}")
 _TEXT = re.compile(r"(?s).{0,300}")
+_MAX_OPENING = 2 * MAX_BLANKS + 200  # characters: a name between blanks
 Step = Callable[[], bool]
 
 
 def _next_of(text: str, marks: Collection[str]) -> str | None:
-    """Return which of the marks comes behind blanks; "": it is not known yet; None: none does."""
+    """Return which of the marks comes behind blanks; "": it is not known yet; None: none does, or too far away."""
     rest = text.lstrip()
+    if len(text) - len(rest) > MAX_BLANKS:
+        return None
     found = max((one for one in marks if rest.startswith(one)), key=len, default=None)
     return "" if found is None and any(one.startswith(rest) for one in marks) else found
 
@@ -173,6 +176,9 @@ class TaggedReader(ToolReader):
         if self._step == self._value:
             if self._held.startswith(self.value_end):
                 self._end_value()
+            elif any(self._held.startswith(end) for end in self._other_ends()):
+                self._end_value()
+                self._end_call()
             else:
                 self._more(self._held)
                 if not is_text(self._types):
@@ -244,12 +250,16 @@ class Glm4Reader(TaggedReader):
     meant = ("<tool_call>", "</tool_call>", key, key_end, value, value_end)
     key_form = _TEXT
 
+    def _other_ends(self) -> dict[str, tuple[str, ...]]:
+        return {self.end: (self.begin,)}
+
     def _opened(self) -> bool:
         """The name."""
         marks = tuple(self._steps())
         found = first(self._held, marks)
         name = self._held[: len(self._held) - num_held(self._held, marks) if found is None else found[0]].strip()
-        if (name or found) and not _NAME.fullmatch(name):
+        is_far = (len(self._held) if found is None else found[0]) > _MAX_OPENING
+        if is_far or (name or found) and not _NAME.fullmatch(name):
             return self._refuse()
         if found is not None:
             self._cut(found[0])

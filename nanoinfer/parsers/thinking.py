@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from nanoinfer.common.tables import by_name
-from nanoinfer.parsers.base import Reader, first, num_held
-from nanoinfer.parsers.events import Event, Reasoning
+from nanoinfer.parsers.base import Reader, first, num_held, pieces_of
+from nanoinfer.parsers.events import CallArguments, CallBegun, CallEnded, Event, Reasoning
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,8 @@ def _reads(template: str, name: str) -> bool:
 class ThinkingReader(Reader):
     """Takes what is thought off an answer; the rest goes to the reader behind it.
 
-    Line ends around what is thought belong to the form and are left out.
+    Line ends around what is thought belong to the form and are left out. Where an answer ends within it, calls that
+    were thought are calls: some models forget the marker before them.
     """
 
     def __init__(self, markers: Markers, behind: Reader, *, is_thinking: bool = False) -> None:
@@ -123,7 +124,9 @@ class ThinkingReader(Reader):
         self._is_thinking = is_thinking
         self._has_thought = is_thinking  # the line ends that come are those behind a marker
         self._has_text = False  # of the current part
-        self._held = self._lines = ""
+        self._held = ""
+        self._lines: list[str] = []  # blanks that may belong to the form
+        self._thought: list[str] = []  # since thinking began
 
     def feed(self, text: str) -> Iterator[Event]:
         self._held += text
@@ -133,25 +136,41 @@ class ThinkingReader(Reader):
             self._held = self._held[len(marker) :]
             if marker not in self._markers.dropped:
                 self._is_thinking = marker == self._markers.begin
-                self._has_thought, self._has_text, self._lines = True, False, ""
+                self._has_thought, self._has_text, self._lines, self._thought = True, False, [], []
         yield from self._give(len(self._held) - num_held(self._held, self._wanted()))
 
     def flush(self) -> Iterator[Event]:
         yield from self._give(len(self._held))
-        if not self._is_thinking and self._lines:
-            yield from self._behind.feed(self._lines)
+        if self._is_thinking:
+            yield from self._calls_in_thought()
+            return
+        for piece in self._lines:
+            yield from self._behind.feed(piece)
         yield from self._behind.flush()
 
+    def _calls_in_thought(self) -> Iterator[Event]:
+        """Yield the calls that are whole in what was thought last."""
+        text, begins = "".join(self._thought), getattr(self._behind, "opens", ())
+        if any(begin in text for begin in begins):
+            events = [event for piece in pieces_of(text) for event in self._behind.feed(piece)]
+            events += self._behind.flush()
+            ended = {event.index for event in events if isinstance(event, CallEnded)}
+            calls = (event for event in events if isinstance(event, CallBegun | CallArguments | CallEnded))
+            yield from (event for event in calls if event.index in ended)
+
     def _give(self, length: int) -> Iterator[Event]:
-        whole, self._held = self._lines + self._held[:length], self._held[length:]
+        piece, self._held = self._held[:length], self._held[length:]
+        if not (piece.strip("\n") if self._is_thinking and self._has_text else self._has_text or piece.strip()):
+            self._lines += [piece] if piece else []
+            return
+        whole, self._lines = "".join([*self._lines, piece]), []
         if not self._has_text and self._has_thought:
             whole = whole.lstrip("\n")
         text = whole.rstrip("\n") if self._is_thinking else whole
-        if not self._has_text and not whole.strip():
-            text = ""
-        self._lines = whole[len(text) :]
+        self._lines += [whole[len(text) :]] if len(text) < len(whole) else []
         if text:
             self._has_text |= not text.isspace()
+            self._thought += [text] if self._is_thinking else []
             yield from [Reasoning(text)] if self._is_thinking else self._behind.feed(text)
 
     def _wanted(self) -> tuple[str, ...]:
