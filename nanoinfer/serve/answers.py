@@ -67,7 +67,7 @@ class Answer:
         self._num_cached = [0] * len(prompts)
         self._prompt_logprobs: dict[int, PromptLogprobs] = {}  # by prompt
         self._started: set[int] = set()  # choices that already had an output
-        self._called: set[int] = set()  # completions that call tools
+        self._called: dict[int, bool] = {}  # completions that call tools, and whether the last call is whole
         self.parsers: list[OutputParser] = []  # of a conversation: one for each completion
 
     @property
@@ -167,15 +167,17 @@ class Answer:
         events = parser.push(output.text_delta, output.token_ids_delta)
         if output.finished:
             events += parser.finish()
-        if any(isinstance(event, CallBegun) for event in events):
-            self._called.add(output.index)
+        for event in events:
+            if isinstance(event, CallBegun | CallEnded):
+                self._called[output.index] = isinstance(event, CallEnded)
         if self.request.include_reasoning is False:
             events = [event for event in events if not isinstance(event, Reasoning)]
         return events
 
     def finish_reason(self, output: StreamOutput) -> str | None:
         """Return why a completion has ended; None: it goes on."""
-        calls = output.index in self._called and output.finish_reason == "stop"
+        is_cut_off = isinstance(output.stop_reason, str) and not self._called.get(output.index)
+        calls = output.index in self._called and output.finish_reason == "stop" and not is_cut_off
         return "tool_calls" if calls else output.finish_reason
 
     def logprobs(self, index: int, token_ids: list[int], entries: list[dict[int, Logprob]]) -> dict:

@@ -61,13 +61,19 @@ class MessagesAnswer(BlockAnswer):
         if self.ended_by == "length":
             is_full = self.num_generated_tokens < self.request.token_limit
             reason = "model_context_window_exceeded" if is_full else "max_tokens"
-        elif any(block.kind == "call" and block.is_whole for block in self.blocks):
+        elif self._calls_tools:
             reason = "tool_use"
         elif isinstance(self.stop_reason, str):
             reason, sequence = "stop_sequence", self.stop_reason
         elif self.ended_by is not None:
             reason = "end_turn"
         return {"stop_reason": reason, "stop_sequence": sequence}
+
+    @property
+    def _calls_tools(self) -> bool:
+        """Whether there are whole calls, and no stop string has cut the last one off."""
+        calls = [block.is_whole for block in self.blocks if block.kind == "call"]
+        return any(calls) and (calls[-1] or not isinstance(self.stop_reason, str))
 
     def _usage(self) -> Fields:
         return {

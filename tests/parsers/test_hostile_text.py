@@ -3,16 +3,16 @@
 import random
 
 import pytest
-from written_calls import TOOLS, parsed
+from written_calls import parsed
 
 from nanoinfer.parsers.answer_format import TOOL_READERS, AnswerFormat
-from nanoinfer.parsers.thinking import _KNOWN, USUAL, Thinking, ThinkingReader
+from nanoinfer.parsers.thinking import MARKERS, USUAL, Thinking, ThinkingReader
 
 STYLES = {reader: name for name, reader in reversed(TOOL_READERS.items())}  # a reader may have several names
 FORMS = {name: AnswerFormat(name) for name in STYLES.values()} | {
-    "openai": AnswerFormat("openai", Thinking(next(m for m in _KNOWN if m.begin.startswith("<|channel|>")))),
+    "openai": AnswerFormat("openai", Thinking(MARKERS["openai_gptoss"])),
     "thinking": AnswerFormat("hermes", Thinking(USUAL)),
-    "thinking without tools": AnswerFormat(None, Thinking(_KNOWN[4])),
+    "thinking without tools": AnswerFormat(None, Thinking(MARKERS["cohere_command3"])),
 }
 COUNT = 1_500  # characters
 
@@ -20,12 +20,10 @@ COUNT = 1_500  # characters
 class Steps:
     """How much a reader looks at: each time that it asks for the text it holds, all of that may be looked at."""
 
-    def __init__(self, monkeypatch, reader) -> None:
+    def __init__(self, monkeypatch) -> None:
         self.number = 0
-        while reader is not None:
-            self._count(monkeypatch, type(reader))
-            reader = getattr(reader, "_behind", None)
-            reader = None if callable(reader) else reader
+        for kind in (*STYLES, ThinkingReader):
+            self._count(monkeypatch, kind)
 
     def _count(self, monkeypatch, kind) -> None:
         def get(reader):
@@ -81,7 +79,7 @@ def texts_of(form: AnswerFormat, draw: random.Random):
 @pytest.mark.parametrize("name", FORMS)
 def test_a_text_of_twice_the_length_takes_at_most_twice_the_steps(name, monkeypatch, fuzz):
     form, draw = FORMS[name], random.Random(3)
-    steps = Steps(monkeypatch, form.parser("", TOOLS)._reader)
+    steps = Steps(monkeypatch)
     texts = list(texts_of(form, draw))
     for beginning, again in texts if fuzz else texts[::5]:
         for size in (1, 7, None) if fuzz else (1, None):  # characters of a piece; None: all at once
@@ -170,4 +168,3 @@ def test_blanks_within_thinking_are_kept_as_they_were():
     for pieces in ([text], list(text)):
         found = parsed(form, "<think>\n", [*pieces, "</think>\n\nd\n\n e\n"])
         assert (found.reasoning, found.content) == ("a\n\n\n b \n \nc", "d\n\n e\n")
-    assert isinstance(form.parser("<think>", TOOLS)._reader, ThinkingReader)

@@ -92,6 +92,22 @@ def test_messages_call_tools(path):
     assert len(deltas) > 2 and {event.index for event in deltas} == {2, 3}
 
 
+@pytest.mark.parametrize("stop, is_call", [("Åle", False), ("clock", True), ("zzz", True)])
+def test_a_stop_string_within_arguments_is_no_call(path, stop, is_call):
+    """A call that was whole before it is one."""
+    asked = dict(model=MODEL, max_tokens=500, messages=[{"role": "user", "content": "Hi"}])
+    functions = [{"type": "function", "function": {"name": one["name"], "parameters": SCHEMA}} for one in FUNCTIONS]
+
+    async def work(client, other, served):
+        chat = await client.chat.completions.create(**asked, tools=functions, stop=stop)
+        return chat.choices[0], await other.messages.create(**asked, tools=TOOLS, stop_sequences=[stop])
+
+    choice, message = ask(path, work)
+    has_begun = bool(choice.message.tool_calls)
+    assert has_begun and choice.finish_reason == ("tool_calls" if is_call else "stop")
+    assert message.stop_reason == ("tool_use" if is_call else "stop_sequence")
+
+
 def test_both_apis_show_the_model_what_a_chat_does(path):
     """A history with thinking, calls and results, and tools: the prompt is the same in all three."""
     call = {"id": "a", "type": "function", "function": {"name": "clock", "arguments": '{"city": "Oslo"}'}}
