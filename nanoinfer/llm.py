@@ -25,7 +25,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.engine.engine import LLMEngine
 from nanoinfer.engine.stats import run_line
 from nanoinfer.outputs import RequestOutput, StreamOutput
-from nanoinfer.parsers.answer_format import AnswerFormat
+from nanoinfer.parsers.answer_format import PROMPT_END_TOKENS, AnswerFormat
 from nanoinfer.parsers.tools import checked_tools, shown_tools
 from nanoinfer.requests.prompts import Prompt, as_list, conversation, encode_chat
 from nanoinfer.requests.request import Request
@@ -232,7 +232,13 @@ class LLM:
             )
             for one in (messages if are_many else [messages])
         ]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        params = self._one_each(sampling_params, len(prompts))
+        for place, (one, prompt) in enumerate(zip(params, prompts, strict=True)):
+            if (asked := one.structured_outputs) is not None:
+                end = self.engine.tokenizer.decode(prompt[-PROMPT_END_TOKENS:])
+                before = form.form_grammar(end, only_if_begun=True)
+                params[place] = replace(one, structured_outputs=asked.behind(before))
+        return self.generate(prompts, params, use_tqdm)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer of transformers.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,8 @@ _EXAMPLE = 'structured_outputs=StructuredOutputsParams(json={"type": "object"})'
 @partial(check_keywords, table=STRUCTURED, taker="StructuredOutputsParams")
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
-    """What a completion must look like, from its first token to its end: exactly one of the first six fields.
+    """What a completion must look like, from its first token (in chats, behind what is thought) to its end: exactly one
+    of the first six fields.
 
     Raises:
         UnknownNameError: a keyword is not a field; the message names the nearest field.
@@ -50,6 +52,8 @@ class StructuredOutputsParams:
     """Only the properties that a schema names, where it does not say `additionalProperties` itself."""
     whitespace_pattern: str | None = None
     """What may stand between the parts of JSON, as a regular expression; None: spaces and line breaks."""
+    before: str | None = field(default=None, init=False, repr=False)
+    """What comes before it, set by `behind`; None: nothing."""
 
     def __post_init__(self) -> None:
         for name in ("disable_any_whitespace", "disable_additional_properties", "json_object"):
@@ -83,6 +87,16 @@ class StructuredOutputsParams:
                 f"structured_outputs.{given[0]} has {self.num_chars} characters, {most} are possible: give fewer"
             )
 
+    def behind(self, before: str | None) -> StructuredOutputsParams:
+        """Return a copy for a text that begins with something else.
+
+        before: a grammar of llguidance in Lark, in which `@form` stands for what these parameters ask for; None:
+            nothing comes before it.
+        """
+        made = copy.copy(self)
+        object.__setattr__(made, "before", before)
+        return made
+
     @property
     def kind(self) -> str:
         """The name of the one field that says what comes: json, regex, choice, grammar, json_object, structural_tag."""
@@ -109,7 +123,7 @@ def checked(given: Any) -> StructuredOutputsParams | None:
         return given
     if not isinstance(given, Mapping):
         raise ValueError(f"structured_outputs is {shown(given)}: give {_EXAMPLE}, or a dict of its fields")
-    names = [field.name for field in fields(StructuredOutputsParams)]
+    names = [one.name for one in fields(StructuredOutputsParams) if one.init]
     for name in given:
         if name not in names and name not in STRUCTURED:
             raise UnknownNameError(unknown("structured_outputs has an unknown field", str(name), names))

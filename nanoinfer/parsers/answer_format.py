@@ -11,7 +11,7 @@ from nanoinfer.common.errors import choose
 from nanoinfer.common.tables import by_name
 from nanoinfer.parsers.base import Reader, ToolReader, pieces_of
 from nanoinfer.parsers.events import CallArguments, CallBegun, CallEnded, Event, Reasoning, Text
-from nanoinfer.parsers.grammar import SHAPES, CallGrammar
+from nanoinfer.parsers.grammar import FINAL, SHAPES, CallGrammar
 from nanoinfer.parsers.harmony import HarmonyReader
 from nanoinfer.parsers.hermes import HermesReader
 from nanoinfer.parsers.history import template_messages
@@ -35,6 +35,8 @@ _CALLS: dict[str, tuple[type[ToolReader], tuple[str, ...]]] = {
 }
 TOOL_READERS = {name: reader for name, (reader, _) in by_name(_CALLS).items()}
 AUTO, NONE = "auto", "none"
+PROMPT_END_TOKENS = 64
+"""In the text of which thinking, or a message of gpt-oss, may have begun."""
 
 
 def tool_parser_of(template: str) -> str | None:
@@ -177,18 +179,37 @@ class AnswerFormat:
             must_call: all of the answer, but for what is thought, are calls. Else it is text with calls in it, and
                 the arguments of those tools follow their schemas that are strict.
         """
-        thinking = None
-        if self.is_harmony:
-            thinking = f"{HARMONY}", "<|end|><|start|>assistant"
-        elif self.thinking is not None:
-            thinking = self.thinking.markers.begin, self.thinking.markers.end[0]
-        if thinking is not None and prompt.rstrip().endswith(thinking[1].strip()):
-            thinking = None  # the prompt has what is thought, and it is nothing
-        begun = thinking is not None and prompt.rstrip().endswith(thinking[0].rstrip())
+        thinking, begun = self._thinking_behind(prompt)
         shape = SHAPES[self.call_shape or self.tool_parser]
         how = dict(is_thinking=begun, must_call=must_call, is_parallel=is_parallel)
         grammar = CallGrammar(shape, self.added_ids, thinking, **how)
         return grammar.of(tools, (lambda tool: False) if must_call else (lambda tool: not tool.is_strict))
+
+    def form_grammar(self, prompt: str, *, only_if_begun: bool = False) -> str | None:
+        """Return a grammar of llguidance, in Lark, for an answer of a given form, which is called `@form` there.
+
+        Args:
+            prompt: as of `parser`.
+            only_if_begun: what is thought must have begun in the prompt.
+
+        Returns:
+            None: nothing can come before the form.
+        """
+        thinking, begun = self._thinking_behind(prompt)
+        if thinking is None or not begun and (only_if_begun or not self.thinking.is_known):
+            return None
+        return CallGrammar(None, self.added_ids, thinking, is_thinking=begun).of_form(FINAL if self.is_harmony else "")
+
+    def _thinking_behind(self, prompt: str) -> tuple[tuple[str, str] | None, bool]:
+        """Return the texts around what is thought, None if nothing is, and whether the prompt has begun it."""
+        if self.thinking is None:
+            return None, False
+        begin, end = self.thinking.markers.begin, self.thinking.markers.end[0]
+        if prompt.rstrip().endswith(end.strip()):
+            return None, False  # the prompt has what is thought, and it is nothing
+        if self.is_harmony:
+            end = "<|end|><|start|>assistant"
+        return (begin, end), prompt.rstrip().endswith(begin.rstrip())
 
     def _specials(self, with_tools: bool) -> Specials:
         meant: tuple[str, ...] = ()

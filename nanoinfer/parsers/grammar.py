@@ -20,7 +20,7 @@ _SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 _ANY = r"/(.|\n)*/"
 # What stands for more than itself in a shape, as a part of a rule.
 _PLACED = {"{id}": "CALL_ID", "{maybe id}": r'(", \"id\": \"" CALL_ID "\"")?', "{maybe blank}": '" "?'}
-_FINAL, _PREAMBLE = "<|channel|>final<|message|>", "<|channel|>commentary<|message|>"  # of gpt-oss
+FINAL, _PREAMBLE = "<|channel|>final<|message|>", "<|channel|>commentary<|message|>"  # of gpt-oss
 _NEXT = "<|end|><|start|>assistant"
 _PLACES = re.compile("(" + "|".join(map(re.escape, _PLACED)) + ")")
 
@@ -76,7 +76,7 @@ class CallGrammar:
     """Writes the grammar of one request.
 
     Args:
-        shape: how calls are written.
+        shape: how calls are written; None: there is none, but another form (`of_form`).
         token_ids: of all tokens that were added to the vocabulary, by their texts.
         thinking: the texts before and behind what is thought; None: nothing is.
         is_thinking: the prompt has the first of them already.
@@ -86,7 +86,7 @@ class CallGrammar:
 
     def __init__(
         self,
-        shape: CallShape,
+        shape: CallShape | None,
         token_ids: Mapping[str, int],
         thinking: tuple[str, str] | None = None,
         *,
@@ -129,11 +129,17 @@ class CallGrammar:
         self._rules.append(f"TEXT: {_ANY}")
         if shape.between is None:
             preamble = f"({self._text(_PREAMBLE)} TEXT? {self._text(_NEXT)})?"
-            return self._grammar(f"{self._thought()} {preamble} (call | {self._text(_FINAL)} TEXT?)")
+            return self._grammar(f"{self._thought()} {preamble} (call | {self._text(FINAL)} TEXT?)")
         if is_lazy:
             self._rules.append(f"TAIL: {_ANY} & ~/(.|\\n)*{_escaped(trigger)}(.|\\n)*/")
             return self._grammar(f"{self._thought(tokens_only=True)} (free {said}){many} TAIL?")
         return self._grammar(f"{self._thought(tokens_only=True)} TEXT? ({said} TEXT?){many}")
+
+    def of_form(self, before: str = "") -> str:
+        """Return the grammar of what is thought, the text `before`, and what is called `@form`, another grammar."""
+        self._rules = []
+        thought = self._thought(blanks="\\n")  # which belong to what is thought; other blanks would be the answer's
+        return self._grammar(f"{thought} {self._text(before)} @form")
 
     def _grammar(self, start: str) -> str:
         return "\n".join([f"start: {start}", *self._rules]) + "\n"
@@ -142,7 +148,7 @@ class CallGrammar:
         """The text that no text but a call may have."""
         return (self._shape.first or self._shape.begin).partition("{")[0].strip() or '{"name": "'
 
-    def _thought(self, *, tokens_only: bool = False) -> str:
+    def _thought(self, *, tokens_only: bool = False, blanks: str = "[ \\n]") -> str:
         """What is thought before the answer. `tokens_only`: what stands between texts is part of the answer's text."""
         if self._thinking is None:
             return ""
@@ -156,7 +162,7 @@ class CallGrammar:
         else:
             inner = "thought"
             self._rules.append(f"thought[lazy]: /(.|\\n)*{_escaped(end)}/")
-        self._rules.append("BLANKS: /[ \\n]{1,4}/")
+        self._rules.append(f"BLANKS: /{blanks}{{1,4}}/")
         return f"{inner} BLANKS?" if self._is_thinking else f"({self._text(begin)} {inner} BLANKS?)?"
 
     def _rule(self, name: str, body: str, kind: str = "") -> str:

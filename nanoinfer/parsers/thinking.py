@@ -60,11 +60,13 @@ class Thinking:
     Attributes:
         field: of a message, where the template reads what was thought; None: it reads none.
         is_read_in_content: without such a field, the template looks for the end of thinking in the content itself.
+        is_known: template, vocabulary or user name the markers; else they are the usual ones, as good as any.
     """
 
     markers: Markers = USUAL
     field: str | None = None
     is_read_in_content: bool = False
+    is_known: bool = False
 
     @classmethod
     def of(cls, template: str, vocabulary: Collection[str] = (), markers: Markers | None = None) -> Thinking:
@@ -74,11 +76,13 @@ class Thinking:
         """
         written = template.replace("\\n", "\n")  # as a string in Jinja has it
         known = (m for m in _KNOWN if m.begin in written or m.begin in vocabulary and m.end[0] in vocabulary)
-        markers = markers or next(known, USUAL)
+        named = markers or next(known, None)
+        markers = named or USUAL
         return cls(
             markers,
             next((name for name in _FIELDS if _reads(template, name)), None),
             any(end in template for end in markers.end) and "split(" in template,
+            is_known=named is not None or markers.begin in written or markers.begin in vocabulary,
         )
 
     @property

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from nanoinfer.common.errors import shown
+from nanoinfer.parsers.answer_format import AnswerFormat
+from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.serve.errors import BadRequestError
 
 # vLLM's earlier names: the field of `StructuredOutputsParams`.
@@ -35,6 +38,13 @@ def form_of(given: dict[str, Any]) -> tuple[str | None, Any]:
     if name == "structured_outputs":
         return name, given[name]
     return name, _of_response_format(form) if name == "response_format" else {GUIDED[name]: given[name]}
+
+
+def behind_thinking(params: SamplingParams, form: AnswerFormat, prompt_end: str) -> SamplingParams:
+    """Return the parameters of a chat, in which the form of the answer begins behind what is thought."""
+    if (asked := params.structured_outputs) is None:
+        return params
+    return replace(params, structured_outputs=asked.behind(form.form_grammar(prompt_end)))
 
 
 def _asks(form: Any) -> bool:

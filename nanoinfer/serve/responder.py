@@ -13,18 +13,18 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from nanoinfer.common.errors import RequestError
-from nanoinfer.parsers.answer_format import AnswerFormat
+from nanoinfer.parsers.answer_format import PROMPT_END_TOKENS, AnswerFormat
 from nanoinfer.sampling_params import Advised, SamplingParams
 from nanoinfer.serve.answers import Answer
 from nanoinfer.serve.async_engine import AsyncEngine
 from nanoinfer.serve.client import EventStream, read_body, while_client_stays, whole_answer
 from nanoinfer.serve.errors import BadRequestError
 from nanoinfer.serve.fields import Fields, checked, parse
-from nanoinfer.serve.forms import form_of
+from nanoinfer.serve.forms import behind_thinking, form_of
 from nanoinfer.serve.protocol import Body, ChatRequest, GenerationRequest
 from nanoinfer.serve.request_stream import RequestStream
 from nanoinfer.serve.tokenizing import Prompt
-from nanoinfer.serve.tool_use import PROMPT_END_TOKENS, ToolUse
+from nanoinfer.serve.tool_use import ToolUse
 from nanoinfer.serve.waiting_bytes import MAX_BODY_BYTES
 
 _LARGE_BODY_BYTES = 65_536  # parsing takes about a millisecond
@@ -112,6 +112,8 @@ class Responder:
                 if error.field == "structured_outputs":  # which the client has not given
                     raise use.explained(error, constrained.structured_outputs.grammar) from error
                 raise
+        else:
+            constrained = behind_thinking(params, form, end)
         params, drops = constrained, params.skip_special_tokens
         made.parsers = [use.parser(form, end, drops_special=drops) for _ in range(params.n)]
         if form.sees_special(bool(use.tools)):

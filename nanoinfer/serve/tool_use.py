@@ -18,7 +18,6 @@ from nanoinfer.structured_outputs import MAX_CHARS, StructuredOutputsParams
 _HARMONY_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 # Why llguidance takes no grammar, with the line at fault, if it is one.
 _FAULT = re.compile(r"[^:]* cannot be generated: (?:at (\d+)\(\d+\): )?(?:failed to compile JSON schema: )?([^\n]*)")
-PROMPT_END_TOKENS = 64  # in which thinking, or a message of gpt-oss, may have begun
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nanoinfer.common.errors import RequestError
 from nanoinfer.structured.check import STACK_BYTES, compiled, on_stack
-from nanoinfer.structured.grammar import grammar_of, load_llguidance, schema_of
+from nanoinfer.structured.grammar import grammar_of, load_llguidance, placed, schema_of
 from nanoinfer.structured.matcher import Grammar, mask_of
 from nanoinfer.structured.trial import Trial
 from nanoinfer.structured_outputs import StructuredOutputsParams
@@ -86,7 +86,7 @@ class GrammarCompiler:
             return _refusal(params, str(error), None)
         if params.kind not in _HARMLESS and (fault := self.trial.fault(grammar, schema_of(params))) is not None:
             return _refusal(params, *fault)
-        found = on_stack(STACK_BYTES, lambda: compiled(self._tokenizer, grammar))
+        found = on_stack(STACK_BYTES, lambda: compiled(self._tokenizer, placed(grammar, params.before)))
         if not found.is_error():
             found.deep_copy().compute_bitmask()  # what that finds out of the vocabulary, all copies share
         if found.is_error():

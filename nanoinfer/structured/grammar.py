@@ -48,6 +48,14 @@ def grammar_of(params: StructuredOutputsParams) -> str:
             return matcher.grammar_from_lark(_tags(params))
 
 
+def placed(grammar: str, before: str | None) -> str:
+    """Return a grammar behind what comes before it, in which it is called `@form`; None: nothing comes."""
+    if before is None:
+        return grammar
+    parts = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
+    return json.dumps({"grammars": [{"lark_grammar": before}, parts[0] | {"name": "form"}, *parts[1:]]})
+
+
 def schema_of(params: StructuredOutputsParams) -> Any:
     """Return the JSON Schema that the text must fulfil; None where it is no JSON."""
     return json.loads(params.json) if params.kind == "json" else None

@@ -4,9 +4,10 @@ import json
 import random
 
 import pytest
-from written_calls import KINDS, STYLES, TOOLS, Writer, message_of
+from written_calls import KINDS, STYLES, TOOLS, Writer, message_of, parsed
 
 from nanoinfer.parsers.tools import Tool
+from nanoinfer.structured.grammar import placed
 
 llguidance = pytest.importorskip("llguidance")
 hf = pytest.importorskip("llguidance.hf")
@@ -34,7 +35,7 @@ def bare(text):
 
 def accepts(writer, grammar, text):
     """Whether all of a text follows a grammar; fails if it is none."""
-    found = llguidance.LLMatcher(writer.llg, llguidance.LLMatcher.grammar_from_lark(grammar), log_level=0)
+    found = llguidance.LLMatcher(writer.llg, grammar, log_level=0)
     assert not found.is_error(), (found.get_error(), grammar)
     ids = writer.tokenizer.encode(text, add_special_tokens=False)
     return found.try_consume_tokens(ids) == len(ids) and found.is_accepting()
@@ -95,3 +96,29 @@ def test_what_tools_have_in_common_is_in_a_grammar_once(writer):
     grammar = writer.form.call_grammar(prompt, tools)
     assert grammar.count("%json") == 1
     assert accepts(writer, grammar, right) and not accepts(writer, grammar, call(writer, name="f17", count="x")[1])
+
+
+def test_another_form_begins_behind_what_is_thought_and_nowhere_else(writer):
+    form, number = writer.form, 'start: "a" /[0-9]/'
+    begin, end = form.thinking.markers.begin, form.thinking.markers.end[0]
+    if form.is_harmony:
+        end = f"<|end|><|start|>assistant{end}"
+    opening = "<|start|>assistant" if form.is_harmony else "A:"
+    said = "<|channel|>final<|message|>a7" if form.is_harmony else "a7"
+    for prompt, before in ((f"{opening}{begin}", ""), (opening, begin)):
+        grammar = form.form_grammar(prompt)
+        if grammar is None:
+            assert before and not form.thinking.is_known, "only what the model knows may come before the form"
+            continue
+        if form.is_harmony and not before:
+            continue  # no template begins a message's text
+        grammar = placed(number, grammar)
+        thought = f"{before}\nSo a < b:\na8.\n{end}\n" if not form.is_harmony else f"{before}So a < b.{end}"
+        for text, is_right in ((f"{thought}a7", True), (f"{thought}a77", False), (f"{thought} a7", False)):
+            assert accepts(writer, grammar, text) == is_right, text
+        assert accepts(writer, grammar, said) == bool(before) and not accepts(writer, grammar, "b7")
+        message = parsed(form, prompt, [f"{thought}a7"], tools=())
+        assert (message.content, message.reasoning.strip("\n")[:8]) == ("a7", "So a < b")
+    closed = form.form_grammar(f"{opening}{begin}\n\n{end}\n\n")
+    assert closed is None, "the prompt has what is thought"
+    assert form.form_grammar("A:", only_if_begun=True) is None

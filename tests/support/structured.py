@@ -5,21 +5,27 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from engines import SMALL
 from tiny_models import make_checkpoint
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 VOCAB = 300  # of the model; the tokenizer has fewer
 MERGES = ['{ "', '" :', '" ,', ", {", "t r", "tr u", "tru e", "f a", "fa l", "fal s", "fals e", "} ,", "1 2"]
 END = "<end>"
+PLAIN = "{% for message in messages %}{{ message.content }} {% endfor %}"
+# As published templates have it: some begin what is thought in the prompt, others leave that to the model.
+_OFF = "{{ 'A:' }}{% if enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}"
+_ON = {"begun": "{% else %}{{ '<think>\\n' }}", "not begun": ""}
+THINKING = {begins: PLAIN + _OFF + on + "{% endif %}" for begins, on in _ON.items()}
 
 
-def make_structured_tokenizer() -> PreTrainedTokenizerFast:
-    """Every byte is a token, and so are some pairs. The last one ends a text."""
+def make_structured_tokenizer(template: str = PLAIN, added: Iterable[str] = ()) -> PreTrainedTokenizerFast:
+    """Every byte is a token, and so are some pairs, and what is added. The last but these ends a text."""
     tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [tuple(merge.split()) for merge in MERGES]
     tokens += ["".join(merge) for merge in merges]
@@ -28,12 +34,13 @@ def make_structured_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, additional_special_tokens=["<call>"])
-    fast.chat_template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+    fast.add_tokens([AddedToken(text, normalized=False) for text in added])
+    fast.chat_template = template
     return fast
 
 
-def make_structured_checkpoint(directory: Path, **config) -> Path:
-    tokenizer = make_structured_tokenizer()
+def make_structured_checkpoint(directory: Path, template: str = PLAIN, added: Iterable[str] = (), **config) -> Path:
+    tokenizer = make_structured_tokenizer(template, added)
     ends = dict(eos_token_id=tokenizer.eos_token_id, bos_token_id=None)
     path = make_checkpoint("qwen3", directory, **SMALL | dict(vocab_size=VOCAB) | ends | config)
     tokenizer.save_pretrained(path)
