@@ -51,7 +51,7 @@ class Device(ABC):
         counts_memory: whether the allocator tells its peak: the largest step is run and measured when an engine starts.
         reads_host_memory: whether kernels read pinned host memory, as experts in slots want it.
         most_step_tokens: of a prefill step that the engine chooses.
-        library_bytes: what libraries keep for themselves.
+        library_bytes: what libraries keep for themselves, with `segment_bytes` of a model's weights (see `ModelSpec`).
     """
 
     kind: ClassVar[str]
@@ -67,6 +67,7 @@ class Device(ABC):
     reads_host_memory: ClassVar[bool] = False
     most_step_tokens: ClassVar[int] = 2048
     library_bytes: ClassVar[int] = 0
+    segment_bytes: ClassVar[int] = 0
 
     def __init__(self, place: torch.device) -> None:
         self.place = place

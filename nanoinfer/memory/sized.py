@@ -43,7 +43,7 @@ def sized_plan(
         weight_bytes=spec.weight_bytes + scratch_bytes + spec.rope_bytes(max_model_len),
         **activations(spec, max_num_batched_tokens, max_batch, device),
         workspace_bytes=buffer_bytes(spec, sizes, batch_sizes, token_counts, config.num_ring_slots),
-        library_bytes=device.library_bytes,
+        library_bytes=device.library_bytes + max(0, spec.segment_bytes - device.segment_bytes) * device.counts_memory,
         graph_bytes=graph_bytes(spec, max_batch, max(token_counts, default=0)) if has_graphs else 0,
         ring_bytes=config.num_ring_slots * blocks_per_slot * layout.layer_block_bytes,
         block_bytes=layout.block_bytes,

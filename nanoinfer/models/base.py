@@ -107,6 +107,9 @@ class ModelSpec:
     """Bytes that the position tables of all layers together take for one position."""
     weight_bytes: int = 0
     """Bytes of all weights on the device, in the formats that they have there; a tied head counts once."""
+    segment_bytes: int = 0
+    """Bytes that these weights take more where each large tensor has whole segments of its own, as torch's allocator
+    for a GPU has it."""
     embedding_bytes: int = 0
     """Bytes of the embeddings, of which a step reads a few rows."""
     piece_bytes: tuple[int, ...] = ()
@@ -137,8 +140,8 @@ class ModelSpec:
     @cached_property
     def without_weights(self) -> ModelSpec:
         """The same for all formats of the weights."""
-        counts = dict.fromkeys(("weight_bytes", "embedding_bytes", "head_bytes", "scratch_bytes", "matrix_bytes"), 0)
-        counts |= dict.fromkeys(("gpu_scratch_bytes", "product_bytes"), 0)
+        counts = dict.fromkeys(("weight_bytes", "segment_bytes", "embedding_bytes", "head_bytes", "scratch_bytes"), 0)
+        counts |= dict.fromkeys(("matrix_bytes", "gpu_scratch_bytes", "product_bytes"), 0)
         return replace(self, **counts, piece_bytes=(), head_rows=(), slice_bytes=(), sparse=None)
 
     @property

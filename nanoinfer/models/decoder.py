@@ -45,6 +45,7 @@ from nanoinfer.models.base import AttentionState, ModelSpec, RecurrentState, Spa
 from nanoinfer.models.checkpoint_info import CheckpointInfo
 from nanoinfer.models.layer import DecoderLayer, KVSlots, Traits
 from nanoinfer.models.logits import Logits
+from nanoinfer.models.module_tensors import weight_sizes
 from nanoinfer.models.pieces import Held, Piece
 from nanoinfer.models.step_tensors import StepTensors
 from nanoinfer.models.streamed import OnHost, StreamedWeights
@@ -227,7 +228,7 @@ class Decoder(nn.Module):
         shapes_only = cls(checkpoint, spec, device="meta", max_position=1)
         return replace(
             spec,
-            weight_bytes=sum(weight.nbytes for weight in shapes_only.parameters()),
+            **weight_sizes(shapes_only),
             embedding_bytes=sum(weight.nbytes for weight in shapes_only.embed_tokens.parameters()),
             **head_sizes(*shapes_only.logits.slices, dtype, max(shapes_only.streamed.num_bytes)),
             scratch_bytes=dtype.itemsize * scratch_size(shapes_only, False),

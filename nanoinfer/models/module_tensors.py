@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 ALIGNMENT = 256
 """Bytes at whose multiples tensors begin in a run, as torch's allocator has it on a GPU."""
+# There, tensors of so many bytes and more have segments of their own, in whole multiples of this.
+_LEAST_ALONE, _SEGMENT = 10 * 2**20, 2 * 2**20
 
 
 def aligned_begins(module: nn.Module) -> tuple[dict[int, int], int]:
@@ -21,6 +23,12 @@ def aligned_begins(module: nn.Module) -> tuple[dict[int, int], int]:
         begins[tensor.untyped_storage().data_ptr()] = end
         end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
     return begins, end
+
+
+def weight_sizes(model: nn.Module) -> dict[str, int]:
+    """Return `weight_bytes` and `segment_bytes` of a `ModelSpec`."""
+    sizes = [weight.nbytes for weight in model.parameters()]
+    return dict(weight_bytes=sum(sizes), segment_bytes=sum(-size % _SEGMENT for size in sizes if size >= _LEAST_ALONE))
 
 
 def move_tensors(module: nn.Module, begins: Mapping[int, int], memory: Tensor) -> None:

@@ -11,10 +11,12 @@ from engines import SMALL, make_engine
 from live_bytes import LiveBytes, held_bytes
 from tiny_models import FAMILIES, tiny_config
 
+import nanoinfer
 from nanoinfer import LLMEngine
 from nanoinfer.attention.torch_backend import TorchBackend
 from nanoinfer.common import exact
 from nanoinfer.devices.cpu import MetaDevice
+from nanoinfer.devices.cuda import CudaDevice
 from nanoinfer.devices.target import Target
 from nanoinfer.execution.pieces import Pieces
 from nanoinfer.layers.linear import Linear
@@ -23,6 +25,7 @@ from nanoinfer.memory.sparse import sparse_reference_bytes
 from nanoinfer.models.checkpoint_info import CheckpointInfo
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.layer import KVSlots
+from nanoinfer.models.module_tensors import weight_sizes
 from nanoinfer.models.pieces import Held
 from nanoinfer.models.registry import find_class, supported_architectures
 from nanoinfer.models.step_tensors import StepTensors
@@ -57,6 +60,24 @@ def engine_of(tmp_path):
 
 
 # What is held for the engine's whole life
+
+
+def test_matrices_that_end_in_the_midst_of_segments_take_these_whole():
+    """As torch's allocator for a GPU has it: those of gpt-oss do, by 3.4 MiB a layer, those of Qwen3-8B do not."""
+    mib = 2**20
+    sizes = [10 * mib, 10 * mib + 1, 3 * mib, 28 * mib + 5, 100]  # of which two lie in segments of their own, not whole
+    tensors = (torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes)
+    model = torch.nn.ParameterList(torch.nn.Parameter(one, requires_grad=False) for one in tensors)
+    assert weight_sizes(model) == dict(weight_bytes=sum(sizes), segment_bytes=4 * mib - 6)
+    limits = dict(host_memory_limit="100GiB", max_model_len=8192)
+    found = {
+        shape: nanoinfer.plan(shape, gpu_memory_limit=limit, **limits).memory.library_bytes
+        for shape, limit in (("qwen3-8b", "20GiB"), ("gpt-oss-20b", "22GiB"), ("gpt-oss-120b", "22GiB"))
+    }
+    assert found["qwen3-8b"] == CudaDevice.library_bytes
+    layers = 3.375 * mib * 36 - CudaDevice.segment_bytes
+    assert layers < found["gpt-oss-120b"] - CudaDevice.library_bytes < layers + 6 * mib
+    assert CudaDevice.library_bytes < found["gpt-oss-20b"] < found["gpt-oss-120b"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
