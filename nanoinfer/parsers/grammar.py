@@ -9,10 +9,12 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from nanoinfer.common.tables import by_name
-from nanoinfer.parsers.schema_types import is_text, types_of
+from nanoinfer.parsers.branches import Unenforceable
+from nanoinfer.parsers.tagged_values import escaped, properties_of, value_of
 from nanoinfer.parsers.tools import Tool
 
 # As templates write JSON, and so models: with blanks of any number some never end.
@@ -98,6 +100,7 @@ class CallGrammar:
         self._is_thinking, self._must_call, self._is_parallel = is_thinking, must_call, is_parallel
         names = sorted(filter(None, token_ids), key=len, reverse=True)
         self._added = re.compile("(" + ("|".join(map(re.escape, names)) or "(?!)") + ")")
+        self._ends = () if shape.value is None else (shape.value[2].strip(), shape.end.partition("\n")[0])
         self._rules: list[str] = []
         self._names: dict[str, str] = {}  # of rules that several tools may have, by what they say
 
@@ -109,7 +112,11 @@ class CallGrammar:
             is_lazy = self._added.match(trigger) is None
         calls = []
         for place, tool in enumerate(tools):
-            arguments = self._arguments(f"a{place}", {} if is_free(tool) else tool.parameters)
+            try:
+                arguments = self._arguments(f"a{place}", {} if is_free(tool) else tool.parameters)
+            except Unenforceable as error:
+                error.tool = tool
+                raise
             begins = [one.replace("{name}", tool.name) for one in (shape.begin, shape.other_begin) if one]
             if is_lazy and not shape.first:
                 begins = [one.removeprefix(trigger) for one in begins]
@@ -121,7 +128,7 @@ class CallGrammar:
         first, many = shape.first, "*" if several else "?"
         if is_lazy:
             first = first.removeprefix(trigger)
-            self._rules.append(f"free[lazy]: /(.|\\n)*{_escaped(trigger)}/")
+            self._rules.append(f"free[lazy]: /(.|\\n)*{escaped(trigger)}/")
         more = f" ({self._text(shape.between)} call)*" if several and (first or self._must_call) else ""
         said = f"{self._text(first)} call{more} {self._text(shape.last)}"
         if self._must_call:
@@ -131,7 +138,7 @@ class CallGrammar:
             preamble = f"({self._text(_PREAMBLE)} TEXT? {self._text(_NEXT)})?"
             return self._grammar(f"{self._thought()} {preamble} (call | {self._text(FINAL)} TEXT?)")
         if is_lazy:
-            self._rules.append(f"TAIL: {_ANY} & ~/(.|\\n)*{_escaped(trigger)}(.|\\n)*/")
+            self._rules.append(f"TAIL: {_ANY} & ~/(.|\\n)*{escaped(trigger)}(.|\\n)*/")
             return self._grammar(f"{self._thought(tokens_only=True)} (free {said}){many} TAIL?")
         return self._grammar(f"{self._thought(tokens_only=True)} TEXT? ({said} TEXT?){many}")
 
@@ -161,7 +168,7 @@ class CallGrammar:
             self._rules.append(f"THOUGHT: {_ANY}")
         else:
             inner = "thought"
-            self._rules.append(f"thought[lazy]: /(.|\\n)*{_escaped(end)}/")
+            self._rules.append(f"thought[lazy]: /(.|\n)*{escaped(end)}/")
         self._rules.append(f"BLANKS: /{blanks}{{1,4}}/")
         return f"{inner} BLANKS?" if self._is_thinking else f"({self._text(begin)} {inner} BLANKS?)?"
 
@@ -179,31 +186,62 @@ class CallGrammar:
         schema.setdefault("x-guidance", _SPACES)
         if self._shape.value is None:
             return self._rule(name, f"%json {json.dumps(schema)}")
-        parts, properties = [], schema.get("properties")
-        needed = schema.get("required") or ()
-        for place, (key, one) in enumerate(properties.items() if isinstance(properties, Mapping) else ()):
-            before, middle, behind = self._shape.value
-            rule = self._value(f"{name}v{place}", one, schema, behind)
-            part = f"{self._text(before + key + middle)} {rule}"
-            parts.append(part if key in needed else f"({part})?")
-        return self._rule(name, " ".join(parts) or '""')
+        properties, needed, least, most = properties_of(schema)
+        parts = {
+            key: f"{self._text(before + key + middle)} {self._value(f'{name}v{place}', one, schema, behind)}"
+            for place, (key, one) in enumerate(properties.items())
+            for before, middle, behind in [self._shape.value]
+        }
+        if least <= len(needed) and most is None:
+            return self._rule(
+                name, " ".join(parts[key] if key in needed else f"({parts[key]})?" for key in parts) or '""'
+            )
+        return self._counted(name, [(part, key in needed) for key, part in parts.items()], least, most)
+
+    def _counted(self, name: str, parts: Sequence[tuple[str, bool]], least: int, most: int | None) -> str:
+        """Add rules of parts of which at least and at most so many come, those that must among them; return the first.
+
+        There is one for each part and how many came before it.
+        """
+        most = len(parts) if most is None else most
+
+        @cache
+        def rest(place: int, count: int) -> str | None:
+            still = sum(is_needed for _, is_needed in parts[place:])
+            if count + still > most or count + len(parts) - place < least:
+                return None
+            if place == len(parts):
+                return '""'
+            part, is_needed = parts[place]
+            ways = [f"{part} {taken}"] if (taken := rest(place + 1, count + 1)) is not None else []
+            if not is_needed and (left := rest(place + 1, count)) is not None:
+                ways.append(left)
+            return self._rule(f"{name}n{place}with{count}", " | ".join(ways)) if ways else None
+
+        found = rest(0, 0)
+        if found is None:
+            raise Unenforceable("its properties cannot be as many as it asks for")
+        return found
 
     def _value(self, rule: str, schema: Any, root: Mapping[str, Any], behind: str) -> str:
-        """Add the rule of a value between tags, and return its name: strings as they are, up to the tag; other types
-        as JSON."""
-        choices = schema.get("enum") if isinstance(schema, Mapping) else None
-        if isinstance(choices, list) and choices:
-            texts = [one if isinstance(one, str) else json.dumps(one) for one in choices]
-            return self._rule(rule, f"({' | '.join(map(json.dumps, texts))}) {self._text(behind)}")
-        if not is_text(types_of(schema, root)):
-            defined = {key: root[key] for key in ("$defs", "definitions") if key in root}
-            value = self._rule(f"{rule}j", f"%json {json.dumps({**defined, 'x-guidance': _SPACES, **schema})}")
-            return self._rule(rule, f"{value} {self._text(behind)}")
-        if self._added.search(behind):  # text cannot have such tokens
-            head, token, rest = self._added.split(behind, maxsplit=1)
-            value = self._rule(rule.upper(), _ANY)
-            return self._rule(rule, f"{value}? {self._text(head)} {self._text(token + rest)}")
-        return self._rule(rule, f"/(.|\\n)*{_escaped(behind)}/", "[lazy]")
+        """Add the rule of a value between tags, and return its name: strings as they are, other types as JSON."""
+        value, tail = value_of(schema, root, self._ends), self._text(behind)
+        if value.choices is not None:
+            return self._rule(rule, f"({' | '.join(map(json.dumps, value.choices))}) {tail}")
+        ways = []
+        if value.texts:
+            unlike = "".join(f" & ~/{one}/" for one in value.unlike)
+            text = f"(/({'|'.join(value.texts)})/{unlike})"
+            text = " | ".join([text, *(f"/{one}/" for one in value.scalars)])
+            if self._added.search(behind):  # text cannot have such tokens
+                may_be_empty = any(re.fullmatch(one, "") for one in value.texts)
+                ways.append(f"{self._rule(rule.upper(), text)}{'?' * may_be_empty} {tail}")
+            else:
+                ways.append(self._rule(rule.upper(), f"({text}) {json.dumps(behind)}"))
+        if value.schema is not None:
+            made = {"x-guidance": _SPACES, **value.schema}
+            ways.append(f"{self._rule(f'{rule}j', f'%json {json.dumps(made)}')} {tail}")
+        return self._rule(rule, " | ".join(ways))
 
     def _text(self, text: str) -> str:
         """Return a text as a part of a rule, tokens that were added by their ids."""
@@ -219,8 +257,3 @@ def tool_at(grammar: str, line: int) -> int | None:
     """Return the place of the tool whose rule stands in a line of a grammar, counted from 1; None: no tool's."""
     found = re.match(r"[ac](\d+)", grammar.splitlines()[line - 1])
     return None if found is None else int(found[1])
-
-
-def _escaped(text: str) -> str:
-    """Return a text as a part of a regular expression between slashes."""
-    return re.sub(r"([^\w\s<>\"':,=])", r"\\\1", text).replace("\n", "\\n")

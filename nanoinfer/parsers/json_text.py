@@ -50,6 +50,10 @@ class JsonValue:
         """Return what was read and is not known to be right yet: the begin of a number or of an escape."""
         return self._part
 
+    @property
+    def is_in_string(self) -> bool:
+        return self._in_string and not self.is_wrong
+
     def _string(self, text: str, at: int) -> int:
         if self._part:
             self._part += text[at]

@@ -8,10 +8,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-_MAX_NODES = 1000  # of a schema, looked at for one property
+from nanoinfer.parsers.branches import Unenforceable, branches, kinds_of
+
 _MAX_LITERAL = 100_000  # characters
-_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]{0,300})(\.[0-9]{1,300})?([eE][-+]?[0-9]{1,3})?")
-_NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]{0,300})(\.[0-9]{1,300})?([eE][-+]?[0-9]{1,300})?")
 
 
 def types_of(schema: Any, root: Any) -> frozenset[str]:
@@ -20,38 +20,23 @@ def types_of(schema: Any, root: Any) -> frozenset[str]:
     Args:
         root: the schema in which its references lead somewhere.
     """
-    found: set[str] = set()
-    waiting, num_seen, seen_refs = [schema], 0, set()
-    while waiting and num_seen < _MAX_NODES:
-        one, num_seen = waiting.pop(), num_seen + 1
-        if not isinstance(one, Mapping):
-            continue
-        kinds = one.get("type")
-        found.update(kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str))
-        if kinds is None:
-            values = one["enum"] if isinstance(one.get("enum"), list) else [one["const"]] if "const" in one else []
-            found.update(_NAMES.get(type(value), "null") for value in values)
-        for name in ("anyOf", "oneOf", "allOf"):
-            if isinstance(one.get(name), list):
-                waiting += one[name]
-        ref = one.get("$ref")
-        if isinstance(ref, str) and ref not in seen_refs:
-            seen_refs.add(ref)
-            waiting.append(_referred(ref, root))
-    return frozenset(found)
+    try:
+        kinds = [kinds_of(one) for one in branches(schema, root)]
+    except (Unenforceable, TypeError, AttributeError, RecursionError):  # of what no grammar was made
+        return frozenset()
+    return frozenset().union(*(one or {"string"} for one in kinds)) if any(kinds) else frozenset()
 
 
 def property_types(parameters: Any, name: str) -> frozenset[str]:
     """Return the types that one property of a tool's parameters may have."""
-    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-    return types_of(properties.get(name), parameters) if isinstance(properties, Mapping) else frozenset()
-
-
-def _referred(ref: str, root: Any) -> Any:
-    found = root
-    for step in ref.removeprefix("#").strip("/").split("/")[:20]:
-        found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-    return found
+    try:
+        (one,) = branches(parameters, parameters)
+    except (Unenforceable, TypeError, AttributeError, RecursionError, ValueError):
+        one = parameters if isinstance(parameters, Mapping) else {}
+    properties = one.get("properties")
+    if isinstance(properties, Mapping) and name in properties:
+        return types_of(properties[name], parameters)
+    return types_of(one.get("additionalProperties"), parameters)
 
 
 def is_text(types: frozenset[str]) -> bool:
@@ -77,10 +62,13 @@ def json_of(text: str, types: frozenset[str]) -> str:
 
 def _structure(text: str) -> str | None:
     """Return an object or a list as JSON, which may be written as in Python, too."""
-    try:
-        return json.dumps(json.loads(text, strict=False, parse_constant=_refuse), ensure_ascii=False)
-    except (ValueError, RecursionError):
-        pass
+    for strict in (True, False):
+        try:
+            value = json.loads(text, strict=strict, parse_constant=_refuse)
+            # What is JSON stays as it is: a number may be one that no float has.
+            return text if strict else json.dumps(value, ensure_ascii=False, allow_nan=False)
+        except (ValueError, RecursionError):
+            pass
     try:
         value = ast.literal_eval(text) if len(text) <= _MAX_LITERAL else None
         return json.dumps(value, ensure_ascii=False, allow_nan=False) if isinstance(value, list | dict) else None

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping
+from copy import deepcopy as copy
 
 from nanoinfer.parsers.base import MAX_BLANKS, ToolReader, first, num_held
+from nanoinfer.parsers.json_text import JsonValue
 from nanoinfer.parsers.schema_types import is_text, json_of, property_types, quoted
 from nanoinfer.parsers.tools import named
 
@@ -104,12 +106,19 @@ class TaggedReader(ToolReader):
 
     def _key(self) -> bool:
         key, end, rest = self._held.partition(self.key_end)
-        if (key or end) and not self.key_form.fullmatch(key):
+        if (key or end) and not self.key_form.fullmatch(key) and not self._is_property(key, bool(end)):
             return self._no_key("")
         if end:
             self._found, self._held = key, rest
             self._step = self._keyed
         return bool(end)
+
+    def _is_property(self, key: str, is_whole: bool) -> bool:
+        """Whether a tool has an argument of this name, or of one that begins so."""
+        names = self._parameters.get("properties") if isinstance(self._parameters, Mapping) else None
+        return isinstance(names, Mapping) and any(
+            name == key if is_whole else name.startswith(key) for name in names if isinstance(name, str)
+        )
 
     def _no_key(self, read: str) -> bool:
         """What was read is no argument, but text behind the call."""
@@ -127,6 +136,7 @@ class TaggedReader(ToolReader):
         self._num_arguments += 1
         self._parts: list[str] = []
         self._is_first, self._line = True, ""
+        self._json = JsonValue() if self._types & {"object", "array"} else None
         if is_text(self._types):
             self._argue('"')
         self._step = self._value
@@ -139,6 +149,9 @@ class TaggedReader(ToolReader):
             self._is_first = False
             self._line = "\n" if text.endswith("\n") else ""
             text = text.removesuffix("\n")
+        if self._json is not None:
+            self._json.take(text, 0)
+            self._json.given()  # nobody asks for it
         if is_text(self._types):
             self._argue(quoted(text)[1:-1])
         else:
@@ -163,10 +176,18 @@ class TaggedReader(ToolReader):
         ends = {self.value_end: self._steps().keys(), **self._other_ends()}
         for found in re.finditer("|".join(map(re.escape, ends)), self._held):
             mark = _next_of(self._held[found.end() :], ends[found.group()])
-            if mark is not None:
+            if mark is not None and not self._is_in_string(self._held[: found.start()]):
                 length = len(self.value_end) if mark and found.group() == self.value_end else 0
                 return found.start(), length, bool(mark)
         return len(self._held) - num_held(self._held, tuple(ends)), 0, False
+
+    def _is_in_string(self, more: str) -> bool:
+        """Whether a tag behind so much more of a value stands in a string of its JSON."""
+        if self._json is None or self._json.is_wrong:
+            return False
+        value = copy(self._json)
+        value.take(more, 0)
+        return value.is_in_string
 
     def _other_ends(self) -> dict[str, tuple[str, ...]]:
         """What ends a value where its own end is missing, and what must follow that."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from nanoinfer.common.errors import RequestError
 from nanoinfer.parsers.answer_format import AnswerFormat, OutputParser
+from nanoinfer.parsers.branches import Unenforceable
 from nanoinfer.parsers.grammar import tool_at
 from nanoinfer.parsers.tools import Tool, checked_choice, checked_tools, shown_tools
 from nanoinfer.sampling_params import SamplingParams
@@ -81,7 +82,10 @@ class ToolUse:
         if params.structured_outputs is not None or not (self._must_call or any(tool.is_strict for tool in self.tools)):
             return params
         how = dict(must_call=self._must_call, is_parallel=self.max_calls is None)
-        grammar = form.call_grammar(prompt_end, self._callable, **how)
+        try:
+            grammar = form.call_grammar(prompt_end, self._callable, **how)
+        except Unenforceable as error:
+            raise self._refusal(str(error), error.tool) from None
         if len(grammar) > MAX_CHARS:
             raise self._refusal(f"their grammar would have {len(grammar)} characters, {MAX_CHARS} are possible")
         return replace(params, structured_outputs=StructuredOutputsParams(grammar=grammar))
