@@ -100,7 +100,9 @@ class CallGrammar:
         self._is_thinking, self._must_call, self._is_parallel = is_thinking, must_call, is_parallel
         names = sorted(filter(None, token_ids), key=len, reverse=True)
         self._added = re.compile("(" + ("|".join(map(re.escape, names)) or "(?!)") + ")")
-        self._ends = () if shape.value is None else (shape.value[2].strip(), shape.end.partition("\n")[0])
+        self._ends: tuple[str, ...] = ()  # tags that no text may hold
+        if shape is not None and shape.value is not None:
+            self._ends = shape.value[2].strip(), shape.end.partition("\n")[0]
         self._rules: list[str] = []
         self._names: dict[str, str] = {}  # of rules that several tools may have, by what they say
 
@@ -168,7 +170,7 @@ class CallGrammar:
             self._rules.append(f"THOUGHT: {_ANY}")
         else:
             inner = "thought"
-            self._rules.append(f"thought[lazy]: /(.|\n)*{escaped(end)}/")
+            self._rules.append(f"thought[lazy]: /(.|\\n)*{escaped(end)}/")
         self._rules.append(f"BLANKS: /{blanks}{{1,4}}/")
         return f"{inner} BLANKS?" if self._is_thinking else f"({self._text(begin)} {inner} BLANKS?)?"
 
