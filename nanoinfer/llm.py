@@ -26,8 +26,9 @@ from nanoinfer.engine.engine import LLMEngine
 from nanoinfer.engine.stats import run_line
 from nanoinfer.outputs import RequestOutput, StreamOutput
 from nanoinfer.parsers.answer_format import PROMPT_END_TOKENS, AnswerFormat
-from nanoinfer.parsers.tools import checked_tools, shown_tools
-from nanoinfer.requests.prompts import Prompt, as_list, conversation, encode_chat
+from nanoinfer.parsers.tools import checked_tools
+from nanoinfer.requests.chats import ChatTemplate
+from nanoinfer.requests.prompts import Prompt, as_list, conversation
 from nanoinfer.requests.request import Request
 from nanoinfer.sampling_params import SamplingParams
 
@@ -218,17 +219,16 @@ class LLM:
         _refuse(unsupported, CHAT, LLM.chat)
         are_many = isinstance(messages, list | tuple) and messages and isinstance(messages[0], list | tuple)
         form = AnswerFormat.of_tokenizer(self.engine.tokenizer)
+        template = ChatTemplate(self.engine.tokenizer, form, chat_template)
         if tools:
             checked_tools(tools)
         prompts = [
-            encode_chat(
-                self.engine.tokenizer,
-                form.messages(conversation(one)),
+            template.encode(
+                conversation(one),
                 chat_template_kwargs,
-                tools=shown_tools(tools),
+                tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                chat_template=chat_template,
             )
             for one in (messages if are_many else [messages])
         ]

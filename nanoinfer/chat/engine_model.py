@@ -16,7 +16,8 @@ from nanoinfer.llm import LLM
 from nanoinfer.memory.machine import advice_when_full
 from nanoinfer.outputs import StreamOutput
 from nanoinfer.parsers.answer_format import AnswerFormat
-from nanoinfer.requests.prompts import conversation, encode, encode_chat
+from nanoinfer.requests.chats import ChatTemplate
+from nanoinfer.requests.prompts import conversation, encode
 from nanoinfer.requests.request import Request
 
 
@@ -36,6 +37,7 @@ class EngineModel:
                 "instead (nanoinfer generate)"
             )
         self.format = AnswerFormat.of_tokenizer(tokenizer)
+        self._template = ChatTemplate(tokenizer, self.format)
 
     def run(self, messages: list[dict[str, Any]], settings: Settings) -> EngineRun:
         """Begin an answer.
@@ -44,9 +46,7 @@ class EngineModel:
             RequestError (a ValueError): the template refuses the messages, or there is no room for an answer.
         """
         tokenizer = self._llm.get_tokenizer()
-        prompt = encode_chat(
-            tokenizer, self.format.messages(conversation(messages)), settings.variables, tokenize=False
-        )
+        prompt = self._template.encode(conversation(messages), settings.variables, tokenize=False)
         token_ids = encode(tokenizer, prompt, add_special_tokens=False)
         params = replace(settings.params, skip_special_tokens=not self.format.sees_special(with_tools=False))
         for left in list(self._llm.engine.work.requests):  # of an answer that an interrupt ended before it began

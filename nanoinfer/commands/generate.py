@@ -98,10 +98,12 @@ def _with_progress(llm: Any, outputs: Iterator[StreamOutput]) -> Iterator[Stream
 
 def _in_template(llm: Any, text: str, system: str | None) -> list[int]:
     """Return the tokens of a conversation with this message, in the model's chat template."""
-    from nanoinfer.requests.prompts import encode_chat
+    from nanoinfer.parsers.answer_format import AnswerFormat
+    from nanoinfer.requests.chats import ChatTemplate
 
     messages = [] if system is None else [{"role": "system", "content": system}]
-    return encode_chat(llm.engine.tokenizer, [*messages, {"role": "user", "content": text}])
+    template = ChatTemplate(llm.engine.tokenizer, AnswerFormat.of_tokenizer(llm.engine.tokenizer))
+    return template.encode([*messages, {"role": "user", "content": text}])
 
 
 def _speed(llm: Any, metrics: Any, before: Any) -> str:

@@ -21,6 +21,7 @@ from nanoinfer.parsers.specials import SpecialFilter, Specials, unguarded
 from nanoinfer.parsers.tagged import Glm4Reader, Qwen3CoderReader, SeedOssReader
 from nanoinfer.parsers.thinking import HARMONY, MARKERS, Thinking
 from nanoinfer.parsers.tools import Tool
+from nanoinfer.parsers.turns import TurnRules
 
 # By vLLM's names of a parser, the usual one first: what reads calls, and texts that stand in the templates of models
 # that write them so. The first of which all do counts.
@@ -126,14 +127,21 @@ class AnswerFormat:
         """Whether all of an answer is written as messages in channels."""
         return self.thinking is not None and self.thinking.markers.begin == HARMONY
 
-    def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return checked messages as the template wants them; raises as `template_messages`."""
+    def messages(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        rules: TurnRules | None = None,
+        notice: Callable[[str], None] | None = None,
+    ) -> list[dict[str, Any]]:
+        """Return checked messages as the template wants them; arguments and errors as of `template_messages`."""
         return template_messages(
             messages,
             self.thinking,
             is_mistral=self.tool_parser == "mistral",
             is_harmony=self.is_harmony,
             one_call=self.is_harmony or self.tool_parser in ("llama3_json", "llama4_json"),
+            rules=rules,
+            notice=notice,
         )
 
     def sees_special(self, with_tools: bool) -> bool:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nanoinfer.common.errors import RequestError, shown
 from nanoinfer.parsers.mistral import ID_LENGTH
 from nanoinfer.parsers.thinking import Thinking
+from nanoinfer.parsers.turns import TurnRules, in_turns
 
 _REASONING = ("reasoning_content", "reasoning")
 _MISTRAL_ID = re.compile(rf"[a-zA-Z0-9]{{{ID_LENGTH}}}")
@@ -24,27 +25,37 @@ def template_messages(
     is_mistral: bool = False,
     is_harmony: bool = False,
     one_call: bool = False,
+    rules: TurnRules | None = None,
+    notice: Callable[[str], None] | None = None,
 ) -> list[dict[str, Any]]:
     """Return checked messages as a model's template wants them.
 
-    Arguments of calls become objects, as templates read them; a result gets the name of its tool. What was thought
-    comes where the template looks for it, or is left out where it looks nowhere.
+    Arguments of calls become objects, as templates read them; a result gets the name of its tool, and results the
+    order of their calls. What was thought comes where the template looks for it, or is left out where it looks nowhere.
 
     Args:
         messages: as `prompts.conversation` returns them.
         is_mistral: ids are made of nine letters and digits, whatever they were.
         is_harmony: before a call stands either text or what was thought, so both together are thought.
         one_call: a message has one call; several follow each other, each before its result.
+        rules: whose turn it may be; None: anybody's.
+        notice: told of arguments that are no object.
 
     Raises:
         RequestError: a message's calls are none.
     """
     found: list[dict[str, Any]] = []
     names: dict[str, str] = {}  # of tools, by the id of their call
-    for place, given in enumerate(messages):
+    rules = rules or TurnRules()
+    for place, given in enumerate(_as_called(messages)):
         message = dict(given)
         if message["role"] == "assistant":
-            _take_calls(message, f"messages[{place}]", names, is_mistral)
+            broken = _take_calls(message, f"messages[{place}]", names, is_mistral)
+            for call, which in broken:
+                if notice is not None:
+                    notice(f"{which} has arguments that are no JSON object, perhaps cut off: they are shown as text")
+                if not rules.takes_text:
+                    call["arguments"] = {"arguments": call["arguments"]}
             message = _with_thought(message, thinking, joins=is_harmony)
         elif message["role"] == "tool":
             call_id = message.get("tool_call_id")
@@ -53,18 +64,54 @@ def template_messages(
                     message.setdefault("name", names[call_id])
                 message["tool_call_id"] = _mistral_id(call_id) if is_mistral else call_id
         found.append(message)
-    return _one_by_one(found) if one_call else found
+    return in_turns(_one_by_one(found) if one_call or rules.one_call else found, rules)
 
 
-def _take_calls(message: dict[str, Any], where: str, names: dict[str, str], is_mistral: bool) -> None:
+def _as_called(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the messages with the results of calls behind these and in their order, as many templates show no ids.
+
+    Where ids are missing, unknown or doubled, all that follows the same calls stays as it is.
+    """
+    found: list[Mapping[str, Any]] = []
+    calls: list[Any] = []
+    behind: list[Mapping[str, Any]] = []  # these calls
+    for message in messages:
+        if message["role"] != "assistant":
+            behind.append(message)
+            continue
+        if behind:
+            found += _sorted(behind, calls)
+            calls, behind = [], []
+        given = message.get("tool_calls")
+        calls += [_id_of(one) for one in given] if isinstance(given, list | tuple) else []
+        found.append(message)
+    return found + _sorted(behind, calls)
+
+
+def _sorted(behind: list[Mapping[str, Any]], calls: list[Any]) -> list[Mapping[str, Any]]:
+    order = {one: number for number, one in enumerate(calls) if isinstance(one, str)}
+    ids = [one.get("tool_call_id") for one in behind if one["role"] == "tool"]
+    is_known = len(order) == len(calls) and all(isinstance(one, str) and one in order for one in ids)
+    if not is_known or len(set(ids)) < len(ids):
+        return behind
+    return sorted(behind, key=lambda one: order[one["tool_call_id"]] if one["role"] == "tool" else len(order))
+
+
+def _id_of(call: Any) -> Any:
+    return call.get("id") if isinstance(call, Mapping) else None
+
+
+def _take_calls(
+    message: dict[str, Any], where: str, names: dict[str, str], is_mistral: bool
+) -> list[tuple[dict[str, Any], str]]:
+    """Have a message's calls in the form that templates read; return those whose arguments are no object, named."""
     calls = message.pop("tool_calls", None) or []
     if not isinstance(calls, list | tuple):
         raise RequestError(f"{where}.tool_calls is {shown(calls)}: give a list of {_FORM}", field="messages")
     if message.get("function_call"):
         raise RequestError(f"{where}.function_call is not supported: give tool_calls instead", field="messages")
-    if not calls:
-        return
-    made = []
+    made: list[dict[str, Any]] = []
+    broken = []
     for number, call in enumerate(calls):
         function = call.get("function") if isinstance(call, Mapping) else None
         name = function.get("name") if isinstance(function, Mapping) else None
@@ -84,7 +131,11 @@ def _take_calls(message: dict[str, Any], where: str, names: dict[str, str], is_m
             call_id = _mistral_id(f"{where} {number}")
         ids = {} if call_id is None else {"id": call_id}
         made.append({**ids, "type": "function", "function": {"name": name, "arguments": _object(arguments)}})
-    message["tool_calls"] = made
+        if isinstance(made[-1]["function"]["arguments"], str):
+            broken.append((made[-1]["function"], f"{where}.tool_calls[{number}] ({name}, {shown(call.get('id'))})"))
+    if made:
+        message["tool_calls"] = made
+    return broken
 
 
 def _object(arguments: str | Mapping[str, Any] | None) -> Any:

@@ -12,6 +12,7 @@ from nanoinfer.common.errors import RequestError, did_you_mean, shown
 MAX_TOOLS = 1024
 MAX_DEPTH = 100  # of a schema: templates and grammars go through it by recursion
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
+_PARTS = ("name", "description", "parameters")
 _FORM = '{"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}'
 
 
@@ -66,14 +67,37 @@ def checked_tools(given: Any) -> list[Tool]:
     return list(tools.values())
 
 
-def shown_tools(given: Any) -> list[dict[str, Any]] | None:
-    """Return checked tools as templates are shown them: of these some read what need not be there. None: no tools."""
+def shown_tools(given: Any, *, is_filled: bool = False) -> list[dict[str, Any]] | None:
+    """Return checked tools as templates are shown them: of these some read what need not be there. None: no tools.
+
+    One tool has one form, whatever the order in which clients and APIs name its parts.
+
+    is_filled: with all that any template reads of a schema.
+    """
     blank = {"description": "", "parameters": {"type": "object", "properties": {}}}
     found = []
     for one in given or ():
-        told = {name: value for name, value in one["function"].items() if value is not None}
-        found.append({**one, "function": {**told, **{name: blank[name] for name in blank if name not in told}}})
+        told = blank | {name: value for name, value in one["function"].items() if value is not None}
+        if is_filled:
+            told["parameters"] = blank["parameters"] | _filled(told["parameters"])
+        function = {name: told[name] for name in (*_PARTS, *told) if name in told}
+        others = {name: value for name, value in one.items() if name not in ("type", "function")}
+        found.append({"type": one["type"], "function": function, **others})
     return found or None
+
+
+def _filled(schema: Any) -> dict[str, Any]:
+    """Return a schema whose properties have descriptions and one type each, without nulls."""
+    if not isinstance(schema, Mapping):
+        return {}
+    found = {name: value for name, value in schema.items() if value is not None}
+    if isinstance(kinds := found.get("type"), list | tuple):
+        found["type"] = next((kind for kind in kinds if kind != "null"), "null")
+    if isinstance(found.get("properties"), Mapping):
+        found["properties"] = {name: {"description": ""} | _filled(one) for name, one in found["properties"].items()}
+    if isinstance(found.get("items"), Mapping | bool):
+        found["items"] = _filled(found["items"])
+    return found
 
 
 def is_deeper(value: Any, depth: int) -> bool:

@@ -19,6 +19,7 @@ import nanoinfer
 from nanoinfer.common.errors import RequestError
 from nanoinfer.common.other_names import NO_PATHS, PATHS
 from nanoinfer.parsers.answer_format import AnswerFormat
+from nanoinfer.requests.chats import ChatTemplate
 from nanoinfer.serve.agents import add_agents
 from nanoinfer.serve.answers import ChatAnswer, CompletionAnswer
 from nanoinfer.serve.async_engine import AsyncEngine
@@ -36,7 +37,7 @@ from nanoinfer.serve.responder import TOO_LONG, Prepared, Responder
 from nanoinfer.serve.token_answers import MAX_TOKENIZING_BYTES, detokenized, tokenized
 from nanoinfer.serve.tokenizing import PromptTokenizer
 
-Work = Callable[[Any, PromptTokenizer, AnswerFormat], bytes]
+Work = Callable[[Any, PromptTokenizer, ChatTemplate], bytes]
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as in OpenAI's API
 _PROMPT_FIELDS = {"/v1/responses": "input", "/detokenize": "tokens"}
 _PROMPT_FIELDS |= dict.fromkeys(("/v1/chat/completions", MESSAGES, f"{MESSAGES}/count_tokens"), "messages")
@@ -96,10 +97,10 @@ def create_app(
     app.add_exception_handler(ReaderLeft, _client_left)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _unexpected_error)
-    form = AnswerFormat.of_tokenizer(
-        engine.prompts.tokenizer, tool_parser=tool_call_parser, reasoning_parser=reasoning_parser
-    )
-    responder = Responder(engine, served_model_names, Fields(refuses_unknown=strict), form, body_timeout, sleep)
+    tokenizer = engine.prompts.tokenizer
+    form = AnswerFormat.of_tokenizer(tokenizer, tool_parser=tool_call_parser, reasoning_parser=reasoning_parser)
+    template = ChatTemplate(tokenizer, form)
+    responder = Responder(engine, served_model_names, Fields(refuses_unknown=strict), template, body_timeout, sleep)
     _add_generation(app, responder)
     add_agents(app, responder)
     _add_tokenizing(app, responder)
@@ -165,7 +166,7 @@ def _add_tokenizing(app: FastAPI, responder: Responder) -> None:
         async def answer(body: bytes) -> bytes:
             asked, prompts = await responder.parsed(kind, body), responder.engine.prompts
             responder.model_name(asked.model)
-            return await prompts.aside(lambda: work(asked, prompts, responder.form))
+            return await prompts.aside(lambda: work(asked, prompts, responder.template))
 
         return await responder.reply(request, answer, MAX_TOKENIZING_BYTES)
 

@@ -10,7 +10,6 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from nanoinfer.common.errors import shown
 from nanoinfer.common.unsupported import Table
-from nanoinfer.parsers.answer_format import AnswerFormat
 from nanoinfer.requests.prompts import conversation
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.serve.errors import BadRequestError
@@ -251,21 +250,18 @@ class _Conversation(Body):
 
     @property
     def template_arguments(self) -> dict[str, Any]:
-        """Return the arguments for `encode_chat`."""
+        """Return the arguments for `ChatTemplate.encode`."""
         return {
             "variables": self.chat_template_kwargs,
             "add_generation_prompt": self.add_generation_prompt is not False,
         }
 
-    def conversation(self, form: AnswerFormat) -> list[dict[str, Any]]:
-        """Return the messages for the chat template of a model.
-
-        Raises as `prompts.conversation` and `AnswerFormat.messages`, or BadRequestError.
-        """
+    def conversation(self) -> list[dict[str, Any]]:
+        """Return the messages. Raises as `prompts.conversation`, or BadRequestError."""
         for place, message in enumerate(self.messages):
             if message.get("audio"):
                 raise BadRequestError(f"messages[{place}].audio is not supported: only text is", param="messages")
-        return form.messages(conversation(self.messages))
+        return conversation(self.messages)
 
 
 class ChatRequest(_Conversation, GenerationRequest):

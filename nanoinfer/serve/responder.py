@@ -13,7 +13,8 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from nanoinfer.common.errors import RequestError
-from nanoinfer.parsers.answer_format import PROMPT_END_TOKENS, AnswerFormat
+from nanoinfer.parsers.answer_format import PROMPT_END_TOKENS
+from nanoinfer.requests.chats import ChatTemplate
 from nanoinfer.sampling_params import Advised, SamplingParams
 from nanoinfer.serve.answers import Answer
 from nanoinfer.serve.async_engine import AsyncEngine
@@ -40,7 +41,7 @@ class Responder:
     Args:
         names: that clients may use for the model; an answer has the name that its request used.
         fields: which names of fields requests may have.
-        form: how the model writes its answers.
+        template: how the model is written to, and how it writes its answers.
         body_timeout: seconds in which a request's body must arrive.
         sleep: as for `EventStream`.
     """
@@ -50,11 +51,12 @@ class Responder:
         engine: AsyncEngine,
         names: Sequence[str],
         fields: Fields,
-        form: AnswerFormat,
+        template: ChatTemplate,
         body_timeout: float,
         sleep: Callable[[float], Awaitable[None]],
     ) -> None:
-        self.engine, self.names, self.form = engine, list(names), form
+        self.engine, self.names, self.form = engine, list(names), template.form
+        self.template = template
         self._fields, self._body_timeout, self._pause = fields, body_timeout, sleep
 
     def model_name(self, asked: str | None) -> str:
@@ -101,7 +103,11 @@ class Responder:
         # None: what the prompt leaves.
         params = asked.sampling_params({"max_tokens": None} | self.engine.sampling_defaults)
         arguments = use.template_arguments(asked, form)
-        prompt = await prompts.tokenize_chat(partial(asked.conversation, form), arguments, num_bytes)
+
+        def templated(**how: bool) -> list[int] | str:
+            return self.template.encode(asked.conversation(), **arguments, **how)
+
+        prompt = await prompts.tokenize_chat(templated, num_bytes)
         made = answer(asked, model, [prompt], prompts.has_text)
         end = await prompts.text_of((None, prompt[1][-PROMPT_END_TOKENS:]))
         constrained = use.constrained(params, form, end)

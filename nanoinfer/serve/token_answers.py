@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 
 from nanoinfer.common.errors import RequestError
-from nanoinfer.parsers.answer_format import AnswerFormat
-from nanoinfer.parsers.tools import checked_tools, shown_tools
-from nanoinfer.requests.prompts import encode, encode_chat
+from nanoinfer.parsers.tools import checked_tools
+from nanoinfer.requests.chats import ChatTemplate
+from nanoinfer.requests.prompts import encode
 from nanoinfer.serve.protocol import ChatRequest, DetokenizeRequest, TokenizeRequest
 from nanoinfer.serve.tokenizing import PromptTokenizer
 from nanoinfer.serve.tool_use import ToolUse
@@ -20,14 +20,13 @@ MAX_TOKENIZING_BYTES = 4 * 2**20
 _PIECE = 16_384  # ids or characters, about a millisecond of work
 
 
-def tokenized(asked: TokenizeRequest, prompts: PromptTokenizer, form: AnswerFormat) -> bytes:
+def tokenized(asked: TokenizeRequest, prompts: PromptTokenizer, template: ChatTemplate) -> bytes:
     """Return the token ids of a text or a conversation; their number is not limited."""
     tokenizer = prompts.tokenizer
     if asked.messages is not None:
         if asked.tools is not None:
             checked_tools(asked.tools)
-        arguments = asked.template_arguments | {"tools": shown_tools(asked.tools)}
-        tokens = encode_chat(tokenizer, asked.conversation(form), **arguments)
+        tokens = template.encode(asked.conversation(), **asked.template_arguments, tools=asked.tools)
     else:
         tokens = encode(tokenizer, asked.prompt, add_special_tokens=asked.add_special_tokens is not False)
     strs = json_bytes(tokenizer.convert_ids_to_tokens(tokens)) if asked.return_token_strs else b"null"
@@ -35,14 +34,14 @@ def tokenized(asked: TokenizeRequest, prompts: PromptTokenizer, form: AnswerForm
     return b'{"count":%d,"max_model_len":%d,"tokens":%s,"token_strs":%s}' % parts
 
 
-def counted(asked: ChatRequest, prompts: PromptTokenizer, form: AnswerFormat) -> bytes:
+def counted(asked: ChatRequest, prompts: PromptTokenizer, template: ChatTemplate) -> bytes:
     """Return how many tokens a conversation has, in the form of Anthropic's API."""
-    arguments = ToolUse.of(asked, form).template_arguments(asked, form)
-    tokens = encode_chat(prompts.tokenizer, asked.conversation(form), **arguments)
+    arguments = ToolUse.of(asked, template.form).template_arguments(asked, template.form)
+    tokens = template.encode(asked.conversation(), **arguments)
     return b'{"input_tokens":%d}' % len(tokens)
 
 
-def detokenized(asked: DetokenizeRequest, prompts: PromptTokenizer, form: AnswerFormat) -> bytes:
+def detokenized(asked: DetokenizeRequest, prompts: PromptTokenizer, template: ChatTemplate) -> bytes:
     """Return the text of token ids, special tokens included."""
     if prompts.tokenizer is None:
         raise RequestError("there is no tokenizer: start the server with one", field="prompt")

@@ -7,13 +7,13 @@ import copy
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from nanoinfer.engine.intake import Intake
 from nanoinfer.requests.detokenizer import TokenTexts
-from nanoinfer.requests.prompts import encode, encode_chat, too_long
+from nanoinfer.requests.prompts import encode, too_long
 from nanoinfer.sampling.limits import TokenLimits
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.serve import text_pieces
@@ -66,22 +66,15 @@ class PromptTokenizer:
             return prompt, await self._tokenize_text(prompt)
         return None, await self._on(_lane(len(prompt)), lambda: self.intake.tokenize(prompt))
 
-    async def tokenize_chat(
-        self, conversation: Callable[[], list[dict]], template_arguments: dict[str, Any], num_bytes: int
-    ) -> Prompt:
-        """Return a conversation as a prompt with checked token ids, through the tokenizer's chat template.
+    async def tokenize_chat(self, templated: Callable[..., list[int] | str], num_bytes: int) -> Prompt:
+        """Return a conversation as a prompt with checked token ids.
 
         Args:
-            conversation: returns messages like `prompts.conversation`, or raises its errors; called on a thread.
-            template_arguments: arguments for `encode_chat`.
+            templated: returns its token ids, or with `tokenize=False` its text; called on a thread.
             num_bytes: size of the conversation as it was received.
 
-        Raises as `encode_chat` and `Intake.tokenize`.
+        Raises as `templated` and `Intake.tokenize`.
         """
-
-        def templated(**how: bool) -> list[int] | str:
-            return encode_chat(self.tokenizer, conversation(), **template_arguments, **how)
-
         if num_bytes <= _LONG_PROMPT_CHARS or not self._renders_first:
             return None, await self._on(_lane(num_bytes), lambda: self.intake.tokenize(templated()))
         text = await self._on(_lane(num_bytes), lambda: templated(tokenize=False))

@@ -10,7 +10,7 @@ from nanoinfer.common.errors import RequestError
 from nanoinfer.parsers.answer_format import AnswerFormat, OutputParser
 from nanoinfer.parsers.branches import Unenforceable
 from nanoinfer.parsers.grammar import tool_at
-from nanoinfer.parsers.tools import Tool, checked_choice, checked_tools, shown_tools
+from nanoinfer.parsers.tools import Tool, checked_choice, checked_tools
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.serve.errors import BadRequestError
 from nanoinfer.serve.protocol import ChatRequest
@@ -60,12 +60,12 @@ class ToolUse:
         return cls(tuple(tools), choice, 1 if is_one else None)
 
     def template_arguments(self, asked: ChatRequest, form: AnswerFormat) -> dict[str, Any]:
-        """Return the arguments for `encode_chat`."""
+        """Return the arguments for `ChatTemplate.encode`."""
         arguments = asked.template_arguments
         effort, variables = asked.reasoning_effort, arguments["variables"] or {}
         if effort is not None:
             variables = form_of_effort(effort, form) | variables
-        return {**arguments, "variables": variables or None, "tools": shown_tools(asked.tools) if self.tools else None}
+        return {**arguments, "variables": variables or None, "tools": asked.tools if self.tools else None}
 
     def constrained(self, params: SamplingParams, form: AnswerFormat, prompt_end: str) -> SamplingParams:
         """Return the parameters with which calls must come, or the arguments of strict tools follow their schemas.

@@ -4,21 +4,17 @@
 """
 
 import copy
-import os
 import re
-from pathlib import Path
 
 import pytest
-from template_chats import AnswersByHeart
+from template_chats import OWN, AnswersByHeart, templates
 from trained_tokenizers import make_tokenizer
 
 from nanoinfer.chat.engine_model import EngineModel
 from nanoinfer.chat.session import Session
 from nanoinfer.chat.settings import Settings
 
-OWN = Path(__file__).with_name("templates")
-TEMPLATES = {path.stem: path for path in sorted(Path(os.environ.get("TEMPLATES") or OWN).glob("*.jinja"))}
-assert TEMPLATES, "the folder TEMPLATES has no *.jinja"
+TEMPLATES = templates()
 # How models write an answer, by a text that stands in the templates of those that have another form than the usual one.
 FORMS = {
     "<|channel|>analysis": "<|channel|>analysis<|message|>{}<|end|><|start|>assistant<|channel|>final<|message|>{}",

@@ -1,5 +1,7 @@
 """Earlier calls and their results, as the chat templates of models want them."""
 
+import itertools
+
 import pytest
 from written_calls import LLAMA3, TEMPLATES
 
@@ -26,8 +28,8 @@ SAID = [
 ]  # fmt: skip
 
 
-def test_arguments_are_objects_and_results_have_the_name_of_their_tool():
-    _, called, two, one = form_of("Qwen-Qwen3-0.6B").messages(SAID)
+def test_arguments_are_objects_and_results_have_the_name_of_their_tool_and_the_order_of_the_calls():
+    _, called, one, two = form_of("Qwen-Qwen3-0.6B").messages(SAID)
     assert [one["function"] for one in called["tool_calls"]] == [
         {"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}
     ]  # fmt: skip
@@ -37,10 +39,51 @@ def test_arguments_are_objects_and_results_have_the_name_of_their_tool():
 
 
 def test_ids_for_mistral_have_nine_letters_and_digits_and_belong_together():
-    _, called, two, one = form_of("Mistral-Small-3.2-24B-Instruct-2506").messages(SAID)
+    _, called, one, two = form_of("Mistral-Small-3.2-24B-Instruct-2506").messages(SAID)
     ids = [one["id"] for one in called["tool_calls"]]
     assert [len(name) for name in ids] == [9, 9] and all(name.isalnum() for name in ids)
     assert [one["tool_call_id"], two["tool_call_id"]] == ids and len(set(ids)) == 2
+
+
+@pytest.mark.parametrize("given", ["toolu_01XFDUDYJgAACzvnptvVer6z", "call_" + "0" * 24, "chatcmpl-tool-x", "a-b", ""])
+def test_ids_of_other_servers_are_shortened_for_mistral_and_its_own_stay(given):
+    form = form_of("Mistral-Small-3.2-24B-Instruct-2506")
+
+    def ids(name):
+        calls = [call(1, "f", "{}") | {"id": name}, call(2, "f", "{}") | {"id": f"{name}2"}]
+        results = [{"role": "tool", "tool_call_id": one["id"], "content": one["id"]} for one in calls]
+        _, called, *results = form.messages(
+            [SAID[0], {"role": "assistant", "content": "", "tool_calls": calls}, *results]
+        )
+        assert [one["tool_call_id"] for one in results] == [one["id"] for one in called["tool_calls"]]
+        return [one["id"] for one in called["tool_calls"]]
+
+    short = ids(given)
+    assert [len(one) for one in short] == [9, 9] and "".join(short).isalnum() and len(set(short)) == 2
+    assert ids(given) == short != ids(f"{given}x"), "an id follows from the one that was given, and from it alone"
+    assert ids("aB3dE6gH9")[0] == "aB3dE6gH9"
+
+
+def test_permuted_results_are_the_same_and_doubled_missing_or_unknown_ids_keep_their_order():
+    form = form_of("Qwen-Qwen3-0.6B")
+    results = [{"role": "tool", "tool_call_id": f"call_{n}", "content": f"r{n}"} for n in (1, 2, 3)]
+    asked = {"role": "assistant", "content": "", "tool_calls": [call(n, "f", "{}") for n in (1, 2, 3)]}
+
+    def order(*given, calls=asked):
+        found = form.messages([SAID[0], calls, *given, {"role": "user", "content": "r0"}])
+        return [one["content"] for one in found[2:]]
+
+    for permuted in itertools.permutations(results):
+        assert order(*permuted) == ["r1", "r2", "r3", "r0"]
+    one, two, three = results
+    assert order(three, one) == ["r1", "r3", "r0"], "a call without a result"
+    assert order(three, {"role": "user", "content": "."}, one) == ["r1", "r3", ".", "r0"]
+    for odd in (three, {**three, "tool_call_id": "x"}, {"role": "tool", "content": "r4"}, {**three, "tool_call_id": 5}):
+        assert order(three, odd, one) == ["r3", odd["content"], "r1", "r0"]
+    twice = {**asked, "tool_calls": [*asked["tool_calls"], asked["tool_calls"][0]]}
+    assert order(three, one, calls=twice) == ["r3", "r1", "r0"]
+    halves = [{**asked, "tool_calls": asked["tool_calls"][part]} for part in (slice(1), slice(1, 3))]
+    assert [message["content"] for message in form.messages([*halves, three, two, one])[2:]] == ["r1", "r2", "r3"]
 
 
 @pytest.mark.parametrize("name", ["llama3", "openai-gpt-oss-120b"])

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -63,8 +64,9 @@ def test_long_texts_and_chats_have_the_tokens_of_the_whole(kind):
             _, token_ids = await prompts.tokenize(text)
             assert token_ids == wanted[0] and len(texts) > 4 and "".join(texts) == text
             texts.clear()
+            templated = partial(encode_chat, prompts.tokenizer, messages, **arguments)
             for num_bytes in (100, 10**6):  # the short way and the long one
-                _, token_ids = await prompts.tokenize_chat(lambda: messages, arguments, num_bytes)
+                _, token_ids = await prompts.tokenize_chat(templated, num_bytes)
                 assert token_ids == wanted[1]
             assert len(texts) > 4, "a long chat comes in pieces"
 
@@ -95,7 +97,7 @@ def test_a_text_that_can_never_fit_is_refused_by_its_length():
                     await prompts.tokenize(text)
                 with pytest.raises(RequestError, match="characters, which are at least") as caught:
                     chat = [{"role": "user", "content": text}]
-                    await prompts.tokenize_chat(lambda chat=chat: chat, {}, len(text))
+                    await prompts.tokenize_chat(partial(encode_chat, prompts.tokenizer, chat), len(text))
             assert caught.value.is_too_long and not texts
             await prompts.tokenize("a" * (1999 * longest))
             assert texts, "it might have fitted"

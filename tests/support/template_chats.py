@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 from transformers import PreTrainedTokenizerBase
@@ -10,6 +12,15 @@ from transformers import PreTrainedTokenizerBase
 from nanoinfer.engine.meter import DecodeTimes
 from nanoinfer.outputs import RequestMetrics, StreamOutput
 from nanoinfer.sampling_params import SamplingParams
+
+OWN = Path(__file__).resolve().parents[1] / "chat" / "templates"
+
+
+def templates() -> dict[str, Path]:
+    """Return the templates to test with: those of the folder TEMPLATES, or our own."""
+    found = {path.stem: path for path in sorted(Path(os.environ.get("TEMPLATES") or OWN).glob("*.jinja"))}
+    assert found, "the folder TEMPLATES has no *.jinja"
+    return found
 
 
 class AnswersByHeart:

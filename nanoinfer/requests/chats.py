@@ -1,0 +1,151 @@
+"""Chats become prompts through a model's chat template, and no message vanishes in it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from nanoinfer.common.errors import RequestError
+from nanoinfer.parsers.answer_format import AnswerFormat
+from nanoinfer.parsers.tools import shown_tools
+from nanoinfer.parsers.turns import TurnRules
+from nanoinfer.requests.prompts import encode_chat
+from nanoinfer.requests.template_rules import TOOLS, find_rules, marked, missing
+
+logger = logging.getLogger("nanoinfer.chat")
+_MAX_KEPT = 4096  # of each template
+_MAX_LOGGED = 200  # clients can make up any number
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer. May be used on any thread.
+
+    Args:
+        tokenizer: None: there is none, and every chat is refused.
+        form: how the model writes, and reads what it wrote.
+        template: in place of the tokenizer's, in Jinja.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase | None, form: AnswerFormat, template: str | None = None
+    ) -> None:
+        self.form, self._tokenizer, self._template = form, tokenizer, template
+        own = template or getattr(tokenizer, "chat_template", None) or ""
+        self._text = own if isinstance(own, str) else json.dumps(own)
+        self._findings = findings_of(self._text, form.tool_parser, form.thinking)
+
+    def encode(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] | None = None,
+        *,
+        tools: Any = None,
+        tokenize: bool = True,
+        **how: bool,
+    ) -> list[int] | str:
+        """Return the token ids, or the text, of a conversation.
+
+        What the template drops or refuses comes in a form that it takes. Log lines name what is shown otherwise than as
+        it was given.
+
+        Args:
+            messages: as `prompts.conversation` returns them.
+            variables, tokenize: as of `encode_chat`, as is the rest.
+            tools: checked, in OpenAI's form.
+
+        Raises:
+            RequestError: as `encode_chat` and `AnswerFormat.messages`, or a message would not be in the prompt.
+        """
+        has_calls = bool(tools) or any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
+        key = (bool(tools), has_calls, _digest(variables))
+
+        def render(chat: Sequence[Mapping[str, Any]], rules: TurnRules, adds_prompt: bool) -> str | None:
+            own = dict(tools=TOOLS if tools else None, add_generation_prompt=adds_prompt, tokenize=False)
+            try:
+                return encode_chat(
+                    self._tokenizer, self.form.messages(chat, rules), variables, chat_template=self._template, **own
+                )
+            except RequestError:
+                return None
+
+        rules = self._findings.get(("rules", *key), lambda: find_rules(render, self._text, with_calls=has_calls))
+        shown = self.form.messages(messages, rules, self._findings.notice)
+        found = self._rendered(shown, variables, tools, dict(tokenize=tokenize, chat_template=self._template, **how))
+
+        def lost() -> list[tuple[int, str]]:
+            chat = marked(messages)
+            return missing(chat, render(chat, rules, how.get("add_generation_prompt", True)))
+
+        for place, part in self._findings.get((_order(messages), *key), lost):
+            where = f"messages[{place}]" + (f".{part}" if part else "")
+            if part != "content":
+                role = messages[place]["role"]
+                raise RequestError(
+                    f"{where} (of the role {role!r}) would not be in the prompt, as the chat template leaves it out: "
+                    "leave it out, give it another role, or use another template (--chat-template FILE)",
+                    field="messages",
+                )
+            if not self.form.is_harmony:  # where it is a thought
+                self._findings.notice(f"{where} is left out: the chat template has no place for text beside calls")
+        return found
+
+    def _rendered(
+        self, messages: list[dict[str, Any]], variables: Mapping[str, Any] | None, tools: Any, how: dict[str, Any]
+    ) -> list[int] | str:
+        try:
+            return encode_chat(self._tokenizer, messages, variables, tools=shown_tools(tools), **how)
+        except RequestError:
+            if not tools:
+                raise
+            filled = shown_tools(tools, is_filled=True)  # some templates read what schemas need not have
+            try:
+                return encode_chat(self._tokenizer, messages, variables, tools=filled, **how)
+            except RequestError:
+                pass
+            raise
+
+
+class Findings:
+    """What was found out of one template, and what was logged of its chats."""
+
+    def __init__(self) -> None:
+        self._found: dict[Any, Any] = {}
+        self._logged: set[str] = set()
+
+    def get(self, key: Any, find: Callable[[], Any]) -> Any:
+        """Return what belongs to a key. Two threads may find out the same."""
+        try:
+            return self._found[key]
+        except KeyError:
+            found = find()
+        if len(self._found) >= _MAX_KEPT:
+            self._found.clear()
+        self._found[key] = found
+        return found
+
+    def notice(self, text: str) -> None:
+        """Log a line, once."""
+        if text not in self._logged and len(self._logged) < _MAX_LOGGED:
+            self._logged.add(text)
+            logger.warning("%s", text)
+
+
+@lru_cache(maxsize=64)
+def findings_of(*template: Any) -> Findings:
+    """Return what is known of a template, by its text and how its model writes."""
+    return Findings()
+
+
+def _order(messages: Sequence[Mapping[str, Any]]) -> bytes:
+    """Return what the rendering of messages depends on, but for their texts."""
+    return _digest(marked(messages))
+
+
+def _digest(value: Any) -> bytes:
+    return hashlib.blake2b(json.dumps(value, sort_keys=True, default=repr).encode(), digest_size=16).digest()
