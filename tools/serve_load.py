@@ -9,6 +9,9 @@ give equal tokens
 
 What is expected is what the same server says to the same prompts one after the other before the load. Exit code 1: an
 answer was wrong, something was not given back, or the server gave an answer that nobody should get.
+
+Behind the load, short prompts come one at a time: alone, and beside a few clients that send long ones all the time
+(--long-clients). The figure is their time to a first token.
 """
 
 from __future__ import annotations
@@ -53,6 +56,7 @@ NONSENSE = (
     json.dumps({"prompt": [5] * 2_000_000}).encode(),
 )
 MIB = 2**20
+SHORT = 20  # tokens of a short prompt
 
 
 # HTTP: a client of the standard library's streams takes a fraction of the processor time of a full one.
@@ -343,6 +347,40 @@ class Load:
             self.wrong.append(f"token {at} of {len(tokens)} is {tokens[at]} instead of {case.expected[at]}")
 
 
+async def short_beside_long(server: Server, options: argparse.Namespace) -> dict | None:
+    """Returns the times to a first token of short prompts, alone and beside long ones, none of which is known."""
+    if not options.long_clients:
+        return None
+    choose = random.Random(options.seed)
+
+    async def first_token(connection: Connection, length: int) -> float:
+        prompt = [choose.randrange(3, options.vocab_size) for _ in range(length)]
+        body = dict(prompt=prompt, max_tokens=2, temperature=0, ignore_eos=True, stream=True)
+        begin, end = time.perf_counter(), None
+        status = await connection.send("POST", "/v1/completions", json.dumps(body).encode())
+        if status != 200:
+            raise SystemExit(f"a prompt of {length} tokens was refused: {(await connection.read())[:200]!r}")
+        async for _ in connection.events():
+            end = end or time.perf_counter()
+        return end - begin
+
+    async def ask(length: int, deadline: float, times: list[float]) -> None:
+        connection = Connection(server.url)
+        while not times or time.perf_counter() < deadline:
+            times.append(await first_token(connection, length))
+        connection.close()
+
+    found = {}
+    for name, num_long in (("alone", 0), ("beside_long", options.long_clients)):
+        times: list[float] = []
+        deadline = time.perf_counter() + options.seconds / 10
+        long = [ask(options.long_prompt_len, deadline, []) for _ in range(num_long)]
+        await asyncio.gather(*long, ask(SHORT, deadline, times))
+        found[name] = {"median_ms": round(statistics.median(times) * 1e3, 2), "longest_ms": round(max(times) * 1e3, 2)}
+    sizes = {"short_tokens": SHORT, "long_tokens": options.long_prompt_len, "long_clients": options.long_clients}
+    return sizes | found
+
+
 def make_cases(options: argparse.Namespace) -> list[Case]:
     """Greedy and seeded requests in turn, half of the greedy ones with a repetition penalty."""
     choose = random.Random(options.seed)
@@ -382,9 +420,10 @@ async def run(options: argparse.Namespace) -> dict:
             task.cancel()
         seconds = time.perf_counter() - begin
         cpu_seconds = None if cpu_before is None else processor_seconds(server) - cpu_before
+        short = await short_beside_long(server, options)
         after = await settled_metrics(server, before)
         rss_end = server.rss_mib()
-    return report(options, load, seconds, before, after, rss_early, rss_end, len(hanging), cpu_seconds)
+    return report(options, load, seconds, before, after, rss_early, rss_end, len(hanging), cpu_seconds, short)
 
 
 def processor_seconds(server: Server) -> float | None:
@@ -437,6 +476,7 @@ def percentiles(values: list[float]) -> dict[str, float] | None:
 def report(
     options: argparse.Namespace, load: Load, seconds: float, before: dict, after: dict,
     rss_early: float | None, rss_end: float | None, num_hanging: int, cpu_seconds: float | None,
+    short: dict | None,
 ) -> dict:  # fmt: skip
     growth = None if rss_end is None else rss_end - rss_early
     problems = leaks(before, after)
@@ -459,6 +499,7 @@ def report(
         "requests_per_second": round((load.outcomes["streamed"] + load.outcomes["whole"]) / seconds, 1),
         "time_to_first_token": percentiles(load.first_token),
         "time_per_output_token": percentiles(load.per_token),
+        "time_to_first_token_of_short_prompts": short,
         "server_processor_share": None if cpu_seconds is None else round(cpu_seconds / seconds, 2),
         "server_rss_mib": None if rss_end is None else {"at_10_percent": round(rss_early), "at_end": round(rss_end)},
         "engine_at_end": {name: after[f"nanoinfer:{name}"] for name in BUSY + BLOCKS},
@@ -489,6 +530,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=24, help="distinct requests (default: %(default)s)")
     parser.add_argument("--prompt-len", type=int, default=96, help="tokens of a prompt, at most (default: %(default)s)")
     parser.add_argument("--output-len", type=int, default=48, help="tokens to generate, at most (default: %(default)s)")
+    parser.add_argument(
+        "--long-clients", type=int, default=6, help="clients with long prompts, behind the load; 0: none (default: 6)"
+    )
+    parser.add_argument(
+        "--long-prompt-len", type=int, help="tokens of such a prompt (default: 3500, or 400 with --tiny)"
+    )
     parser.add_argument("--vocab-size", type=int, help="default: the model's, or 1000 with --url")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -499,6 +546,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--out", help="write the figures to this file, as JSON")
     options = parser.parse_args(arguments)
+    options.long_prompt_len = options.long_prompt_len or (400 if options.tiny else 3500)
     if options.url:
         options.vocab_size = options.vocab_size or 1000
     return options

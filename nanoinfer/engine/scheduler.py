@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Several
+from itertools import chain, islice
+from operator import attrgetter, itemgetter
 
 from nanoinfer.engine.modes import Modes
 from nanoinfer.kv.admission import MAX_HELD, Admission, Verdict
@@ -12,9 +15,16 @@ from nanoinfer.kv.mover import Mover
 from nanoinfer.requests.sequence import Sequence, SequenceState
 from nanoinfer.step.batch import Batch, PrefillChunk
 
+_number = attrgetter("sequence_id")  # in the order in which they came
+
 
 class Scheduler:
     """First come, first served, with chunked prefill. Who waits for room on the GPU alone may be passed for a while.
+
+    The oldest prompt has a prefill step for itself but for what shorter ones take: prompts with at most half as much
+    left, whether they run or wait, have up to half of the step, the least left first. So a short prompt waits for few
+    steps, however many long ones came before it, and the oldest always moves on. Nobody is let in before an older
+    prompt for which there would not be room then.
 
     A step is a prefill step or a decode step. When both are wanted and there are few tokens, prefill and decode share
     one step, so that the weights are read only once. With more tokens the two kinds take turns, so a long prompt delays
@@ -89,33 +99,95 @@ class Scheduler:
         return _batch([], sequences) if sequences else None
 
     def _schedule_prefill(self) -> list[PrefillChunk[Sequence]]:
+        """Return the chunks of a prefill step, the oldest prompt's first, and let prompts in for that."""
         chunks: list[PrefillChunk[Sequence]] = []
-        budget = self._max_num_batched_tokens
-        for sequence in self.running:
-            if sequence.state is SequenceState.PREFILL and budget:
-                budget -= self._add_chunk(sequence, budget, chunks)
         held: list[Sequence] = []  # the first of those that wait
-        while len(held) < min(len(self.waiting), MAX_HELD) and budget:
-            sequence = self.waiting[len(held)]
-            verdict = self._admission.admit(sequence, self.running, held)
-            if verdict is Verdict.SPILL and self._spill():
-                verdict = self._admission.admit(sequence, self.running, held)
-            is_last_word = verdict is Verdict.SPILL or self._kv_cache.tables.is_offload
-            if verdict is not Verdict.ADMITTED and is_last_word and not self._modes.can_hold(sequence):
-                self._fail(sequence, self._modes.refusal(sequence))
-                continue
-            if verdict is Verdict.HELD:
-                held.append(sequence)
-                continue
-            if verdict is not Verdict.ADMITTED:
+        budget = self._max_num_batched_tokens
+        begun = deque(sorted(filter(_is_prompt, self.running), key=_number))
+        for_shorter, behind = budget // 2, self._least_left_first(begun)
+        seen: set[Sequence] = set()  # those of `behind` that have had their turn in this step
+        lets_in = True
+        while budget:
+            may_ask = lets_in and len(held) < min(len(self.waiting), MAX_HELD)
+            if begun and not (may_ask and _number(self.waiting[len(held)]) < _number(begun[0])):
+                sequence = begun.popleft()
+                if sequence in seen:
+                    continue
+            elif may_ask:
+                sequence = self.waiting[len(held)]
+                if self._kv_cache.prefixes.is_coming(sequence, filter(_is_prompt, self.running)):
+                    lets_in = False  # what is left of this step would have it compute all of that anew
+                    continue
+                verdict = self._let_in(sequence, held)
+                is_last_word = verdict is Verdict.SPILL or self._kv_cache.tables.is_offload
+                if verdict is not Verdict.ADMITTED and is_last_word and not self._modes.can_hold(sequence):
+                    self._fail(sequence, self._modes.refusal(sequence))
+                elif verdict is Verdict.HELD:
+                    held.append(sequence)
+                elif verdict is not Verdict.ADMITTED:
+                    lets_in = False
+                if verdict is not Verdict.ADMITTED or sequence.state is not SequenceState.PREFILL:
+                    continue
+            else:
                 break
+            seen.add(sequence)
+            most = min(for_shorter, budget)
+            shorter = self._shorter(sequence, behind, seen, held, most)
+            budget -= self._add_chunk(sequence, budget - min(most, sum(map(_num_left, shorter))), chunks)
+            for one in shorter:
+                num_tokens = self._add_chunk(one, min(for_shorter, budget), chunks)
+                budget, for_shorter = budget - num_tokens, for_shorter - num_tokens
+        return chunks
+
+    def _least_left_first(self, begun: Iterable[Sequence]) -> list[tuple[int, Sequence]]:
+        """Return the prompts that may have a part of a step before older ones, with how many tokens each has left.
+
+        There are none where all that is left fits into the step.
+        """
+        if sum(map(_num_left, chain(begun, self.waiting))) <= self._max_num_batched_tokens:
+            return []
+        waiting = islice(self.waiting, len(self._kv_cache.free_rows))
+        found = [(_num_left(one), one) for one in begun] + [(self._admission.num_left(one), one) for one in waiting]
+        return sorted(found, key=itemgetter(0))
+
+    def _shorter(
+        self, oldest: Sequence, behind: list[tuple[int, Sequence]], seen: set[Sequence], held: list[Sequence], most: int
+    ) -> list[Sequence]:
+        """Return the prompts that share the step of `oldest` before older ones, for `most` tokens in all; let them in.
+
+        These have at most half as much left as it has, so the time to a first token is shorter on the average: such a
+        prompt takes up to twice its own time, where it would wait for all of the other's, which it delays by its own.
+        """
+        shorter: list[Sequence] = []
+        for num_left, one in behind:
+            if most <= 0 or 2 * num_left > _num_left(oldest):
+                break
+            if one in seen or self._kv_cache.prefixes.is_coming(one, self.running):  # a later step finds it
+                continue
+            seen.add(one)
+            if one.row is None:
+                place = self.waiting.index(one)
+                verdict = self._let_in(one, held, list(islice(self.waiting, len(held), place)))
+                if verdict is Verdict.HELD and place == len(held) < MAX_HELD:
+                    held.append(one)
+                elif verdict is not Verdict.ADMITTED and verdict is not Verdict.HELD:
+                    break
+            if one.state is SequenceState.PREFILL:
+                shorter.append(one)
+                most -= num_left
+        return shorter
+
+    def _let_in(self, sequence: Sequence, held: list[Sequence], passed: Several[Sequence] = ()) -> Verdict:
+        """Admit the waiting sequence behind those that are `held` and `passed`, if there is room."""
+        verdict = self._admission.admit(sequence, self.running, held, passed)
+        if verdict is Verdict.SPILL and self._spill():
+            verdict = self._admission.admit(sequence, self.running, held, passed)
+        if verdict is Verdict.ADMITTED:
             self.running.append(sequence)  # append before delete, so that an interrupt cannot lose the sequence
-            del self.waiting[len(held)]
+            del self.waiting[len(held) + len(passed)]
             self._mover.forget(sequence)
             sequence.state = _state(sequence)
-            if sequence.state is SequenceState.PREFILL:
-                budget -= self._add_chunk(sequence, budget, chunks)
-        return chunks
+        return verdict
 
     def _add_chunk(self, sequence: Sequence, budget: int, chunks: list[PrefillChunk[Sequence]]) -> int:
         """Append the sequence's next chunk if there is room for one; return the chunk's number of tokens, or 0."""
@@ -188,6 +260,15 @@ def _state(sequence: Sequence) -> SequenceState:
     """Return the state of an admitted sequence: whether prefill or decode comes next."""
     is_computed = sequence.num_computed >= sequence.num_tokens - 1 and sequence.num_sampled
     return SequenceState.DECODE if is_computed else SequenceState.PREFILL
+
+
+def _num_left(sequence: Sequence) -> int:
+    """Return how many tokens of a prompt have no KV yet."""
+    return sequence.num_tokens - sequence.num_computed
+
+
+def _is_prompt(sequence: Sequence) -> bool:
+    return sequence.state is SequenceState.PREFILL
 
 
 def _wants_token(sequence: Sequence) -> bool:

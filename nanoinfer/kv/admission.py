@@ -71,7 +71,18 @@ class Admission:
         """Forget what was refused: the mode or the pools have changed."""
         self.wanted.clear()
 
-    def admit(self, sequence: Sequence, running: Several[Sequence], passed: Several[Sequence] = ()) -> Verdict:
+    def num_left(self, sequence: Sequence) -> int:
+        """Return how many tokens a waiting sequence would have to compute if it were let in now."""
+        num_found = self._cache.prefixes.num_found(sequence) if sequence.kept_blocks is None else 0
+        return sequence.num_tokens - max(sequence.num_computed, num_found * self._tables.block_size)
+
+    def admit(
+        self,
+        sequence: Sequence,
+        running: Several[Sequence],
+        held: Several[Sequence] = (),
+        passed: Several[Sequence] = (),
+    ) -> Verdict:
         """Give the sequence a row and its blocks (resident) or a promise of them (offload), if there is room.
 
         Take up the blocks of an equal prefix, or bring back the KV that was kept when the sequence gave way; the caller
@@ -79,21 +90,22 @@ class Admission:
 
         Args:
             running: the admitted sequences.
-            passed: those before it in the queue, which are held back.
+            held: the first of the queue, which are held back.
+            passed: those between them and the sequence, which are not asked yet: it has fewer tokens to compute.
         """
-        waiting = (*passed, sequence)
+        waiting = (*held, *passed, sequence)
         # Rows that share blocks need few blocks, but attend to as many splits as others.
         num_splits = sum(self._tables.num_blocks(one.max_num_tokens) for one in waiting)
         if len(self._cache.free_rows) < len(waiting) or self._cache.num_reserved_splits + num_splits > self.max_splits:
             return Verdict.REFUSED
         wanted = self.wanted.get(sequence)
         if wanted is not None and (wanted.next_key is None or self._tables.home[1].published(wanted.next_key) is None):
-            verdict = self._verdict(sequence, wanted, running, passed)
+            verdict = self._verdict(sequence, wanted, running, held, passed)
             if verdict is not Verdict.ADMITTED:
                 return verdict
         self.wanted.pop(sequence, None)
         hits, wanted = self._look(sequence, running)
-        verdict = self._verdict(sequence, wanted, running, passed)
+        verdict = self._verdict(sequence, wanted, running, held, passed)
         if verdict is Verdict.ADMITTED:
             self._take(sequence, hits)
         elif sequence.kept_blocks is None:
@@ -128,20 +140,26 @@ class Admission:
         return self._cache.num_unpromised_host if self._tables.is_offload else self._tables.gpu_blocks.num_free
 
     def _verdict(
-        self, sequence: Sequence, wanted: _Wanted, running: Several[Sequence], passed: Several[Sequence]
+        self,
+        sequence: Sequence,
+        wanted: _Wanted,
+        running: Several[Sequence],
+        held: Several[Sequence],
+        passed: Several[Sequence],
     ) -> Verdict:
-        num_promised = sum(one.max_num_tokens // self._tables.block_size for one in passed)
+        first = (*held, *passed)
+        num_promised = sum(one.max_num_tokens // self._tables.block_size for one in first)
         host_room = self._cache.host_room
         if self._tables.is_offload:
             host_room.wait_for(self._cache.num_reserved_host + wanted.num_room + num_promised)
             host_room.tell()
-            if self._cache.copies.num_obtainable <= len(passed) or wanted.num_room + num_promised > self._room:
+            if self._cache.copies.num_obtainable <= len(first) or wanted.num_room + num_promised > self._room:
                 return Verdict.REFUSED
             if self._keeps_throughput(wanted.num_own, len(running)):
                 return Verdict.ADMITTED
-            return Verdict.HELD if passed or self._is_held(sequence, wanted) else Verdict.ADMITTED
-        has_room = wanted.num_room <= self._room
-        if has_room and not passed:
+            return Verdict.HELD if first or self._is_held(sequence, wanted) else Verdict.ADMITTED
+        has_room = wanted.num_room + self._num_room_of(passed, len(running)) <= self._room
+        if has_room and not held:
             return Verdict.ADMITTED
         if not self.may_spill:
             return Verdict.REFUSED
@@ -153,7 +171,15 @@ class Admission:
             return Verdict.REFUSED
         if has_room:
             return Verdict.ADMITTED
-        return Verdict.HELD if passed or self._is_held(sequence, wanted) else Verdict.SPILL
+        return Verdict.HELD if first or self._is_held(sequence, wanted) else Verdict.SPILL
+
+    def _num_room_of(self, passed: Several[Sequence], num_running: int) -> int:
+        """Return how many GPU blocks those who are passed want in resident mode, even if nothing of them is found.
+
+        Who gave way wants some for the others to grow, and whoever passes it is one of them.
+        """
+        num_blocks = sum(self._tables.num_blocks(one.num_tokens) for one in passed)
+        return num_blocks + (num_running + 1) * any(one.kept_blocks is not None for one in passed)
 
     def _is_held(self, sequence: Sequence, wanted: _Wanted) -> bool:
         """Whether the head of the queue is held back once more."""

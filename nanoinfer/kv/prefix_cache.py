@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -36,6 +38,23 @@ class PrefixCache:
                 break
             hits.append(block)
         return hits
+
+    def num_found(self, sequence: Sequence) -> int:
+        """Return how many blocks `find` would find. Takes none up."""
+        if not self._may_find(sequence):
+            return 0
+        keys, (_, pool) = self._keys(sequence, (sequence.num_tokens - 1) // self._block_size), self._tables.home
+        return bisect_left(keys, True, key=lambda key: pool.published(key) is None)  # of a beginning the end goes first
+
+    def is_coming(self, sequence: Sequence, running: Iterable[Sequence]) -> bool:
+        """Whether a running sequence is about to compute the first block of a waiting one that cannot be found yet."""
+        if sequence.row is not None or sequence.kept_blocks is not None or not self._may_find(sequence):
+            return False
+        place = self.num_found(sequence)
+        if place == (sequence.num_tokens - 1) // self._block_size:
+            return False
+        key = sequence.block_keys[place]
+        return any(one.num_published <= place < len(one.block_keys) and one.block_keys[place] == key for one in running)
 
     def key_behind(self, sequence: Sequence, num_hits: int) -> bytes | None:
         """Return the key of the first block that `find` did not find, or None if it found all that may be shared."""

@@ -68,10 +68,10 @@ def test_a_preempted_sequence_returns_only_where_the_others_can_grow_a_little(pa
     cache, num_refused = engine.kv_cache, 0
     admit_any = engine.admission.admit
 
-    def admit(sequence, running, passed):
+    def admit(sequence, running, *passed):
         nonlocal num_refused
         num_free, is_kept = cache.tables.gpu_blocks.num_free, sequence.kept_blocks is not None
-        verdict = admit_any(sequence, running, passed)
+        verdict = admit_any(sequence, running, *passed)
         if is_kept and verdict is admission.Verdict.ADMITTED:
             assert cache.tables.gpu_blocks.num_free >= len(running)
         elif is_kept:

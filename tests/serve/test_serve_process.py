@@ -242,6 +242,8 @@ def test_a_short_load_finds_nothing(tmp_path, capfd):
     figures = json.loads(out.read_text())
     assert code == 0 and figures["passed"], figures
     assert figures["outcomes"]["streamed"] and figures["outcomes"]["nonsense: 400"] and not figures["wrong_answers"]
+    short = figures["time_to_first_token_of_short_prompts"]
+    assert short["long_clients"] == 6 and min(short["alone"]["median_ms"], short["beside_long"]["median_ms"]) > 0
     # It must be able to fail.
     load = serve_load.Load(None, [], "exact")
     case = serve_load.Case(dict(prompt=[5], max_tokens=2), [7, 8])
