@@ -46,6 +46,10 @@ def add_arguments(parser: Parser) -> None:
         "--strict", action="store_true",
         help="refuse fields of requests with names that no API has (default: ignore them, with a line in the log)",
     )  # fmt: skip
+    clients.add_argument(
+        "--images", choices=("refuse", "replace"), default="refuse",
+        help="images, documents and sounds in conversations; replace: a text stands in their place (%(default)s)",
+    )  # fmt: skip
     for name, seconds, text in (
         ("--body-timeout", 60.0, "for the head of a request to arrive, and for its body"),
         ("--max-step-seconds", 120.0, "a step that runs for longer makes /health say 503"),

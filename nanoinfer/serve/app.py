@@ -52,6 +52,7 @@ def create_app(
     allowed_origins: Sequence[str] = (),
     body_timeout: float = DEFAULT_BODY_SECONDS,
     strict: bool = False,
+    images: str = "refuse",
     tool_call_parser: str = "auto",
     reasoning_parser: str = "auto",
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -64,6 +65,7 @@ def create_app(
         allowed_origins: origins of web pages that may use the server, in the form that browsers send; "*": all.
         body_timeout: seconds in which a request's body must arrive.
         strict: refuse fields with names that no API has, instead of ignoring them with a line in the log.
+        images: what becomes of images in a conversation: "refuse", or "replace": a text stands in their place.
         tool_call_parser, reasoning_parser: as of `AnswerFormat.of`.
         sleep: waits for so many seconds between two looks at whether a stream is silent.
     """
@@ -100,7 +102,8 @@ def create_app(
     tokenizer = engine.prompts.tokenizer
     form = AnswerFormat.of_tokenizer(tokenizer, tool_parser=tool_call_parser, reasoning_parser=reasoning_parser)
     template = ChatTemplate(tokenizer, form)
-    responder = Responder(engine, served_model_names, Fields(refuses_unknown=strict), template, body_timeout, sleep)
+    fields = Fields(refuses_unknown=strict, replaces_images=images == "replace")
+    responder = Responder(engine, served_model_names, fields, template, body_timeout, sleep)
     _add_generation(app, responder)
     add_agents(app, responder)
     _add_tokenizing(app, responder)

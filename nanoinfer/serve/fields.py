@@ -14,6 +14,7 @@ from nanoinfer.common.other_names import MEANT
 from nanoinfer.common.unsupported import FIRST_COME, LEAVE_OUT, SAMPLING, by_advice, refusal
 from nanoinfer.serve import json_body
 from nanoinfer.serve.errors import BadRequestError
+from nanoinfer.serve.images import WORDS, replace_images
 from nanoinfer.serve.protocol import Body, GenerationRequest, StreamOptions
 
 logger = logging.getLogger("nanoinfer.serve")
@@ -73,10 +74,11 @@ class Fields:
 
     Args:
         refuses_unknown: refuse such names with the nearest known one.
+        replaces_images: a text stands in the place of images; else they are refused.
     """
 
-    def __init__(self, *, refuses_unknown: bool = False) -> None:
-        self._refuses_unknown = refuses_unknown
+    def __init__(self, *, refuses_unknown: bool = False, replaces_images: bool = False) -> None:
+        self._refuses_unknown, self._replaces_images = refuses_unknown, replaces_images
         self._logged: set[str] = set()
 
     def leave_out(self, what: str, why: str) -> None:
@@ -89,6 +91,16 @@ class Fields:
         if self._refuses_unknown:
             raise BadRequestError(f"{what} is not supported, as {why}: leave it out", code="unsupported_parameter")
         self._log(what, "requests have %s, which is left out, as %s; --strict refuses it", what, why)
+
+    def take_image(self, where: str, kind: str, field: str) -> None:
+        """Take a part of a conversation that is no text, such as an image. Raises BadRequestError where none may be."""
+        if not self._replaces_images:
+            raise BadRequestError(
+                f"{where} has the type {kind!r}: {WORDS[kind]}s are not supported, only text is supported: leave it "
+                "out, or start the server with --images replace, which puts a text in the place of each",
+                param=field,
+            )
+        self._log(f"{kind} in a message", "requests have parts of the type %r: a text stands in their place", kind)
 
     def check(self, name: str, given: Mapping[str, Any], known: Collection[str], where: str) -> None:
         """Take a name that is given and not among the known ones. Raises BadRequestError."""
@@ -138,6 +150,7 @@ def checked(kind: type[B], given: dict[str, Any], fields: Fields) -> B:
     Raises:
         BadRequestError: a field is not supported or has a wrong value.
     """
+    replace_images(given, fields.take_image)
     for name, value in given.items():
         if name in kind.model_fields or name in IGNORED or name in kind.ignored:
             continue

@@ -20,7 +20,8 @@ from nanoinfer.serve.gate import allowed_origins
 
 _OF_ENGINE = ("max_queue", "max_queue_bytes", "max_step_seconds")
 _OF_APP = (
-    "served_model_names", "api_key", "allowed_origins", "body_timeout", "strict", "tool_call_parser", "reasoning_parser"
+    "served_model_names", "api_key", "allowed_origins", "body_timeout", "strict", "images", "tool_call_parser",
+    "reasoning_parser",
 )  # fmt: skip
 
 
@@ -39,6 +40,7 @@ class ServerSettings:
     allowed_origins: list[str]
     body_timeout: float
     strict: bool
+    images: str
     tool_call_parser: str
     reasoning_parser: str
     max_queue: int

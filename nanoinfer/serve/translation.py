@@ -40,5 +40,4 @@ def need(value: Any, kind: type, where: str, what: str, param: str) -> Any:
 
 def refuse(where: str, kind: Any, allowed: str, param: str) -> BadRequestError:
     """Return the error for a part of a request whose type is not supported."""
-    others = "images are not supported: " if isinstance(kind, str) and "image" in kind else ""
-    return BadRequestError(f"{where} has the type {shown(kind)}: {others}give {allowed}", param=param)
+    return BadRequestError(f"{where} has the type {shown(kind)}: give {allowed}", param=param)

@@ -285,7 +285,7 @@ def test_messages_of_anthropic_become_those_of_chats():
     [
         ([{"role": "assistant", "content": "a"}], "the last message is the assistant's"),
         ([{"role": "nobody", "content": "a"}], "messages[0].role is 'nobody'"),
-        ([{"role": "user", "content": [{"type": "image"}]}], "has the type 'image': images are not supported"),
+        ([{"role": "user", "content": [{"type": "odd"}]}], "has the type 'odd': give text or tool_result"),
         ([{"role": "user", "content": 3}], "messages[0].content is 3: give a text or a list of blocks"),
         ([{"role": "user", "content": [{"type": "tool_result"}]}], "messages[0].content[0].tool_use_id is None"),
         (["a"], "messages[0] is 'a': give an object"),

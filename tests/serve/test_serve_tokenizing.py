@@ -160,6 +160,7 @@ def test_parts_of_a_message_are_text_by_their_type_too(path):
                     error = response.json()["error"]
                     assert error["param"] == "messages" and "only text is supported" in error["message"]
                     assert ("images are not supported" in error["message"]) == (kind == "image_url")
+                    assert ("--images replace" in error["message"]) == (kind in ("image_url", "input_audio"))
             parts = [{"type": "text", "text": "w31"}, {"text": "w32"}, {"type": None, "text": "w33"}]
             response = await served.post("/tokenize", messages=[{"role": "user", "content": parts}])
             assert response.json()["tokens"] == [7, 31, 32, 33, 9]
