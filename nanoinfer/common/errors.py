@@ -18,11 +18,14 @@ class RequestError(ValueError):
     Attributes:
         field: what is at fault: "prompt", "messages" or a field of SamplingParams.
         is_too_long: the request does not fit into max_model_len or a KV pool.
+        lengths: of a prompt that is too long, its tokens, or so many at least, and the most that there may be.
     """
 
-    def __init__(self, message: str, *, field: str, is_too_long: bool = False) -> None:
+    def __init__(
+        self, message: str, *, field: str, is_too_long: bool = False, lengths: tuple[int, int] | None = None
+    ) -> None:
         super().__init__(message)
-        self.field, self.is_too_long = field, is_too_long
+        self.field, self.is_too_long, self.lengths = field, is_too_long, lengths
 
 
 SHOWN_CHARS = 80

@@ -48,7 +48,7 @@ class Intake:
         if not token_ids:
             raise RequestError("the prompt is empty: give at least one token", field="prompt")
         if len(token_ids) >= self._max_model_len:  # before the tokens are looked at one by one
-            raise too_long(f"{len(token_ids)} tokens", self._max_model_len)
+            raise too_long(f"{len(token_ids)} tokens", len(token_ids), self._max_model_len)
         self.check_vocabulary(token_ids)
         return token_ids
 
@@ -148,5 +148,6 @@ class Intake:
                 f"mode's pool holds {capacity}: lower max_tokens, shorten the prompt or switch the mode",
                 field="max_tokens" if num_prompt_tokens < capacity else "prompt",
                 is_too_long=True,
+                lengths=(num_prompt_tokens, capacity - 1) if num_prompt_tokens >= capacity else None,
             )
         return max_tokens

@@ -143,13 +143,14 @@ def encode_chat(
     return list(found) if tokenize else found
 
 
-def too_long(what: str, max_model_len: int) -> RequestError:
-    """Return the error for a prompt that has `what`, such as "9000 tokens"."""
+def too_long(what: str, num_tokens: int, max_model_len: int) -> RequestError:
+    """Return the error for a prompt that has `what`, such as "9000 tokens", which are `num_tokens` or more."""
     return RequestError(
         f"the prompt has {what}, max_model_len is {max_model_len} and at least one token is generated: shorten the "
         "prompt or raise max_model_len",
         field="prompt",
         is_too_long=True,
+        lengths=(num_tokens, max_model_len - 1),
     )
 
 

@@ -206,7 +206,9 @@ async def _api_error(request: Request, error: ApiError) -> Response:
 async def _request_error(request: Request, error: RequestError) -> Response:
     """Blame the client's request for a refusal by the engine."""
     field = _PROMPT_FIELDS.get(request.url.path, "prompt") if error.field == "prompt" else error.field
-    refused = BadRequestError(str(error), param=field, code=TOO_LONG if error.is_too_long else None)
+    refused = BadRequestError(
+        str(error), param=field, code=TOO_LONG if error.is_too_long else None, lengths=error.lengths
+    )
     return error_response(refused, request.url.path)
 
 

@@ -29,6 +29,8 @@ class ApiError(Exception):
         param: the field of the request that is at fault.
         code: OpenAI's short name for the error.
         closes: close the connection after the answer, because the rest of the request is not read.
+        lengths: as of `RequestError`. Agents on Anthropic's API know a prompt that is too long by these words, and
+            shorten their history then.
     """
 
     status = 500
@@ -42,9 +44,10 @@ class ApiError(Exception):
         code: str | None = None,
         status: int | None = None,
         closes: bool = False,
+        lengths: tuple[int, int] | None = None,
     ) -> None:
         super().__init__(message)
-        self.param, self.code = param, code
+        self.param, self.code, self.lengths = param, code, lengths
         self.headers = {"Connection": "close"} if closes else {}
         if status is not None:
             self.status = status
@@ -52,7 +55,12 @@ class ApiError(Exception):
     def body(self, path: str = "") -> bytes:
         """Return the answer's body, in the form of the API that the path is of."""
         if path.startswith(MESSAGES):
-            error = {"type": _ANTHROPIC.get(self.status, "api_error"), "message": str(self)}
+            said = str(self)
+            if self.lengths is not None:
+                said = "prompt is too long: {} tokens > {} maximum: shorten it or raise max_model_len".format(
+                    *self.lengths
+                )
+            error = {"type": _ANTHROPIC.get(self.status, "api_error"), "message": said}
             return json.dumps({"type": "error", "error": error}).encode()
         error = {"message": str(self), "type": self.type, "param": self.param, "code": self.code}
         return json.dumps({"error": error}).encode()

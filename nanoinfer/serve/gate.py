@@ -112,7 +112,26 @@ def check_origin(scope: Scope, *, allowed: Collection[str]) -> ApiError | None:
                 status=403,
                 code="origin_not_allowed",
             )
-    return None
+    is_without = "origin" not in headers and scope["method"] in ("GET", "HEAD")
+    return _check_host(headers, allowed) if is_without and "*" not in allowed else None
+
+
+def _check_host(headers: Headers, allowed: Collection[str]) -> ApiError | None:
+    """Refuse what a page reads from its own origin under a name that may have been made to lead here (DNS rebinding).
+
+    Browsers send no Origin with it. A page that is opened itself (navigation) is read by nobody but who opened it.
+    """
+    host = headers.get("host", "")
+    if headers.get("sec-fetch-site") != "same-origin" or headers.get("sec-fetch-mode") == "navigate":
+        return None
+    if _is_own_name(f"//{host}") or any(urlsplit(origin).netloc.lower() == host.lower() for origin in allowed):
+        return None
+    return BadRequestError(
+        f"web pages may not read this server under the name {host[:200]!r}: start it with --allowed-origins "
+        f"'{json.dumps(['http://' + host[:200]])}' if they should",
+        status=403,
+        code="host_not_allowed",
+    )
 
 
 def check_request(scope: Scope, *, api_key: str | None) -> ApiError | None:
@@ -124,8 +143,9 @@ def check_request(scope: Scope, *, api_key: str | None) -> ApiError | None:
         return None
     headers = Headers(scope=scope)
     if api_key is not None:
-        given = headers.getlist("authorization") + [f"Bearer {key}" for key in headers.getlist("x-api-key")]
-        is_right = [hmac.compare_digest(one.encode("latin-1"), f"Bearer {api_key}".encode()) for one in given]
+        split = (one.partition(" ") for one in headers.getlist("authorization"))
+        given = [key.strip() for scheme, _, key in split if scheme.lower() == "bearer"] + headers.getlist("x-api-key")
+        is_right = [hmac.compare_digest(one.encode("latin-1"), api_key.encode()) for one in given]
         if not any(is_right):
             return BadRequestError(
                 "the API key is missing or wrong: send the header Authorization: Bearer KEY, or x-api-key: KEY",
@@ -154,11 +174,15 @@ def _is_same_origin(origin: str, host: str) -> bool:
     A host name counts only if nobody else can make it resolve to this machine. Otherwise (DNS rebinding) a page of
     evil.example could make that name resolve to this machine, and then send requests to its own origin.
     """
+    return _is_own_name(origin) and urlsplit(origin).netloc.lower() == host.lower()
+
+
+def _is_own_name(url: str) -> bool:
+    """Whether the host of a URL is an address, or a name that leads to this machine alone."""
     try:
-        parts = urlsplit(origin)
-        name = parts.hostname or ""
+        name = urlsplit(url).hostname or ""
         if name != "localhost" and not name.endswith(".localhost"):
             ipaddress.ip_address(name)
     except ValueError:
         return False
-    return parts.netloc.lower() == host.lower()
+    return True

@@ -135,7 +135,8 @@ class PromptTokenizer:
         Stop as soon as it is clear that the text is too long.
         """
         if (num_tokens := self.known.num_tokens_at_least(text)) >= self.max_model_len:
-            raise too_long(f"{len(text)} characters, which are at least {num_tokens} tokens", self.max_model_len)
+            what = f"{len(text)} characters, which are at least {num_tokens} tokens"
+            raise too_long(what, num_tokens, self.max_model_len)
         if self.known.cut is None or len(text) <= _LONG_PROMPT_CHARS:
             how = dict(add_special_tokens=False) if is_bare else {}
             return await self._on(_lane(len(text)), lambda: self.intake.tokenize(encode(self.tokenizer, text, **how)))
@@ -147,7 +148,7 @@ class PromptTokenizer:
             bare = dict(add_special_tokens=False)
             token_ids += await self._on(lane, lambda: encode(self.tokenizer, text[begin:end], **bare))
             if len(token_ids) >= self.max_model_len and end < len(text):
-                raise too_long(f"at least {len(token_ids)} tokens", self.max_model_len)
+                raise too_long(f"at least {len(token_ids)} tokens", len(token_ids), self.max_model_len)
             begin = end
         token_ids += () if is_bare else self.known.after
         return await self._on("long", lambda: self.intake.tokenize(token_ids))

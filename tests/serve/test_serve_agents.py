@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Literal
@@ -201,7 +202,7 @@ def test_a_message_may_be_shorter_than_its_limit(path):
         async with clients(path, max_model_len=48) as (_, _, client):
             asked = dict(model=MODEL, messages=USER, max_tokens=32_000, **GREEDY)
             message = await client.messages.create(**asked)
-            with pytest.raises(anthropic.BadRequestError, match="max_model_len is 48"):
+            with pytest.raises(anthropic.BadRequestError, match="62 tokens > 47 maximum"):
                 await client.messages.create(**asked | dict(messages=[{"role": "user", "content": "w1 " * 60}]))
             return message
 
@@ -234,6 +235,13 @@ def test_errors_on_the_path_of_messages_have_anthropics_form(path):
                 await client.messages.create(model="claude", messages=USER, max_tokens=3)
             with pytest.raises(anthropic.AuthenticationError, match="send the header"):
                 await client.with_options(api_key="wrong").messages.create(model=MODEL, messages=USER, max_tokens=1)
+            for text in ("w1 " * 400, "w1 " * 100_000):  # agents shorten their history by these words
+                with pytest.raises(anthropic.BadRequestError) as caught:
+                    asked = dict(model=MODEL, messages=[{"role": "user", "content": text}], max_tokens=3)
+                    await client.messages.create(**asked)
+                said = caught.value.body["error"]["message"]
+                found = re.match(r"prompt is too long: (\d+) tokens > (\d+) maximum", said)
+                assert found and int(found[1]) > int(found[2]) == 383, said
             bearer = client.with_options(api_key=None, auth_token="secret")
             assert (await bearer.messages.create(model=MODEL, messages=USER, max_tokens=1)).content
             assert (await served.client.get("/v1/models", headers={"x-api-key": "secret"})).status_code == 200

@@ -68,6 +68,40 @@ def test_pages_of_others_are_refused(path):
     asyncio.run(ask())
 
 
+def test_pages_under_a_name_that_others_own_read_nothing(path):
+    """As after DNS rebinding: the page and the server have one origin, so the browser sends no Origin with a GET."""
+    page = {"Sec-Fetch-Site": "same-origin", "Sec-Fetch-Mode": "cors"}
+    own = ("127.0.0.1:8000", "localhost:8000", "[::1]:8000", "a.localhost", "box.example:3000")
+
+    async def ask():
+        allowed = dict(allowed_origins=["http://box.example:3000"])
+        async with serving(path, app_options=allowed) as served:
+            for url in ("/metrics", "/v1/models", "/health"):
+                for host in ("evil.example", "evil.example:8000", ""):
+                    response = await served.client.get(url, headers={**page, "Host": host})
+                    assert response.status_code == 403 and response.json()["error"]["code"] == "host_not_allowed"
+                    assert f"http://{host}" in response.json()["error"]["message"]
+                for host in own:
+                    assert (await served.client.get(url, headers={**page, "Host": host})).status_code == 200
+                opened = {**page, "Sec-Fetch-Mode": "navigate", "Host": "evil.example"}
+                assert (await served.client.get(url, headers=opened)).status_code == 200
+                assert (await served.client.get(url, headers={"Host": "evil.example"})).status_code == 200, "no browser"
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize("given", ["Bearer secret", "bearer secret", "BEARER  secret"])
+def test_the_scheme_of_the_key_may_be_written_in_any_case(path, given):
+    async def ask():
+        async with serving(path, api_key="secret") as served:
+            models = [
+                await served.client.get("/v1/models", headers={"Authorization": one}) for one in (given, "bearer x")
+            ]
+            assert [one.status_code for one in models] == [200, 401]
+
+    asyncio.run(ask())
+
+
 def test_pages_that_may_use_the_server_can_read_its_answers_and_errors(path):
     async def ask():
         async with serving(path, api_key="secret", app_options=dict(allowed_origins=[PAGE])) as served:
