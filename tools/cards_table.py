@@ -17,7 +17,7 @@ if str(ROOT) not in sys.path:
 import nanoinfer  # noqa: E402
 
 README = ROOT / "README.md"
-CARDS = ("RTX 4060", "RTX 4070", "RTX 4080", "RTX 4090")
+CARDS = ("RTX 4060", "RTX 3060", "RTX 4070", "RTX 4080", "RTX 3090", "RTX 4090")
 # Shape, format of its weights (None: as in the checkpoint), and how the table calls both.
 ROWS = (
     ("qwen3-4b", None, "Qwen3-4B, bf16"),
@@ -42,9 +42,7 @@ def row(shape: str, quantization: str | None, name: str) -> str:
 
 def _cell(shape: str, quantization: str | None, card: str) -> str:
     """The least time of a token, or why there is none."""
-    found = nanoinfer.plan(
-        shape, gpu=card, host_memory_limit="64GiB", max_model_len=CONTEXT, max_num_seqs=1, quantization=quantization
-    )
+    found = nanoinfer.plan(shape, gpu=card, host_memory_limit="64GiB", max_model_len=CONTEXT, quantization=quantization)
     if not found.fits:
         return "no"
     return f"{found.ms_per_token:.0f} ms" + (", streams" if found.streamed_bytes_per_step else "")

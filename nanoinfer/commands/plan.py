@@ -22,7 +22,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "model", metavar="MODEL", help=f"checkpoint directory, GGUF file, hub id, or a shape: {', '.join(SHAPES)}"
     )
-    parser.add_argument("--batch", type=int, default=1, help="sequences at once (default: %(default)s)")
+    parser.add_argument("--batch", type=int, help="sequences at once; default: as serve, with the time of one alone")
     parser.take_also("--batch", "--max-num-seqs")
     parser.add_argument("--gpu", metavar="CARD", help='memory and bandwidths of a card, such as "RTX 4070"')
     parser.add_argument("--compare-gpus", action="store_true", help="a table of all cards that are known")
@@ -30,11 +30,11 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--device-gbps", type=float, help="the GPU's memory, GB/s; default: the card's")
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
     texts = {
-        "max_model_len": "tokens of each sequence, output included, such as 32k; default: 32k or the model's limit",
+        "max_model_len": "tokens of each sequence, output included, such as 32k; default: as serve, timed with 32k",
         "gpu_memory_limit": 'such as "12GiB"; default: this machine\'s',
         "host_memory_limit": 'such as "64GiB"; default: what is available here',
     }
-    add_engine_options(parser, ENGINE_OPTIONS, defaults={"enable_cpu_offload": True}, texts=texts)
+    add_engine_options(parser, ENGINE_OPTIONS, defaults={"enable_cpu_offload": "auto"}, texts=texts)
     parser.take_also("--max-model-len", "--context")
 
 

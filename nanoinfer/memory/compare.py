@@ -14,7 +14,8 @@ from nanoinfer.memory.rates import Rates
 
 
 def compare_gpus(
-    model: str | Path, *, host_memory_limit: int | str | None = None, max_model_len: int | None = None, batch: int = 1,
+    model: str | Path, *, host_memory_limit: int | str | None = None, max_model_len: int | None = None,
+    batch: int | None = None,
     **arguments: Any,
 ) -> dict[str, Forecast]:  # fmt: skip
     """Return a decode step at full context on each card, by the card's name; for the arguments see `plan`.
@@ -30,7 +31,7 @@ def compare_gpus(
         asked = replace(any_card.asked, budget_bytes=card.memory_bytes, **rates)
         one = replace(any_card, asked=asked, lacks_float8=card.lacks_float8, rates=Rates.of_card(card))
         try:
-            found[card.name] = one.step(asked.context, asked.batch)
+            found[card.name] = one.step()
         except ValueError as error:  # what is asked for is not in this card
             found[card.name] = replace(asked, problem=str(error))
     return found

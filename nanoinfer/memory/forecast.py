@@ -30,8 +30,8 @@ class Forecast:
         ms_at_hit_rate: where experts lie in host memory, this floor by the share of chosen ones that are on the GPU.
             `ms_per_token` is for experts that are all chosen equally often, the worst case.
         bound: what sets this floor: "link" or "device memory".
-        proposals: settings that make it fit or, where it streams, that make its steps faster.
-        advice: what else would help, best first.
+        proposals: settings that make it fit or, where it streams, that make its steps faster, cheapest first.
+        advice: what more memory would do, which stands behind them.
         notes: what is special about the card that was named.
     """
 
@@ -82,19 +82,19 @@ class Forecast:
     def report(self) -> str:
         """Return a table, or what to do if the model does not fit."""
         lines = [f"{self.model}, {self.batch} x {self.context:,} tokens"]
+        if self.fits and self.memory.max_num_seqs > self.batch:
+            lines[0] += f", of up to {self.memory.max_num_seqs} sequences at once"
         if self.fits:
             lines += [""] + self._table()
         else:
             lines += ["", f"does not fit: {self.problem}"]
         lines += [""] * bool(self.notes) + [f"note: {note}" for note in self.notes]
-        if self.proposals:
-            title = "what is faster" if self.fits else "what fits"
-            lines += ["", f"{title}, from the least loss of quality to the most:"]
-            for proposal in self.proposals:
-                first, *rest = proposal.lines()
-                lines += [f"  - {first}", *(f"    {line}" for line in rest)]
-        if self.advice:
-            lines += ["", "what would help:"] + [f"  - {text}" for text in self.advice]
+        if self.proposals or self.advice:
+            lines += ["", "what would help, cheapest first:"]
+        for proposal in self.proposals:
+            first, *rest = proposal.lines()
+            lines += [f"  - {first}", *(f"    {line}" for line in rest)]
+        lines += [f"  - {text}" for text in self.advice]
         return "\n".join(lines)
 
     def _table(self) -> list[str]:

@@ -28,7 +28,8 @@ from nanoinfer.memory.floors import bytes_read_per_step
 from nanoinfer.memory.forecast import Forecast
 from nanoinfer.memory.machine import device_memory
 from nanoinfer.memory.measure import DEFAULT_CONTEXT
-from nanoinfer.memory.plan import make_plan
+from nanoinfer.memory.plan import plan_of
+from nanoinfer.memory.planner import Planner
 from nanoinfer.memory.proposals import Proposal, Proposer
 from nanoinfer.memory.rates import DEFAULT_LINK_GBPS, Rates
 from nanoinfer.memory.setup import Specs
@@ -53,19 +54,20 @@ def plan(
     gpu_memory_limit: int | float | str | None = None,
     host_memory_limit: int | str | None = None,
     max_model_len: int | None = None,
-    batch: int = 1,
+    batch: int | None = None,
     link_gbps: float | None = None,
     device_gbps: float | None = None,
     **arguments: Any,
 ) -> Forecast:
-    """Work out what an engine with these limits would do.
+    """Work out what an engine with these limits would do: what is not given is as `nanoinfer serve` has it.
 
     Args:
         model: directory of a checkpoint or hub id, of which only the config is read, or a shape such as "qwen3-4b".
         gpu: a card, such as "RTX 4070": its memory and bandwidths, where they are not given (`memory/cards.py`).
         gpu_memory_limit, host_memory_limit: limits, such as "12GiB"; None takes this machine's.
-        max_model_len: tokens of each sequence, output included; None: 32,768 or the model's limit.
-        batch: sequences at once.
+        max_model_len: tokens of each sequence, output included; None: the engine's choice, of which a step is forecast
+            with 32,768, or with as many as there can be.
+        batch: sequences at once; None: the engine's choice, of which a step with one is forecast.
         link_gbps: bandwidth from host to GPU, in GB/s (10^9): about 12 for PCIe 3 x16, 25 for PCIe 4, 52 for PCIe 5;
             None: the card's, or 25.
         device_gbps: bandwidth of the GPU's memory in GB/s; None leaves the device out of the forecast.
@@ -82,7 +84,7 @@ def plan(
 
 def forecaster(
     model: str | Path, *, gpu: str | None, gpu_memory_limit: int | float | str | None,
-    host_memory_limit: int | str | None, max_model_len: int | None, batch: int, link_gbps: float | None,
+    host_memory_limit: int | str | None, max_model_len: int | None, batch: int | None, link_gbps: float | None,
     device_gbps: float | None, **arguments: Any,
 ) -> Forecaster:  # fmt: skip
     """Return what forecasts for any context and batch; for the arguments see `plan`."""
@@ -99,7 +101,8 @@ def forecaster(
         if value is not None and (type(value) is not int or value < 1):
             raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
     limits = dict(gpu_memory_limit=gpu_memory_limit, host_memory_limit=host_memory_limit)
-    config = EngineConfig(**{"model": model, "enable_cpu_offload": True, **limits, **arguments})
+    limits |= dict(max_model_len=max_model_len, max_num_seqs=batch)
+    config = EngineConfig(**{"model": model, "enable_cpu_offload": "auto", **limits, **arguments})
     if model in SHAPES:
         specs = _specs_of_shape(str(model), json.dumps(config.hf_overrides))
     else:
@@ -112,7 +115,7 @@ def forecaster(
     asked = Forecast(
         model=str(model),
         context=max_model_len or min(DEFAULT_CONTEXT, spec.max_position),
-        batch=batch,
+        batch=batch or 1,
         link_gbps=link_gbps,
         device_gbps=device_gbps,
         budget_bytes=_budget(config, host_bytes),
@@ -172,57 +175,72 @@ class Forecaster:
         return _spec(self.specs, self.config, self.lacks_float8)
 
     def forecast(self) -> Forecast:
-        context, batch = self.asked.context, self.asked.batch
-        step, longest = self.step(context, batch), self._longest(batch, lambda other: other.fits)
+        step = self.step()
+        longest = self._longest(self.fits)
         if not step.fits:
             proposals = self.proposer().to_fit()
-            advice = self._advice_to_fit(context, batch, proposals)
+            advice = self._advice_to_fit(proposals)
             return replace(step, longest_context=longest or None, proposals=proposals, advice=advice)
-        return replace(
+        step = replace(
             step,
             longest_context=longest,
-            longest_resident_context=self._longest(
-                batch, lambda other: other.fits and not other.streamed_bytes_per_step
-            ),
-            largest_batch=_largest(lambda n: self.step(context, n).fits, MAX_BATCH),
-            proposals=self.proposer().to_be_faster(step.ms_per_token) if step.bound == "link" else (),
-            advice=self._advice(step),
+            longest_resident_context=self._longest(lambda context: self._streams_nothing(context, step)),
+            largest_batch=_largest(lambda n: self.fits(step.context, n), MAX_BATCH),
         )
+        if step.bound != "link":
+            return step
+        return replace(step, proposals=self.proposer().to_be_faster(step), advice=self._advice(step))
 
     def proposer(self) -> Proposer:
-        config = replace(self.config, max_model_len=self.asked.context, max_num_seqs=self.asked.batch)
-
         def other(config: EngineConfig) -> Forecaster:
             return replace(self, config=config)
 
+        planner = self._planner(self.config)
         return Proposer(
-            config,
-            step=lambda config: other(config).step(config.max_model_len, config.max_num_seqs),
-            longest=lambda config: other(config)._longest(config.max_num_seqs, lambda step: step.fits),
+            self.config,
+            step=lambda config: other(config).step(),
+            longest=lambda config: other(config)._longest(other(config).fits),
+            wide_bytes=planner.spec.weight_bytes if self.config.quantization is None else 0,
+            memory_bytes=self.asked.budget_bytes + self.asked.host_budget_bytes,
+            experts_bytes=planner.spec.sparse.expert_bytes + planner.embedding_bytes if planner.may_have_slots else 0,
             knows_device=self.knows_device,
         )
 
-    def _longest(self, batch: int, accepts: Callable[[Forecast], bool]) -> int:
-        """Return the longest context, in whole blocks or up to the model's limit, whose step is accepted."""
+    def _streams_nothing(self, context: int, now: Forecast) -> bool:
+        """now: the step that is known; where it streams nothing, no shorter one does."""
+        step = now if context <= now.context and not now.streamed_bytes_per_step else self.step(context)
+        return step.fits and not step.streamed_bytes_per_step
+
+    def _longest(self, accepts: Callable[[int], bool]) -> int:
+        """Return the longest context, in whole blocks or up to the model's limit, that is accepted."""
         size, limit = self.spec.layout.block_size, self.spec.max_position
-        blocks = _largest(lambda n: accepts(self.step(min(n * size, limit), batch)), -(-limit // size))
+        blocks = _largest(lambda n: accepts(min(n * size, limit)), -(-limit // size))
         return min(limit, size * blocks)
 
-    def step(self, context: int, batch: int) -> Forecast:
-        """Forecast a decode step at full context, or why it cannot run; no limits yet, and no advice."""
-        asked, layout = replace(self.asked, context=context, batch=batch), self.spec.layout
-        config = replace(self.config, max_model_len=context, max_num_seqs=batch)
+    def step(self, context: int | None = None, batch: int | None = None) -> Forecast:
+        """Forecast a decode step at full context, or why it cannot run; no limits yet, and no advice.
+
+        What is not given is as the config says, and else the engine's choice, as in `plan`.
+        """
+        if (context, batch) not in self._steps:
+            self._steps[context, batch] = self._step(context, batch)
+        return self._steps[context, batch]
+
+    @cached_property
+    def _steps(self) -> dict[tuple[int | None, int | None], Forecast]:
+        return {}
+
+    def _step(self, context: int | None, batch: int | None, is_quick: bool = False) -> Forecast:
+        given = dict(max_model_len=context, max_num_seqs=batch)
+        config = replace(self.config, **{name: value for name, value in given.items() if value is not None})
+        batch, context = config.max_num_seqs or 1, config.max_model_len
+        asked, layout = replace(self.asked, context=context or self.asked.context, batch=batch), self.spec.layout
         try:
-            memory = make_plan(
-                config,
-                self.spec,
-                budget_bytes=asked.budget_bytes,
-                host_available_bytes=asked.host_budget_bytes,
-                device=self.device,
-                rates=self.rates,
-            )
+            memory = plan_of(self._planner(config, is_quick))
         except ValueError as error:
             return replace(asked, problem=str(error))
+        context = context or min(asked.context, memory.max_model_len)
+        asked = replace(asked, context=context)
         lengths, room = [context] * batch, memory.num_gpu_blocks - 1  # without scratch
         num_full, num_all = num_blocks(self.spec, lengths)
         is_offload = config.enable_cpu_offload is True or num_all > room
@@ -265,52 +283,42 @@ class Forecaster:
             bound=bound if seconds else None,
         )
 
-    # What would help: each answer is the forecast of a changed setting
+    # More memory, which stands behind all that helps and costs nothing
 
     def _advice(self, step: Forecast) -> tuple[str, ...]:
-        if step.bound != "link":
-            return ()
-        context, batch, now = step.context, step.batch, step.ms_per_token
-        found: list[tuple[float, str]] = []
-
-        def consider(changed: Forecast, what: str) -> None:
-            then = changed.ms_per_token or 0.0
-            if changed.fits and then < 0.995 * now:
-                reached = f"{then:.1f} ms" if changed.streamed_bytes_per_step else "nothing streams"
-                found.append((now - then, f"{what}: {reached} instead of {now:.1f} ms"))
-
+        """Say what more GPU memory does: one GiB, and what it takes for nothing to stream."""
+        now, found = step.ms_per_token, []
         missing = -(-(step.kv_bytes - step.resident_kv_bytes + step.memory.passing_bytes) // GIB)
         for gib in sorted({1, missing}):
-            more = self._with_gpu(gib * GIB).step(context, batch)
-            consider(more, f"{gib} GiB more GPU memory")
+            more = self._with_gpu(gib * GIB).step(step.context, self.config.max_num_seqs)
+            if more.fits and (then := more.ms_per_token or 0.0) < 0.995 * now:
+                reached = f"{then:.1f} ms" if more.streamed_bytes_per_step else "nothing streams"
+                found.append(f"{gib} GiB more GPU memory: {reached} instead of {now:.1f} ms")
             if not more.streamed_bytes_per_step:
                 break
-        if batch > 1:
-            half = self.step(context, batch // 2)
-            if (half.tokens_per_second or 0.0) > 1.005 * step.tokens_per_second:
-                found.append((0.0, f"max_num_seqs={batch // 2}: {half.tokens_per_second:.1f} instead of "
-                                   f"{step.tokens_per_second:.1f} tokens/s in all"))  # fmt: skip
-        return tuple(text for _, text in sorted(found, reverse=True))
+        return tuple(found)
 
-    def _advice_to_fit(self, context: int, batch: int, proposals: Sequence[Proposal]) -> tuple[str, ...]:
+    def _advice_to_fit(self, proposals: Sequence[Proposal]) -> tuple[str, ...]:
         """Say how much more memory it takes as it is and, where no proposal has all that is wanted, at the least."""
-        longest = self.spec.max_position
-        if context > longest and proposals:  # no memory helps
+        context, longest = self.config.max_model_len, self.spec.max_position
+        is_longer = context is not None and context > longest
+        if is_longer and proposals:  # no memory helps
             return ()
-        found = [text] if (text := self._missing(min(context, longest), batch)) else []
+        one = replace(self, config=replace(self.config, max_model_len=longest)) if is_longer else self
+        found = [text] if (text := one._missing()) else []
         if not any({"max_model_len", "max_num_seqs"}.isdisjoint(one.changes) for one in proposals):
-            proposer = self.proposer()
+            proposer = one.proposer()
             config = proposer.leanest()
-            text = replace(self, config=config)._missing(min(context, longest), batch)
+            text = replace(one, config=config)._missing()
             if text and text not in found and (words := proposer.words(config)):
                 found.append(f"at the least {text}, with {words}")
-        return tuple(found) if context <= longest else tuple(f"{text}, for {longest:,} tokens" for text in found)
+        return tuple(f"{text}, for {longest:,} tokens" for text in found) if is_longer else tuple(found)
 
-    def _missing(self, context: int, batch: int) -> str | None:
+    def _missing(self) -> str | None:
         """Return how much memory this needs beyond what there is, in tenths of a GiB."""
 
         def fits(gpu: int, host: int) -> bool:
-            return self._with_gpu(_tenths(gpu))._with_host(_tenths(host)).step(context, batch).fits
+            return self._with_gpu(_tenths(gpu))._with_host(_tenths(host)).fits()
 
         most = range(10 * MOST_GIB)
         if not fits(most[-1], most[-1]):
@@ -323,6 +331,14 @@ class Forecaster:
             for place, (tenths, now) in has.items()
             if tenths
         )
+
+    def fits(self, context: int | None = None, batch: int | None = None) -> bool:
+        """Whether `step` fits, which the smallest prefill step says: others leave less memory."""
+        return self._step(context, batch, is_quick=True).fits
+
+    def _planner(self, config: EngineConfig, is_quick: bool = False) -> Planner:
+        budget, host_bytes = self.asked.budget_bytes, self.asked.host_budget_bytes
+        return Planner(config, self.spec, self.device, budget, host_bytes, rates=self.rates, is_quick=is_quick)
 
     def _with_gpu(self, num_bytes: int) -> Forecaster:
         return replace(self, asked=replace(self.asked, budget_bytes=self.asked.budget_bytes + num_bytes))

@@ -47,19 +47,20 @@ class Measure:
     def seconds(self, plan: Spent, num_requests: int) -> float:
         """Return how long it takes until so many requests are done, all of which are there from the beginning.
 
-        A context that the plan cannot hold is asked for in as many requests as it takes.
+        A context that the plan cannot hold is asked for in as many requests as it takes. With "auto" it is the mode in
+        which it takes less time: a plan is no worse for what the host could hold besides.
         """
         context = min(self.context, plan.max_model_len)
         answer = min(ANSWER_TOKENS, context // 2)
-        rows = self._rows(plan, num_requests, context)
-        decode = num_requests / rows * answer * self.step_seconds(plan, rows, context)
-        prompts = self._prompt_seconds(plan, rows, num_requests, context - answer)
-        return self.context / context * (prompts + decode)
+        times = []
+        for rows in {min(num_requests, max(1.0, rows)) for rows in self._rows(plan, context)}:
+            decode = num_requests / rows * answer * self.step_seconds(plan, rows, context)
+            times.append(decode + self._prompt_seconds(plan, rows, num_requests, context - answer))
+        return self.context / context * min(times)
 
     def holds_all(self, plan: Spent) -> bool:
         """Whether all sequences that the settings ask for are held at once, as long as they may be."""
-        count = self.config.max_num_seqs
-        return self._rows(plan, count, self.context) >= count
+        return max(self._rows(plan, self.context)) >= self.config.max_num_seqs
 
     def step_seconds(self, plan: Spent, rows: float, context: int) -> float:
         """Return the least time of a decode step; experts are taken to be chosen equally often.
@@ -79,15 +80,14 @@ class Measure:
             unread += spec.sparse.expert_bytes * (1 - spec.sparse.chosen_share(rows))
         return spec.weight_bytes - unread + rows * (_kv_tokens(spec, context) * spec.token_bytes + spec.row_bytes)
 
-    def _rows(self, plan: Spent, num_requests: int, context: int) -> float:
-        """Return how many sequences of this length run at once."""
-        config, blocks = self.config, -(-context // self._size)
-        on_gpu, room = plan.num_gpu_blocks - 1, plan.num_gpu_blocks - 1
+    def _rows(self, plan: Spent, context: int) -> list[float]:
+        """Return how many sequences of this length run at once, in each mode that there is."""
+        config, blocks, on_gpu = self.config, -(-context // self._size), plan.num_gpu_blocks - 1
         if config.enable_cpu_offload is True:
-            room = plan.num_host_blocks
-        elif config.may_offload and min(plan.max_model_len // self._size, on_gpu) <= plan.num_host_blocks:
-            room = max(on_gpu, plan.num_host_blocks)
-        return max(1.0, min(num_requests, room / blocks))
+            return [plan.num_host_blocks / blocks]
+        # Offload mode must hold whatever resident mode holds, or is not entered.
+        may_spill = config.may_offload and min(plan.max_model_len // self._size, on_gpu) <= plan.num_host_blocks
+        return [on_gpu / blocks, plan.num_host_blocks / blocks] if may_spill else [on_gpu / blocks]
 
     def _kv_blocks(self, plan: Spent, rows: float, context: int) -> float:
         """Return the full blocks that stay in host memory alone; of whole rows these are `num_streamed`."""
@@ -110,7 +110,8 @@ class Measure:
         """Return how long the prompts take: what is computed, and what passes over the link meanwhile."""
         rates, spec, step_tokens = self.rates, self.spec, plan.max_num_batched_tokens
         num_steps = -(-num_requests * tokens // step_tokens)
-        computed = num_requests * self._operations(tokens) / rates.products
+        operations = 2 * tokens * self._weights_of_token + 4 * spec.attention.q_size * _pairs(spec, tokens)
+        computed = num_requests * operations / rates.products
         computed += num_steps * self._weights_read / rates.device
         in_each, waited = plan.streamed_bytes - plan.head_bytes, 0.0
         if min(step_tokens, num_requests * tokens) > plan.slot_rows:
@@ -127,12 +128,6 @@ class Measure:
             passing += num_requests * beyond * beyond / (2 * step_tokens) / self._size * self._streamed_block_bytes
         launched = num_steps * len(spec.layers) * _LAUNCH_SECONDS
         return max(computed, passing / rates.link, launched) + waited
-
-    def _operations(self, tokens: int) -> float:
-        """Return the operations of a prompt: of its products, and of its attention."""
-        heads = self.spec.attention.q_size
-        pairs = sum(tokens * min(tokens / 2, window or tokens) for window in self.spec.windows)
-        return 2 * tokens * self._weights_of_token + 4 * heads * pairs
 
     @cached_property
     def _weights_of_token(self) -> int:
@@ -158,3 +153,9 @@ class Measure:
 def _kv_tokens(spec: ModelSpec, context: int) -> int:
     """Return the keys that a row's step sees, of all layers."""
     return sum(context if window is None else min(context, window) for window in spec.windows)
+
+
+@lru_cache(maxsize=4096)
+def _pairs(spec: ModelSpec, tokens: int) -> float:
+    """Return the pairs of a query and a key in a prompt, of all layers."""
+    return sum(tokens * min(tokens / 2, window or tokens) for window in spec.windows)

@@ -29,7 +29,12 @@ def make_plan(
     rates: of device and link, by which plans are compared; None: those of a GPU of which nothing is known.
     """
     rates = Rates() if rates is None else rates
-    plan = best_plan(Planner(config, spec, device, budget_bytes, host_available_bytes, may_pin, rates))
+    return plan_of(Planner(config, spec, device, budget_bytes, host_available_bytes, may_pin, rates))
+
+
+def plan_of(planner: Planner) -> MemoryPlan:
+    """As `make_plan`."""
+    plan, spec, device = best_plan(planner), planner.spec, planner.device
     # Without kernels that read packed weights as they lie, their matrices are kept where there is room for all.
     room = plan.budget_bytes - plan.total_bytes
     if device.is_fused or plan.streamed_bytes or not 0 < spec.matrix_bytes <= room:

@@ -59,6 +59,8 @@ class Planner:
     """One model with its settings, on one device, with so much memory.
 
     may_pin: whether host memory can be pinned, as far as it is known. Experts in slots need it.
+    rates: by which candidates are compared.
+    is_quick: whether the smallest steps alone are tried, which says whether anything fits.
     """
 
     config: EngineConfig
@@ -68,6 +70,7 @@ class Planner:
     host_available_bytes: int
     may_pin: bool = True
     rates: Rates = Rates()
+    is_quick: bool = False
 
     # What may be chosen
 
@@ -84,7 +87,7 @@ class Planner:
                 f"capture_num_tokens={config.capture_num_tokens!r} holds {captured}, and a prefill step has at most "
                 f"{sizes[0]} tokens here: lower capture_num_tokens or set max_num_batched_tokens"
             )
-        return [size for size in sizes if size >= captured]
+        return [size for size in sizes if size >= captured][-1 if self.is_quick else 0 :]
 
     @cached_property
     def may_stream_head(self) -> bool:

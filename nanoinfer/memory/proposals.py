@@ -1,4 +1,7 @@
-"""What makes a model fit, or stream less: other formats, smaller steps, fewer tokens. Each is a forecast of its own."""
+"""What would help a model that does not fit, or streams: one list, cheapest first. Each is a forecast of its own.
+
+First what costs nothing that is asked for, then fewer tokens, then formats by what they lose, then fewer sequences.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
-from nanoinfer.common.units import format_gib
+from nanoinfer.common.units import GIB, format_gib
 from nanoinfer.config import EngineConfig
 from nanoinfer.execution.memory import MemoryPlan
 from nanoinfer.models.checkpoints import checkpoint_named
@@ -17,22 +20,28 @@ from nanoinfer.options.engine import option_words
 # From the least loss to the most (docs/quantization.md has the losses that were measured).
 _WEIGHTS = (
     {},
+    {"head_quantization": "int8"},
     {"quantization": "int8"},
     {"quantization": "fp8"},
     {"quantization": "int4"},
     {"quantization": "int4", "head_quantization": "int8"},
 )
+_SHARES = {None: 0.0, "int8": 0.5, "fp8": 0.5, "int4": 0.25}  # at the least, of what weights take in 16 bits
 _KV = ({}, {"kv_cache_dtype": "fp8"})
 _WORDS = {
     "quantization": "weights in {}",
     "head_quantization": "head and embeddings in {}",
     "kv_cache_dtype": "KV in {}",
     "enable_cpu_offload": "KV blocks in host memory, too",
+    "host_memory_limit": "{} of host memory",
     "max_num_batched_tokens": "prefill steps of {:,} tokens, which are slower",
     "max_model_len": "at most {:,} tokens of each sequence",
     "max_num_seqs": "at most {:,} sequences at once",
 }
+# Of values that other words fit better.
+_SAID = {("enable_cpu_offload", False): "no KV in host memory", ("max_num_seqs", 1): "one sequence at a time"}
 MOST_FORMATS = 6
+_SHORTEST = 1024  # contexts below are of no use
 _FASTER = 0.95  # Of two formats the one that loses more is named only if its step takes at most this share of time.
 
 
@@ -43,6 +52,9 @@ class Outcome(Protocol):
     memory: MemoryPlan | None
     streamed_bytes_per_step: int | None
     ms_per_token: float | None
+    context: int
+    batch: int
+    longest_resident_context: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,17 +84,22 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Proposer:
-    """Looks for proposals for a config whose `max_model_len` and `max_num_seqs` are what is wanted.
+    """Looks for proposals for a config: its `max_model_len` and `max_num_seqs` are what is wanted, if they are given.
 
     step: the outcome of a config; ValueError where the checkpoint cannot have its formats.
     longest: the longest context of a config that fits, or 0.
     knows_device: what the GPU lacks is known, or that there is none; else proposals say what they need of one.
+    experts_bytes: of weights in host memory, where experts have slots; 0: they cannot.
+    wide_bytes, memory_bytes: of weights in 16 bits, if they are, and of the GPU and the host together.
     """
 
     config: EngineConfig
     step: Callable[[EngineConfig], Outcome]
     longest: Callable[[EngineConfig], int]
     knows_device: bool = False
+    experts_bytes: int = 0
+    wide_bytes: int = 0
+    memory_bytes: int = 0
 
     def to_fit(self) -> tuple[Proposal, ...]:
         """Return what makes the config fit: all that it wants, with the least loss first; then less of it."""
@@ -90,14 +107,41 @@ class Proposer:
         found += self._formats(float("inf"))
         return (*found, *self._less())
 
-    def to_be_faster(self, now: float) -> tuple[Proposal, ...]:
-        """Return what takes less than `now`, in ms per step: other prefill steps than given, then other formats."""
-        found = []
-        if self.config.max_num_batched_tokens is not None:
-            other = self._made({"max_num_batched_tokens": None})
-            if other is not None and (other.ms_per_token or 0.0) < 0.995 * now:
-                found.append(other)
-        return (*found, *self._formats(now))
+    def to_be_faster(self, now: Outcome) -> tuple[Proposal, ...]:
+        """Return what takes less than a step takes now, cheapest first, each faster than all before it."""
+        found: list[Proposal] = []
+        for changes in (*self._settings(now), *self._shorter(now)):
+            made = self._made(changes)
+            times = [now.ms_per_token, *(one.ms_per_token or 0.0 for one in found)]
+            if made is not None and (made.ms_per_token or 0.0) < _FASTER * min(times):
+                found.append(made)
+        return (*found, *self._formats(now.ms_per_token), *self._fewer(now))
+
+    def _settings(self, now: Outcome) -> Iterator[dict[str, Any]]:
+        """Yield settings that may be faster and cost nothing that was asked for."""
+        config, memory = self.config, now.memory
+        if config.max_num_batched_tokens is not None:
+            yield {"max_num_batched_tokens": None}
+        if self.experts_bytes and not memory.num_expert_slots:
+            # With less of the host's memory fewer sequences run at once, for which experts in slots are faster.
+            kv_bytes = -(-now.context // config.block_size) * memory.block_bytes * now.batch
+            yield {"host_memory_limit": f"{-(-(self.experts_bytes + kv_bytes) // GIB)}GiB"}
+        if config.may_offload:
+            yield {"enable_cpu_offload": False}
+
+    def _shorter(self, now: Outcome) -> Iterator[dict[str, Any]]:
+        """Yield shorter contexts: half of it, and the longest with which nothing streams, if that is no quarter."""
+        lengths = sorted({now.context // 2, now.longest_resident_context or 0}, reverse=True)
+        shortest = max(_SHORTEST, now.context // 4)
+        yield from ({"max_model_len": tokens} for tokens in lengths if shortest <= tokens < now.context)
+
+    def _fewer(self, now: Outcome) -> list[Proposal]:
+        """Return half of the sequences, if those are given and get more tokens in all."""
+        half = (self.config.max_num_seqs or 1) // 2
+        made = self._made({"max_num_seqs": half}) if half else None
+        if made is None or (made.ms_per_token or 0.0) * now.batch > _FASTER * now.ms_per_token * half:
+            return []
+        return [made]
 
     def leanest(self) -> EngineConfig:
         """Return the config with all that saves memory and that the checkpoint can have."""
@@ -129,15 +173,17 @@ class Proposer:
     def _less(self) -> Iterator[Proposal]:
         """Yield what fits with fewer tokens or sequences."""
         wanted = self.config.max_model_len
-        for changes in ({}, *self._all_formats()):
-            config = replace(self.config, **self._relaxed(), **changes)
+        relaxed = self._relaxed()
+        tried = ({}, *([relaxed] if relaxed else ()), *(relaxed | formats for formats in self._all_formats()))
+        for changes in tried:
+            config = replace(self.config, **changes)
             tokens = 0 if self._outcome(config) is None else self.longest(config)
-            if 0 < tokens < wanted:
-                made = self._made(self._relaxed() | changes | {"max_model_len": tokens})
+            if tokens and (wanted is None or tokens < wanted):
+                made = self._made(changes | {"max_model_len": tokens})
                 if made is not None:
                     yield made
                     break
-        low, high = 0, self.config.max_num_seqs  # the first fits or is none, the second does not
+        low, high = 0, self.config.max_num_seqs or 0  # the first fits or is none, the second does not
         while high - low > 1:
             middle = (low + high) // 2
             fits = self._made({"max_num_seqs": middle}) is not None
@@ -156,6 +202,8 @@ class Proposer:
             found["enable_cpu_offload"] = True
         if self.config.max_num_batched_tokens is not None:
             found["max_num_batched_tokens"] = None
+        if self.config.max_num_seqs is None:  # nobody asked for more
+            found["max_num_seqs"] = 1
         return found
 
     def _all_formats(self) -> Iterator[dict[str, Any]]:
@@ -174,6 +222,8 @@ class Proposer:
                     yield one | other
 
     def _outcome(self, config: EngineConfig) -> Outcome | None:
+        if _SHARES.get(config.quantization, 0) * self.wide_bytes > self.memory_bytes:  # counting them takes time
+            return None
         try:
             return self.step(config)
         except ValueError:
@@ -212,8 +262,9 @@ def _changes(before: EngineConfig, after: EngineConfig) -> dict[str, Any]:
 def in_words(changes: dict[str, Any], knows_device: bool) -> str:
     """Return changed settings as a report names them: "weights in int4, KV in fp8"."""
     needs = {} if knows_device else {"kv_cache_dtype": " (needs compute capability 8.9)"}
-    given = ((name, value) for name, value in changes.items() if value is not None)
-    return ", ".join(_WORDS[name].format(value) + needs.get(name, "") for name, value in given)
+    said = {name: value for name, value in changes.items() if value is not None}
+    words = {name: _SAID.get((name, value)) or _WORDS[name].format(value) for name, value in said.items()}
+    return ", ".join(text + needs.get(name, "") for name, text in words.items())
 
 
 def command(config: EngineConfig) -> str:
@@ -224,5 +275,5 @@ def command(config: EngineConfig) -> str:
     if model not in SHAPES:
         return shlex.join(["nanoinfer", "serve", model, *option_words(settings, {"enable_cpu_offload": "auto"})])
     batch = settings.pop("max_num_seqs")
-    options = option_words(settings, {"enable_cpu_offload": True})
-    return shlex.join(["nanoinfer", "plan", model, "--batch", str(batch), *options])
+    options = option_words(settings, {"enable_cpu_offload": "auto"})
+    return shlex.join(["nanoinfer", "plan", model, *(["--batch", str(batch)] if batch else []), *options])

@@ -44,13 +44,10 @@ class Rates(NamedTuple):
 
 
 def _card_called(name: str, memory: tuple[int, int] | None) -> Card | None:
-    """Return the card that a driver calls so ("NVIDIA H100 80GB HBM3"), told from its like by its memory; or None."""
-    words = name.split()
-    gib = "" if memory is None else f" {round(memory[1] / 2**30)}GB"
-    for count in range(len(words), 0, -1):
-        for asked in (" ".join(words[:count]), " ".join(words[:count]) + gib):
-            try:
-                return card_named(asked)
-            except ValueError:
-                continue
+    """Return the card that a driver calls so, told from its like by its memory; None: it is in no table."""
+    for asked in (name, "" if memory is None else f"{name} {round(memory[1] / 2**30)}GB"):
+        try:
+            return card_named(asked)
+        except ValueError:
+            continue
     return None

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 from nanoinfer.common.units import format_gib
 from nanoinfer.devices.registry import device_of
 from nanoinfer.memory.budget import gpu_budget
@@ -13,7 +10,6 @@ from nanoinfer.memory.forecaster import Forecaster
 from nanoinfer.memory.limits import TooSmall
 from nanoinfer.memory.machine import device_memory
 from nanoinfer.memory.measure import DEFAULT_CONTEXT
-from nanoinfer.memory.plan import make_plan
 from nanoinfer.memory.proposals import Proposal
 from nanoinfer.memory.rates import DEFAULT_LINK_GBPS, Rates
 from nanoinfer.memory.setup import Setup
@@ -33,24 +29,15 @@ def with_remedies(error: TooSmall, setup: Setup) -> TooSmall:
         host_budget_bytes=available if config.host_memory_limit is None else int(config.host_memory_limit),
     )
     device = device_of(setup.device)
-    rates = Rates.of(device)
-    memory = dict(budget_bytes=asked.budget_bytes, host_available_bytes=available, device=device, rates=rates)
-    lines = []
-    of_device = dict(device=device, lacks_float8=device.lacks_float8(), rates=rates, knows_device=True)
+    of_device = dict(device=device, lacks_float8=device.lacks_float8(), rates=Rates.of(device), knows_device=True)
     forecaster = Forecaster(setup.specs, config, asked, **of_device)
-    for proposal in forecaster.proposer().to_fit():
-        changed, changes = replace(config, **proposal.changes), dict(proposal.changes)
-        try:
-            make_plan(changed, setup.specs.of(changed), **memory)
-        except TooSmall:  # it counts on as many sequences as there are
-            changes["max_num_seqs"] = asked.batch
-        lines.append(_line(changes, proposal))
+    lines = [_line(proposal) for proposal in forecaster.proposer().to_fit()]
     if not lines:
         return error
-    return TooSmall("\n  - ".join([f"{error}\nWhat fits, from the least loss of quality to the most:", *lines]))
+    return TooSmall("\n  - ".join([f"{error}\nWhat would help, cheapest first:", *lines]))
 
 
-def _line(changes: dict[str, Any], proposal: Proposal) -> str:
-    settings = ", ".join(f"{name}={value!r}" for name, value in changes.items())
+def _line(proposal: Proposal) -> str:
+    settings = ", ".join(f"{name}={value!r}" for name, value in proposal.changes.items())
     streams = "" if proposal.streamed_bytes_per_step else ", nothing streams"
     return f"{settings}: {proposal.what}, {format_gib(proposal.memory_bytes)} GiB{streams}"

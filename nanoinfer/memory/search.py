@@ -12,10 +12,9 @@ from nanoinfer.memory.measure import Measure
 from nanoinfer.memory.planner import Cost, Planner
 from nanoinfer.memory.refusals import refuse
 
-# Where plans lie within so much of the best one, one request alone decides: experts are forecast as if all were chosen
-# equally often, which is some percents too slow for a crowd. Where plans are equal for that one request, it is the plan
-# that takes least of the host's memory, and has the largest steps.
-CLOSE, EQUAL = 1.08, 1.01
+# Where plans lie within so much of the best one, one request alone decides; and where they are equal for that one, the
+# plan that takes least of the host's memory, and has the largest steps.
+CLOSE, EQUAL = 1.05, 1.01
 # Of each family with a number to choose so many numbers are looked at, and then those around the best one.
 _GRID = 6
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -90,6 +91,7 @@ def settings_for(
     )
 
 
+@lru_cache(maxsize=4)  # each format asks for the same; nobody writes to it
 def _modules(checkpoint: CheckpointInfo, spec: ModelSpec) -> tuple[dict[str, int], list[str]]:
     """Return the columns of each projection but the head, by its name in the checkpoint, without experts' numbers.
 
@@ -97,10 +99,10 @@ def _modules(checkpoint: CheckpointInfo, spec: ModelSpec) -> tuple[dict[str, int
     """
     model_class = find_class(checkpoint.hf_config.architectures)
     model = model_class(checkpoint, spec, device="meta", max_position=1)
-    views: Mapping[str, Any] = model.checkpoint_views()
+    views: Mapping[str, Any] = model.checkpoint_views(lambda module: not isinstance(module, Experts))
     matrices = {name: view for name, view in views.items() if isinstance(view, Tensor) and view.ndim == 2}
     names = {name.removesuffix(".weight"): view.shape[1] for name, view in matrices.items()}
-    for path, module in model.named_modules():  # one tensor may hold all experts
+    for path, module in model.named_modules():  # of experts there are thousands, or one tensor
         for one in module.projections if isinstance(module, Experts) else ():
             names |= {f"model.{path}.{name}": one.in_features for name in one.names}
     sparse = [path for path, module in model.named_modules() if isinstance(module, SparseMLP)]

@@ -294,7 +294,7 @@ def test_rows_that_share_a_long_document_have_room_for_their_splits_together(tmp
 
 def test_a_smaller_prefill_step_is_taken_where_less_streams_then(monkeypatch):
     without_proposals(monkeypatch)
-    given = dict(host_memory="64GiB", gpu_memory="14.5GiB", cpu_offload_gb=0)
+    given = dict(host_memory="64GiB", gpu_memory="14.5GiB", cpu_offload_gb=0, batch=1)
     short, long, longest, asked = (
         nanoinfer.plan("gpt-oss-20b", context=context, **given | more)
         for context, more in ((8192, {}), (32768, {}), (65536, {}), (32768, dict(max_num_batched_tokens=8192)))

@@ -41,7 +41,7 @@ def test_a_slow_device_bounds_the_step_instead_of_the_link():
 
 def test_layers_with_a_window_do_not_stream(tmp_path):
     path = make_checkpoint("gemma3", tmp_path, sliding_window=24)
-    common = dict(gpu_memory="1GiB", host_memory="1GiB", context=400, batch=4, block_size=16)
+    common = dict(gpu_memory="1GiB", host_memory="1GiB", context=400, batch=4, block_size=16, enable_cpu_offload=True)
     forecast = nanoinfer.plan(path, **common, resident_kv_limit=0, max_num_batched_tokens=64)
     windows = json.loads((path / "config.json").read_text())["layer_types"]
     share = windows.count("full_attention") / len(windows)
@@ -88,7 +88,7 @@ def test_what_does_not_fit_says_why_and_what_would():
 
 
 def test_a_step_of_which_nothing_streams_is_told_without_the_link():
-    fits = dict(context=1024, gpu_memory="12GiB", host_memory="8GiB")
+    fits = dict(context=1024, batch=1, gpu_memory="12GiB", host_memory="8GiB")
     assert (
         'decode step        nothing streams; name the card, such as gpu="RTX 4070", or state device_gbps for the time'
         in (nanoinfer.plan("qwen3-4b", **fits).report() + "\n")
@@ -105,24 +105,25 @@ def test_beyond_the_models_positions_no_memory_is_recommended():
     assert [one.changes for one in forecast.proposals] == [{"max_model_len": 66_560}] and not forecast.advice
     assert nanoinfer.plan("recall", context=66_560, **limits).fits and forecast.longest_context == 66_560
     # Less memory than the model's own limit needs: what fits is less, too, and is said.
-    forecast = nanoinfer.plan("recall", context=131_072, gpu_memory="200MiB", host_memory="100MiB")
+    forecast = nanoinfer.plan("recall", context=131_072, batch=1, gpu_memory="200MiB", host_memory="100MiB")
     longest = forecast.longest_context
     assert 0 < longest < 66_560 and not forecast.advice
     assert [one.changes for one in forecast.proposals] == [{"max_model_len": longest}]
     # Not even one block: what the model's own limit needs is said.
-    forecast = nanoinfer.plan("recall", context=131_072, gpu_memory="20MiB", host_memory="1MiB")
+    forecast = nanoinfer.plan("recall", context=131_072, batch=1, gpu_memory="20MiB", host_memory="1MiB")
     assert not forecast.proposals and forecast.advice[0].endswith("for 66,560 tokens")
 
 
 def test_host_memory_is_what_is_needed_and_not_the_limit():
     def line(**arguments):
-        arguments |= dict(gpu_memory="24GiB", host_memory="64GiB", hf_overrides=UNLIMITED)
+        arguments = dict(gpu_memory="24GiB", host_memory="64GiB", hf_overrides=UNLIMITED, batch=1) | arguments
         report = nanoinfer.plan("qwen3-4b", **arguments).report()
         return next(line for line in report.splitlines() if line.startswith("host memory"))
 
-    assert line(context=32_768) == "host memory        4.50 of 64.00 GiB", "each full block, though nothing streams"
-    assert line(context=32_768, enable_cpu_offload="auto") == "host memory        none is needed"
-    assert line(context=131_072, enable_cpu_offload="auto") == "host memory        18.00 of 64.00 GiB"
+    each_full_block = line(context=32_768, enable_cpu_offload=True)
+    assert each_full_block == "host memory        4.50 of 64.00 GiB", "though nothing streams"
+    assert line(context=32_768) == "host memory        none is needed"
+    assert line(context=131_072) == "host memory        18.00 of 64.00 GiB"
 
 
 def test_an_engine_has_what_was_forecast(tmp_path):

@@ -25,7 +25,7 @@ def test_proposals_come_in_the_order_of_what_they_lose():
 
 def test_what_costs_time_alone_comes_first():
     asked = dict(gpu_memory="9GiB", context=4096, enable_cpu_offload=False, max_num_batched_tokens=8192, **HOST)
-    asked |= dict(cpu_offload_gb=0)
+    asked |= dict(cpu_offload_gb=0, batch=1)
     forecast = nanoinfer.plan("qwen3-4b", **asked)
     first, second, *_ = forecast.proposals
     assert not forecast.fits and first.changes.keys() == {"max_num_batched_tokens"}
@@ -58,9 +58,11 @@ def test_what_streams_is_told_what_would_be_faster():
     forecast = nanoinfer.plan("qwen3-4b", **asked, **HOST)
     assert forecast.fits and forecast.proposals[0].changes.keys() == {"max_num_batched_tokens"}
     assert forecast.proposals[0].changes["max_num_batched_tokens"] < 8192
-    times = [one.ms_per_token or 0.0 for one in forecast.proposals[1:]]
+    shorter = [one for one in forecast.proposals if "max_model_len" in one.changes]
+    times = [one.ms_per_token or 0.0 for one in forecast.proposals[1 + len(shorter) :]]
+    assert shorter == list(forecast.proposals[1 : 1 + len(shorter)]) != [], "which costs less than formats"
     assert times == sorted(times, reverse=True) and times[0] < forecast.ms_per_token and times[-1] == 0
-    assert "what is faster" in forecast.report()
+    assert "what would help, cheapest first" in forecast.report()
     quiet = nanoinfer.plan("qwen3-4b", context=4096, gpu_memory="11GiB", **HOST)
     assert not quiet.streamed_bytes_per_step and not quiet.proposals
 
@@ -80,14 +82,14 @@ def test_the_report_in_options_has_commands_that_can_be_pasted(capsys):
     assert main([*asked, "--cpu-offload-gb", "0"]) == 1
     printed = capsys.readouterr().out
     commands = [line.strip() for line in printed.splitlines() if line.strip().startswith("nanoinfer serve")]
-    assert commands and "what fits, from the least loss" in printed
+    assert commands and "what would help, cheapest first" in printed
     for command in commands:
         arguments = engine_arguments(make_parser().parse_args(shlex.split(command)[1:]))
         assert arguments["gpu_memory_limit"] == "7.1GiB" and arguments["max_model_len"] == 32_768
-        assert arguments["enable_cpu_offload"] is True
+        assert arguments["enable_cpu_offload"] == "auto"
 
 
 def test_formats_that_save_nothing_of_what_is_missing_are_not_named():
     asked = dict(gpu_memory="7GiB", host_memory="2GiB", context=32_768, quantization="int4", kv_cache_dtype="fp8")
-    forecast = nanoinfer.plan("qwen3-8b", **asked)
+    forecast = nanoinfer.plan("qwen3-8b", **asked, batch=1, enable_cpu_offload=True)
     assert forecast.advice == ("0.3 GiB more host memory (in all 2.30 GiB)",)

@@ -28,7 +28,7 @@ def settings_of(message: str) -> list[dict]:
 )
 def test_what_is_named_fits(given, tmp_path):
     path = write_shape("tiny", tmp_path)
-    with pytest.raises(ValueError, match="What fits, from the least loss of quality to the most:") as refused:
+    with pytest.raises(ValueError, match="What would help, cheapest first:") as refused:
         LLM(path, **COMMON | given)
     found = settings_of(str(refused.value))
     assert found and "compute capability" not in str(refused.value), "a CPU has none"
@@ -40,4 +40,4 @@ def test_what_is_named_fits(given, tmp_path):
 def test_where_nothing_fits_nothing_is_named(tmp_path):
     with pytest.raises(ValueError, match="is too small") as refused:
         LLM(write_shape("tiny", tmp_path), gpu_memory_limit="1MiB", **COMMON)
-    assert "What fits" not in str(refused.value)
+    assert "What would help" not in str(refused.value)

@@ -75,7 +75,7 @@ def test_a_tied_head_stays_where_kernels_cannot_look_it_up(plan):
 
 
 def test_a_forecast_says_that_it_is_streamed():
-    given = dict(gpu_memory_limit="1.5GiB", host_memory_limit="64GiB", max_model_len=2048, enable_cpu_offload=False)
+    given = dict(gpu_memory_limit="1.5GiB", host_memory_limit="64GiB", max_model_len=2048, batch=1)
     text = forecast("qwen3-8b", **given).report()
     assert "; the head, 1.16 GiB, is streamed in slices" in text and "for layers and a head that are streamed" in text
     assert "the head, which is streamed" not in text
