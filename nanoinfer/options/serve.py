@@ -50,6 +50,10 @@ def add_arguments(parser: Parser) -> None:
         "--images", choices=("refuse", "replace"), default="refuse",
         help="images, documents and sounds in conversations; replace: a text stands in their place (%(default)s)",
     )  # fmt: skip
+    clients.add_argument(
+        "--special-tokens", choices=("control", "text"), default="control",
+        help="what texts in conversations are that look like special tokens: these tokens, or text (%(default)s)",
+    )  # fmt: skip
     for name, seconds, text in (
         ("--body-timeout", 60.0, "for the head of a request to arrive, and for its body"),
         ("--max-step-seconds", 120.0, "a step that runs for longer makes /health say 503"),

@@ -16,6 +16,7 @@ from nanoinfer.parsers.answer_format import AnswerFormat
 from nanoinfer.parsers.tools import shown_tools
 from nanoinfer.parsers.turns import TurnRules
 from nanoinfer.requests.prompts import encode_chat
+from nanoinfer.requests.spelled import Speller, spell
 from nanoinfer.requests.template_rules import TOOLS, find_rules, marked, missing
 
 logger = logging.getLogger("nanoinfer.chat")
@@ -30,11 +31,18 @@ class ChatTemplate:
         tokenizer: None: there is none, and every chat is refused.
         form: how the model writes, and reads what it wrote.
         template: in place of the tokenizer's, in Jinja.
+        spells_special: texts that look like special tokens are text; else they are these tokens.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase | None, form: AnswerFormat, template: str | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        form: AnswerFormat,
+        template: str | None = None,
+        *,
+        spells_special: bool = False,
     ) -> None:
+        self._speller = Speller(form.special_ids) if spells_special else None
         self.form, self._tokenizer, self._template = form, tokenizer, template
         own = template or getattr(tokenizer, "chat_template", None) or ""
         self._text = own if isinstance(own, str) else json.dumps(own)
@@ -49,7 +57,7 @@ class ChatTemplate:
         tokenize: bool = True,
         **how: bool,
     ) -> list[int] | str:
-        """Return the token ids, or the text, of a conversation.
+        """Return the token ids, or the text, of a conversation; of a text that `is_spelled`, `spell` says the ids.
 
         What the template drops or refuses comes in a form that it takes. Log lines name what is shown otherwise than as
         it was given.
@@ -75,8 +83,9 @@ class ChatTemplate:
                 return None
 
         rules = self._findings.get(("rules", *key), lambda: find_rules(render, self._text, with_calls=has_calls))
-        shown = self.form.messages(messages, rules, self._findings.notice)
-        found = self._rendered(shown, variables, tools, dict(tokenize=tokenize, chat_template=self._template, **how))
+        said = messages if self._speller is None else self._speller.messages(messages)
+        shown = self.form.messages(said, rules, self._findings.notice)
+        found = self._rendered(shown, variables, tools, tokenize, dict(chat_template=self._template, **how))
 
         def lost() -> list[tuple[int, str]]:
             chat = marked(messages)
@@ -96,16 +105,28 @@ class ChatTemplate:
         return found
 
     def _rendered(
-        self, messages: list[dict[str, Any]], variables: Mapping[str, Any] | None, tools: Any, how: dict[str, Any]
+        self,
+        messages: list[dict[str, Any]],
+        variables: Mapping[str, Any] | None,
+        tools: Any,
+        tokenize: bool,
+        how: dict[str, Any],
     ) -> list[int] | str:
+        def rendered(**filled: bool) -> list[int] | str:
+            shown = shown_tools(tools, **filled)
+            if self._speller is None:
+                return encode_chat(self._tokenizer, messages, variables, tools=shown, tokenize=tokenize, **how)
+            shown = self._speller.guarded(shown)
+            text = encode_chat(self._tokenizer, messages, variables, tools=shown, tokenize=False, **how)
+            return spell(self._tokenizer, text) if tokenize else text
+
         try:
-            return encode_chat(self._tokenizer, messages, variables, tools=shown_tools(tools), **how)
+            return rendered()
         except RequestError:
             if not tools:
                 raise
-            filled = shown_tools(tools, is_filled=True)  # some templates read what schemas need not have
             try:
-                return encode_chat(self._tokenizer, messages, variables, tools=filled, **how)
+                return rendered(is_filled=True)  # some templates read what schemas need not have
             except RequestError:
                 pass
             raise

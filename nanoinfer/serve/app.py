@@ -53,6 +53,7 @@ def create_app(
     body_timeout: float = DEFAULT_BODY_SECONDS,
     strict: bool = False,
     images: str = "refuse",
+    special_tokens: str = "control",
     tool_call_parser: str = "auto",
     reasoning_parser: str = "auto",
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -66,6 +67,7 @@ def create_app(
         body_timeout: seconds in which a request's body must arrive.
         strict: refuse fields with names that no API has, instead of ignoring them with a line in the log.
         images: what becomes of images in a conversation: "refuse", or "replace": a text stands in their place.
+        special_tokens: what texts in a conversation are that look like special tokens: these ("control"), or "text".
         tool_call_parser, reasoning_parser: as of `AnswerFormat.of`.
         sleep: waits for so many seconds between two looks at whether a stream is silent.
     """
@@ -101,7 +103,7 @@ def create_app(
     app.add_exception_handler(Exception, _unexpected_error)
     tokenizer = engine.prompts.tokenizer
     form = AnswerFormat.of_tokenizer(tokenizer, tool_parser=tool_call_parser, reasoning_parser=reasoning_parser)
-    template = ChatTemplate(tokenizer, form)
+    template = ChatTemplate(tokenizer, form, spells_special=special_tokens == "text")
     fields = Fields(refuses_unknown=strict, replaces_images=images == "replace")
     responder = Responder(engine, served_model_names, fields, template, body_timeout, sleep)
     _add_generation(app, responder)

@@ -20,8 +20,8 @@ from nanoinfer.serve.gate import allowed_origins
 
 _OF_ENGINE = ("max_queue", "max_queue_bytes", "max_step_seconds")
 _OF_APP = (
-    "served_model_names", "api_key", "allowed_origins", "body_timeout", "strict", "images", "tool_call_parser",
-    "reasoning_parser",
+    "served_model_names", "api_key", "allowed_origins", "body_timeout", "strict", "images", "special_tokens",
+    "tool_call_parser", "reasoning_parser",
 )  # fmt: skip
 
 
@@ -41,6 +41,7 @@ class ServerSettings:
     body_timeout: float
     strict: bool
     images: str
+    special_tokens: str
     tool_call_parser: str
     reasoning_parser: str
     max_queue: int

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from nanoinfer.engine.intake import Intake
 from nanoinfer.requests.detokenizer import TokenTexts
 from nanoinfer.requests.prompts import encode, too_long
+from nanoinfer.requests.spelled import is_spelled, spell
 from nanoinfer.sampling.limits import TokenLimits
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.serve import text_pieces
@@ -78,6 +79,8 @@ class PromptTokenizer:
         if num_bytes <= _LONG_PROMPT_CHARS or not self._renders_first:
             return None, await self._on(_lane(num_bytes), lambda: self.intake.tokenize(templated()))
         text = await self._on(_lane(num_bytes), lambda: templated(tokenize=False))
+        if is_spelled(text):
+            return None, await self._on(_lane(len(text)), lambda: self.intake.tokenize(spell(self.tokenizer, text)))
         return None, await self._tokenize_text(text, is_bare=True)
 
     async def limits(self, params: SamplingParams) -> TokenLimits | None:

@@ -12,6 +12,8 @@ from serving import LeavingClient, make_served_checkpoint, serving
 from trained_tokenizers import make_tokenizer
 
 from nanoinfer.common.errors import RequestError
+from nanoinfer.parsers.answer_format import AnswerFormat
+from nanoinfer.requests.chats import ChatTemplate
 from nanoinfer.requests.prompts import encode_chat
 from nanoinfer.serve import responder, waiting_bytes
 from nanoinfer.serve.client import while_client_stays
@@ -69,6 +71,19 @@ def test_long_texts_and_chats_have_the_tokens_of_the_whole(kind):
                 _, token_ids = await prompts.tokenize_chat(templated, num_bytes)
                 assert token_ids == wanted[1]
             assert len(texts) > 4, "a long chat comes in pieces"
+
+    asyncio.run(ask())
+
+
+def test_long_chats_whose_special_tokens_are_text_have_the_tokens_of_the_whole():
+    async def ask():
+        with tokenizing("qwen") as (prompts, _):
+            form = AnswerFormat.of("", {"</s>": prompts.tokenizer.convert_tokens_to_ids("</s>")})
+            template = ChatTemplate(prompts.tokenizer, form, spells_special=True)
+            templated = partial(template.encode, [{"role": "user", "content": f"{PROSE} </s> " * 2000}])
+            found = [(await prompts.tokenize_chat(templated, num_bytes))[1] for num_bytes in (100, 10**6)]
+            assert found[0] == found[1] and not set(form.special_ids.values()) & set(found[0])
+            assert prompts.tokenizer.decode(found[0]).count("</s>") == 2000
 
     asyncio.run(ask())
 
