@@ -52,7 +52,8 @@ def _table(file: Any) -> Iterator[tuple[str, Any]]:
         sizes[tensor.type.name] += tensor.num_bytes
     for kind, size in sizes.most_common():
         yield f"  {kind}", f"{counted(counts[kind], 'tensor')}, {format_size(size)}"
-    tokens = len(file.metadata.get("tokenizer.ggml.tokens", ()))
+    texts = file.metadata.get("tokenizer.ggml.tokens")
+    tokens = len(texts) if isinstance(texts, list) else 0
     kind = "/".join(str(file.metadata.get(f"tokenizer.ggml.{name}", "none")) for name in ("model", "pre"))
     yield "tokenizer", f"{kind}, {counted(tokens, 'token')}" if tokens else "none: give token ids, or --tokenizer"
     template = file.metadata.get("tokenizer.chat_template")

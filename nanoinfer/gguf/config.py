@@ -47,10 +47,11 @@ def _common(keys: Keys) -> dict[str, Any]:
     if _EMBEDDINGS not in tensors or len(tensors[_EMBEDDINGS].shape) != 2:
         raise ValueError(f"{keys.file.path} holds no {_EMBEDDINGS}: it is a vocabulary, or a part of a model")
     vocab_size = tensors[_EMBEDDINGS].shape[0]
-    if len(metadata.get("tokenizer.ggml.tokens", ())) > vocab_size:
-        raise ValueError(
-            f"{keys.file.path} has {len(metadata['tokenizer.ggml.tokens']):,} tokens and embeddings of {vocab_size:,}"
-        )
+    tokens = metadata.get("tokenizer.ggml.tokens", [])
+    if not isinstance(tokens, list):
+        raise ValueError(f"{keys.file.path}: tokenizer.ggml.tokens is {shown(tokens)}: a list of texts is needed")
+    if len(tokens) > vocab_size:
+        raise ValueError(f"{keys.file.path} has {len(tokens):,} tokens and embeddings of {vocab_size:,}")
     keys.take("vocab_size", None)  # the embeddings say it
     keys.only("attention.causal", True)
     keys.only("pooling_type", 0)

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from nanoinfer.common.errors import listed
+from nanoinfer.common.errors import listed, shown
 from nanoinfer.gguf.reader import GGUFFile, read_gguf
 
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
@@ -57,6 +57,8 @@ def read_model(path: Path) -> GGUFFile:
             raise ValueError(f"{other.path} holds {min(twice)}, as a file before it does: download both again")
         tensors |= other.tensors
     expected = first.metadata.get("split.tensors.count", len(tensors))
+    if type(expected) is not int:
+        raise ValueError(f"{path} is corrupt (split.tensors.count is {shown(expected)}): download it again")
     if len(tensors) != expected:
         raise ValueError(f"{path} and its other files hold {len(tensors):,} tensors, {expected:,} are said")
     return replace(first, tensors=tensors)

@@ -19,7 +19,7 @@ from nanoinfer.layers.formats.base import Filling
 from nanoinfer.models.checkpoint_info import CheckpointInfo, TensorEntry
 from nanoinfer.models.checkpoints import instead_of
 from nanoinfer.models.registry import find_class, room_here
-from nanoinfer.weights.checkpoint import check_fields
+from nanoinfer.weights.checkpoint import NAMES, check_fields
 from nanoinfer.weights.hf_config import make_config
 from nanoinfer.weights.overrides import with_overrides
 
@@ -41,7 +41,11 @@ def gguf_checkpoint(file: GGUFFile, overrides: Mapping[str, Any] | None = None) 
     if overrides:
         raw = with_overrides(raw, overrides)
         path = f"{path} with hf_overrides"
-    model_class = find_class(raw["architectures"])
+    NAMES.check(f"{path} is no valid config", "architectures", raw.get("architectures"))
+    try:
+        model_class = find_class(raw.get("architectures"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     check_fields(path, raw, model_class)
     hf_config = make_config(path, raw, model_class)
     return CheckpointInfo(directory=file.path, hf_config=hf_config, tensors=tensors, gguf=file)

@@ -67,11 +67,7 @@ def settings_for(
     columns, routers = ({}, []) if quantization is None else _modules(checkpoint, spec or read_spec(checkpoint, "auto"))
     sizes = {name: _group_size(name, size) if quantization in _OF_GROUPS else None for name, size in columns.items()}
     groups = []
-    for size in dict.fromkeys(sizes.values()):
-        targets = ["Linear"]
-        if len(set(sizes.values())) > 1:
-            last = dict.fromkeys(name.rpartition(".")[2] for name, own in sizes.items() if own == size)
-            targets = [rf"re:.*\.{name}$" for name in last]
+    for size, targets in _targets(sizes).items():
         groups.append(_group(quantization, size, targets, _STORED_AS[quantization]))
     # A tied head is the embeddings: it is no target, or transformers looks for tensors of its own.
     is_tied = bool(checkpoint.hf_config.tie_word_embeddings)
@@ -110,6 +106,32 @@ def _modules(checkpoint: CheckpointInfo, spec: ModelSpec) -> tuple[dict[str, int
     expressions = {rf"re:.*\.{re.escape(_LAYER.sub('', name))}$" for name in routers}
     columns = {name: size for name, size in names.items() if name not in (HEAD, EMBEDDINGS, *routers)}
     return columns, sorted(expressions)
+
+
+def _targets(sizes: Mapping[str, int | None]) -> dict[int | None, list[str]]:
+    """Return for each size of groups what names its modules: the ends of their names, as long as it takes to tell them
+    from those of other sizes."""
+    if len(set(sizes.values())) == 1:
+        return {size: ["Linear"] for size in sizes.values()}
+    by_end: dict[str, set[int | None]] = {}
+    for name, size in sizes.items():
+        for end in _ends(name):
+            by_end.setdefault(end, set()).add(size)
+    found: dict[int | None, list[str]] = {}
+    for name, size in sizes.items():
+        end = next(end for end in _ends(name) if len(by_end[end]) == 1)
+        target = rf"re:.*\.{end}$"
+        if target not in found.setdefault(size, []):
+            found[size].append(target)
+    return found
+
+
+def _ends(name: str) -> list[str]:
+    """Return expressions of the ends of a module's name, the shortest first: of any layer and expert; then the name."""
+    parts = name.split(".")
+    ends = (parts[-length:] for length in range(1, len(parts)))
+    any_number = [[r"\d+" if part.isdecimal() else re.escape(part) for part in end] for end in ends]
+    return [r"\.".join(end) for end in any_number] + [re.escape(name.partition(".")[2])]
 
 
 def _group_size(name: str, columns: int) -> int:

@@ -105,6 +105,7 @@ def test_shards_are_one_model(tmp_path):
         (lambda folder: shard(folder, 0, 2, **{"split.count": 3}), "is one of 3 files, whose names end in"),
         (lambda folder: shard(folder, 0, 2, **{"split.count": 10**6}), "split.count is 1000000"),
         (lambda folder: shard(folder, 0, 2, **{"split.tensors.count": 3}), "hold 2 tensors, 3 are said"),
+        (lambda folder: shard(folder, 0, 2, **{"split.tensors.count": "2"}), "split.tensors.count is '2'"),
     ],
 )
 def test_shards_that_do_not_fit(change, said, tmp_path):

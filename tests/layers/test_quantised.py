@@ -25,6 +25,7 @@ from nanoinfer.layers.formats.bits import E2M1_VALUES, unpack
 from nanoinfer.layers.linear import Linear
 from nanoinfer.weights import fill
 from nanoinfer.weights.load import load_model, read_checkpoint, read_spec
+from nanoinfer.weights.quantize import quantised_while_read
 
 pytestmark = pytest.mark.filterwarnings("ignore:the checkpoint was made for quantised activations")
 NAMES = list(CASES)
@@ -663,3 +664,17 @@ def test_matrices_that_are_kept_change_no_bit(quantization, tmp_path):
     assert other.plan.matrix_bytes == 0 and other.plan.weight_bytes == plan.weight_bytes
     assert run(other, prompts, params) == wanted
     assert not make_engine(path, quantization=quantization, resident_weights_limit=0).plan.matrix_bytes
+
+
+def test_matrices_of_one_name_may_have_groups_of_unlike_sizes(tmp_path):
+    """A dense layer's and the experts' `down_proj`: each target names modules of one size alone."""
+    sizes = dict(hidden_size=128, intermediate_size=128, moe_intermediate_size=32, num_heads=8)
+    path = make_checkpoint("glm4_moe", tmp_path, first_k_dense_replace=1, n_shared_experts=1, **sizes)
+    checkpoint = quantised_while_read(read_checkpoint(path), "int4", None)
+    groups = checkpoint.quantised_to[0]["config_groups"].values()
+    targets = [target for group in groups for target in group["targets"]]
+    assert len(targets) == len(set(targets)) and {group["weights"]["group_size"] for group in groups} == {128, 32}
+    model = load_model(checkpoint, torch.float32, "cpu", max_position=64, progress=False)
+    dense, sparse = model.layers[0].mlp, model.layers[1].mlp
+    assert dense.down_proj.packed.packing.columns == 128
+    assert sparse.experts.operands.down.packed.packing.columns == 32

@@ -212,6 +212,7 @@ def written(tmp_path, family="llama", **extra):
         ({"llama.feed_forward_length": 32}, "does not fit its config.json: model.layers.0.mlp"),
         ({"llama.block_count": 2**31 - 1}, "num_hidden_layers is 2147483647, it must be a whole number from 1 to"),
         ({"tokenizer.ggml.tokens": ["a"] * 200}, "has 200 tokens and embeddings of 160"),
+        ({"tokenizer.ggml.tokens": 7}, "model.gguf: tokenizer.ggml.tokens is 7: a list of texts is needed"),
     ],
 )
 def test_what_metadata_may_not_say(extra, said, tmp_path):
@@ -299,3 +300,6 @@ def test_overrides_lie_over_what_the_file_says(tmp_path):
     assert read_checkpoint(path, {"max_position_embeddings": 64}).hf_config.max_position_embeddings == 64
     with pytest.raises(ValueError, match="hf_overrides has 'max_positions', and the config has no such field"):
         read_checkpoint(path, {"max_positions": 64})
+    for wrong in (3, [0], [None], "LlamaForCausalLM", []):
+        with pytest.raises(ValueError, match="model.gguf with hf_overrides.*architecture"):
+            read_checkpoint(path, {"architectures": wrong})
