@@ -218,7 +218,7 @@ class LLM:
         """
         _refuse(unsupported, CHAT, LLM.chat)
         are_many = isinstance(messages, list | tuple) and messages and isinstance(messages[0], list | tuple)
-        form = AnswerFormat.of_tokenizer(self.engine.tokenizer)
+        form = AnswerFormat.of_tokenizer(self.engine.tokenizer, chat_template)
         template = ChatTemplate(self.engine.tokenizer, form, chat_template)
         if tools:
             checked_tools(tools)

@@ -107,11 +107,14 @@ class AnswerFormat:
         return cls(found, thinking, special_ids, "tools" in template, special_ids | dict(vocabulary or {}), shape)
 
     @classmethod
-    def of_tokenizer(cls, tokenizer: Any, **parsers: str) -> AnswerFormat:
-        """Find out from a tokenizer of transformers; None: there is none. `parsers` as of `of`."""
+    def of_tokenizer(cls, tokenizer: Any, template: str | None = None, **parsers: str) -> AnswerFormat:
+        """Find out from a tokenizer of transformers; None: there is none.
+
+        template: in place of the tokenizer's. `parsers` as of `of`.
+        """
         if tokenizer is None:
             return cls.of("", **parsers)
-        template = getattr(tokenizer, "chat_template", None) or ""
+        template = template or getattr(tokenizer, "chat_template", None) or ""
         if isinstance(template, dict):  # several, by name
             template = "\n".join(template.values())
         if not isinstance(template, str):

@@ -145,9 +145,7 @@ class _Conversation:
 
     def add(self, role: str, content: str) -> None:
         last = self.messages[-1] if self.messages else None
-        if role == "system" and len(self.messages) == 1 and last["role"] == "system":
-            last["content"] += f"\n\n{content}"  # templates take one at the beginning
-        elif role == "assistant":
+        if role == "assistant":
             self._assistant(None if last is None or "tool_calls" in last or last.get("content") else last)[
                 "content"
             ] = content
@@ -161,7 +159,7 @@ class _Conversation:
         if kind == "message":
             role = need(item.get("role"), str, f"{where}.role", '"user", "assistant", "system" or "developer"', "input")
             content = _text(f"{where}.content", item.get("content"))
-            self.add("system" if role == "developer" else role, content)
+            self.add(role, content)
         elif kind == "reasoning":
             parts = item.get("content") or ([] if item.get("encrypted_content") else item.get("summary")) or []
             self._reasoning += _text(f"{where}.content", parts) or str(item.get("encrypted_content") or "")

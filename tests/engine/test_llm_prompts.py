@@ -169,6 +169,10 @@ def test_a_conversation_may_go_on_with_its_last_message_and_have_another_templat
     template = "{% for m in messages %}{{ m['content'] }} w40 {% endfor %}"
     (other,) = llm.chat(messages, GREEDY, use_tqdm=False, chat_template=template)
     assert other.prompt_token_ids == [31, 40, 32, 40]
+    reads_thoughts = "{% for m in messages %}{{ m.reasoning_content }} {{ m.content }} {% endfor %}"
+    messages[1]["reasoning_content"] = "w33"
+    (other,) = llm.chat(messages, GREEDY, use_tqdm=False, chat_template=reads_thoughts)
+    assert other.prompt_token_ids == [31, 33, 32], "the form of a history is that of the template that was given"
     with pytest.raises(ValueError, match="set add_generation_prompt=False"):
         llm.chat(messages, GREEDY, use_tqdm=False, continue_final_message=True)
 

@@ -198,8 +198,9 @@ def test_items_of_a_history_become_messages():
         {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"},
     ]
     messages = chat_of(ResponsesRequest, input=given, instructions="You help.")["messages"]
-    system, user, first, rain, done, second = messages
-    assert system == {"role": "system", "content": "You help.\n\nBe brief."}, "templates take one"
+    system, developer, user, first, rain, done, second = messages
+    assert system == {"role": "system", "content": "You help."}
+    assert developer == {"role": "developer", "content": "Be brief."}
     assert user == {"role": "user", "content": "Weather?"}
     assert (first["role"], first["content"], first["reasoning_content"]) == ("assistant", "Let me see.", "I look.")
     assert [call["id"] for call in first["tool_calls"]] == ["a", "b"]
