@@ -168,6 +168,7 @@ CARDS = tuple(
 """By their makers' data sheets; of laptops these state the width of the memory's bus, and the bandwidth is that of the
 memory that most of them have. Those of an older kind than compute capability 7.5 are left out."""
 _NO_NAMES = {"nvidia", "geforce", "generation", "graphics", "card", "gpu", "tesla", "quadro", "with"}
+_NO_NAMES |= {"sxm4", "sxm5", "hbm2e", "hbm3", "hbm3e"}  # which drivers add
 _OF_LAPTOPS = re.compile(r"\b(laptop|mobile|notebook|max q)\b")
 _MEMORY = re.compile(r"\b(\d+) ?(g|gb|gib)\b")
 

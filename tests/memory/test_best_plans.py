@@ -5,10 +5,11 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from described import GPU
+from described import CPU, GPU
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.memory.cards import CARDS, card_named
+from nanoinfer.memory.forecaster import plan as forecast
 from nanoinfer.memory.measure import Measure
 from nanoinfer.memory.plan import make_plan
 from nanoinfer.memory.rates import Rates
@@ -129,3 +130,24 @@ def test_a_prefill_step_that_costs_decode_time_is_not_taken(specs_of):
         if (found := make(replace(config, max_num_batched_tokens=tokens))) is not None
     )
     assert measure.step_seconds(make(config), 1, 32_768) < 1.1 * least < 0.025
+
+
+@pytest.mark.parametrize(
+    "shape, card, gib, count", [("gpt-oss-20b", "RTX 3060", 10.5, 1), ("qwen3-8b", "RTX 4070", 9, 3)]
+)
+def test_the_measure_has_the_time_of_a_step_that_the_forecast_has(shape, card, gib, count, specs_of):
+    given = dict(max_model_len=8192, enable_cpu_offload=True)
+    found = forecast(shape, gpu=card, gpu_memory_limit=f"{gib}GiB", host_memory_limit="64GiB", batch=count, **given)
+    config = EngineConfig(model="unused", max_num_seqs=count, **given)
+    measure = Measure(config, specs_of(shape).of(config), Rates.of_card(card_named(card)))
+    assert 1e3 * measure.step_seconds(found.memory, count, 8192) == pytest.approx(found.ms_per_token, rel=1e-6)
+    assert found.streamed_bytes_per_step
+
+
+def test_rates_are_those_of_the_card_that_a_driver_names_or_a_ratio(monkeypatch):
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda *_: (0, 80 * GIB))
+    for name, card in (("NVIDIA H100 80GB HBM3", "H100 80GB"), ("NVIDIA GeForce RTX 4070", "RTX 4070")):
+        monkeypatch.setattr("torch.cuda.get_device_name", lambda *_, name=name: name)
+        assert Rates.of(GPU) == Rates.of_card(card_named(card))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda *_: "Something new")
+    assert Rates.of(GPU) == Rates() and Rates.of(CPU).device < Rates().device

@@ -107,6 +107,18 @@ def test_what_settings_ask_to_stream_is_streamed_and_what_cannot_be_refused(tmp_
 
 
 @pytest.mark.parametrize("enable_cpu_offload", [False, "auto", True])
+def test_streamed_weights_and_kv_share_the_limit_of_host_memory(tmp_path, enable_cpu_offload):
+    spec = spec_of(tmp_path)
+    streamed = sum(spec.piece_bytes[1:]) + spec.head_bytes
+    limit = streamed + 40 * spec.layout.block_bytes + 1000
+    given = dict(resident_weights_limit=0, max_num_seqs=4, enable_cpu_offload=enable_cpu_offload)
+    made = plan(tmp_path, 24, **given, host_memory_limit=limit)
+    assert made.host_weight_bytes == streamed and made.num_host_blocks == 40
+    with pytest.raises(ValueError, match="of weights are to be streamed from host memory"):
+        plan(tmp_path, 24, **given, host_memory_limit=streamed - 1)
+
+
+@pytest.mark.parametrize("enable_cpu_offload", [False, "auto", True])
 @pytest.mark.parametrize("shape", ["qwen3-0.6b", "qwen3-30b-a3b"])
 @pytest.mark.sampled("qwen3-0.6b-False", "qwen3-0.6b-True", "qwen3-30b-a3b-auto")
 def test_a_refusal_names_the_least_memory_that_streamed_weights_need(tmp_path, enable_cpu_offload, shape):

@@ -74,6 +74,22 @@ def test_advice_is_computed_and_true():
     assert f"{more.ms_per_token:.1f} ms instead" in one and more.ms_per_token < forecast.ms_per_token
 
 
+def test_experts_that_are_missed_bound_a_step_and_more_memory_is_counted_with_them():
+    """All KV is on the GPU, so nothing else passes."""
+    given = dict(quantization="int4", host_memory="64GiB", gpu_memory="8GiB", context=2048, batch=1, link_gbps=25)
+    found = nanoinfer.plan("qwen3-30b-a3b", **given, device_gbps=500)
+    memory, missed = found.memory, found.streamed_bytes_per_step / 25e6
+    read = found.read_bytes_per_step / 500e6
+    assert 8 <= memory.num_expert_slots < 128 and found.resident_share == 1 and missed > read
+    assert found.bound == "link" and found.ms_per_token == pytest.approx(read + missed)
+    last = int(found.advice[-1].partition(" GiB more GPU memory")[0])
+    assert last >= memory.expert_bytes // GIB
+    more = nanoinfer.plan("qwen3-30b-a3b", **given | dict(gpu_memory=f"{8 + last}GiB"))
+    assert not more.streamed_bytes_per_step
+    slow = nanoinfer.plan("qwen3-30b-a3b", **given, device_gbps=0.3 * read / missed * 500)
+    assert slow.bound == "device memory" and slow.ms_per_token > found.ms_per_token
+
+
 def test_what_does_not_fit_says_why_and_what_would():
     forecast = nanoinfer.plan("qwen3-4b", context=131_072, batch=4, **QWEN3_4B)
     assert not forecast.fits and "need 72.00 GiB of host memory" in forecast.problem

@@ -1,12 +1,16 @@
 """What `plan` proposes where a model does not fit, or streams: true, complete, and never nothing."""
 
 import shlex
+from types import SimpleNamespace
 
 from described import without_proposals
 
 import nanoinfer
 from nanoinfer.commands.main import main, make_parser
 from nanoinfer.common.units import GIB
+from nanoinfer.config import EngineConfig
+from nanoinfer.execution.memory import MemoryPlan
+from nanoinfer.memory.proposals import Proposer
 from nanoinfer.options.engine import engine_arguments
 
 HOST = dict(host_memory="32GiB")
@@ -65,6 +69,19 @@ def test_what_streams_is_told_what_would_be_faster():
     assert "what would help, cheapest first" in forecast.report()
     quiet = nanoinfer.plan("qwen3-4b", context=4096, gpu_memory="11GiB", **HOST)
     assert not quiet.streamed_bytes_per_step and not quiet.proposals
+
+
+def test_a_format_that_loses_more_is_named_only_where_it_is_faster():
+    times = {None: 40.0, "int8": 20.0, "fp8": 19.5, "int4": 30.0}
+
+    def step(config):
+        seconds = times[config.quantization] if config.head_quantization is None else 45.0
+        known = dict(context=32_768, batch=1, longest_resident_context=None)
+        return SimpleNamespace(fits=True, memory=MemoryPlan(), streamed_bytes_per_step=1, ms_per_token=seconds, **known)
+
+    config = EngineConfig(model="qwen3-4b", enable_cpu_offload="auto")
+    proposer = Proposer(config, step=step, longest=lambda config: 32_768)
+    assert [one.changes for one in proposer.to_be_faster(step(config))] == [{"quantization": "int8"}]
 
 
 def test_a_checkpoint_that_is_quantised_is_offered_what_it_can_have():

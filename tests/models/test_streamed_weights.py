@@ -220,3 +220,13 @@ def test_files_leave_the_page_cache_where_memory_is_short_of_both(path_of, monke
     assert dropped == [(0, 0, os.POSIX_FADV_DONTNEED)] * (groups if is_dropped else 0)
     make_engine(path_of("qwen3", num_layers=4))
     assert len(dropped) == (groups if is_dropped else 0), "weights that stay on the device"
+
+
+def test_streamed_weights_leave_less_of_the_limit_to_sequences_that_gave_way(path_of):
+    path = path_of("qwen3")
+    before = make_engine(path, **ALL).plan
+    limit = before.host_weight_bytes + 3 * before.block_bytes + 1
+    kept = make_engine(path, **ALL, enable_cpu_offload=False, host_memory_limit=limit).runner.kept
+    kept.reserve(3)
+    with pytest.raises(MemoryError, match="above host_memory_limit"):
+        kept.reserve(4)
