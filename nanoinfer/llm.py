@@ -104,8 +104,8 @@ class LLM:
         Returns:
             One output per prompt, in the order of the prompts.
 
-        If a request fails while it runs, only this request ends: its output has `finish_reason="error"` and gives the
-        reason in `error`, and a warning names the request. If all requests fail, the exception of the first is raised.
+        If a completion fails while it runs, only this one ends: it has `finish_reason="error"`, the request's output
+        gives the reason in `error`, and a warning names the request. If all fail, the first's exception is raised.
 
         Raises:
             ValueError: a prompt, its parameters or an argument cannot be used. No prompt runs then.
@@ -132,7 +132,7 @@ class LLM:
                 for request_id in ids:
                     self.engine.abort(request_id)  # requests that an exception left behind
         failed = [(place, request) for place, request in enumerate(requests) if request.failure is not None]
-        if failed and len(failed) == len(requests):
+        if failed and all(len(request.failures) == len(request.sequences) for request in requests):
             raise failed[0][1].failure
         for place, request in failed:
             warnings.warn(f"prompt {place} of {len(requests)} failed: {request.error}", stacklevel=2)

@@ -91,7 +91,7 @@ class RequestOutput:
     """True when every completion is finished."""
     metrics: RequestMetrics | None = None
     error: str | None = None
-    """Why this request failed, if a completion has finish_reason "error". Other requests are not affected."""
+    """Why the first completion with finish_reason "error" failed. Others are not affected."""
 
 
 @dataclass(kw_only=True, slots=True)  # not frozen: one is made per token, and freezing would dominate its cost
@@ -117,4 +117,4 @@ class StreamOutput:
     metrics: RequestMetrics | None = None
     """Set only on the last StreamOutput (`finished`)."""
     error: str | None = None
-    """Why this request was refused or failed, with finish_reason "error". The stream's other requests go on."""
+    """Why this completion failed or its request was refused, with finish_reason "error". The stream's others go on."""

@@ -194,7 +194,7 @@ class LLMEngine:
         Returns:
             One output for each sequence whose token was read: what the sequence gained.
 
-        If a single request fails, for example in its detokenizer, only that request ends: its output has
+        If a completion fails, for example in its detokenizer, only that completion ends: its last output has
         `finish_reason="error"`.
 
         Raises:
@@ -287,7 +287,7 @@ class LLMEngine:
         on_logits = None if self.on_logits is None else partial(self.on_logits, step.batch.sampled)
         masks, failed = self.masks.make(step.batch.sampled)
         for sequence, error in failed:
-            self._outputs += self.work.requests[sequence.request_id].fail(error)
+            self._outputs += self.work.requests[sequence.request_id].fail(error, sequence)
         step.tokens = self.runner.sample(step.unsampled, on_logits, masks)
         step.unsampled = None  # its tensors lie where the next step needs room
 
@@ -330,7 +330,7 @@ class LLMEngine:
                 request.take(sequence, token_id, logprobs, read, made)
                 output = request.stream_output(sequence)
             except Exception as failure:
-                self._outputs += request.fail(failure)
+                self._outputs += request.fail(failure, sequence)
                 continue
             self._outputs.append(output)
         self.meter.trace_host("take tokens", read)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
@@ -16,6 +16,9 @@ from nanoinfer.sampling_params import SamplingParams
 @dataclass
 class Request:
     """A prompt with its `n` completions, each of which is a sequence.
+
+    A completion that fails ends alone. The others go on to their own ends: what each holds must not depend on how far
+    it had come when another one failed, which is another thing in a crowd.
 
     Attributes:
         token_texts: what log-probabilities show of a token.
@@ -39,7 +42,7 @@ class Request:
     last_made: float | None = None
     sequences: list[Sequence] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=lambda: [None])
-    failure: Exception | None = None  # why its completions have the finish reason "error"
+    failures: dict[int, Exception] = field(default_factory=dict)  # of each completion that has failed, why
 
     def add_sequence(self, sequence: Sequence) -> None:
         """Add the next completion, and give it what makes text of its tokens."""
@@ -88,42 +91,68 @@ class Request:
         if logprobs is not None:
             self._take_logprobs(sequence, token_id, logprobs)
         params, num_generated = self.params, sequence.num_generated
+        finish_reason: FinishReason | None = None
+        stop_reason: int | str | None = None
         # Where there is a grammar, what ends comes only where the grammar may end, and too early only where it must.
         has_grammar = sequence.matcher is not None
         if has_grammar or num_generated >= params.min_tokens:
             if token_id in (params.stop_token_ids or ()):
-                sequence.finish_reason, sequence.stop_reason = "stop", token_id
+                finish_reason, stop_reason = "stop", token_id
             elif token_id in self.end_token_ids and (has_grammar or not params.ignore_eos):
-                sequence.finish_reason = "stop"
-        if sequence.finish_reason is None or params.include_stop_str_in_output:
+                finish_reason = "stop"
+        if finish_reason is None or params.include_stop_str_in_output:
             delta, stop = sequence.detokenizer.append([token_id])
             sequence.text_delta += delta
-            if sequence.finish_reason is not None:
+            if finish_reason is not None:
                 pass  # the token alone has ended it
             elif stop is not None:
-                sequence.finish_reason, sequence.stop_reason = "stop", stop
+                finish_reason, stop_reason = "stop", stop
             elif num_generated >= sequence.max_tokens:
-                sequence.finish_reason = "length"
-        if sequence.finish_reason is not None:
+                finish_reason = "length"
+        if finish_reason is not None:
             sequence.text_delta += sequence.detokenizer.flush()
+            # Last: whoever has a finish reason is not asked again, so nothing that may fail comes behind.
+            sequence.finish_reason, sequence.stop_reason = finish_reason, stop_reason
 
     def abort(self) -> None:
         """End every completion that still runs."""
         self._end_all("abort")
 
-    def fail(self, error: Exception) -> list[StreamOutput]:
-        """End every completion that still runs because of an error of this request; return their last outputs."""
-        self.failure = error
-        return [replace(self.stream_output(sequence), error=self.error) for sequence in self._end_all("error")]
+    def fail(self, error: Exception, failed: Sequence | None = None) -> list[StreamOutput]:
+        """End a completion because of its error, and return its last output, which there is whatever went wrong.
+
+        Args:
+            failed: one whose last output was not made; None: the error is the request's, all that still run end.
+        """
+        if failed is not None:
+            failed.finish_reason = failed.stop_reason = None
+        ended = self._end_all("error", None if failed is None else [failed])
+        self.failures |= {sequence.index: error for sequence in ended}
+        outputs = []
+        for sequence in ended:
+            try:
+                output = self.stream_output(sequence)
+            except Exception:  # this may be what has failed
+                empty = dict(text_delta="", token_ids_delta=[], finished=True, finish_reason=sequence.finish_reason)
+                output = StreamOutput(request_id=self.request_id, index=sequence.index, **empty)
+            output.error = _message(error)
+            outputs.append(output)
+        return outputs
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why the first of the completions that failed has failed; None: none did."""
+        return self.failures[min(self.failures)] if self.failures else None
 
     @property
     def error(self) -> str | None:
-        """The message of the error that ended this request; None if there was none."""
-        return None if self.failure is None else str(self.failure) or type(self.failure).__name__
+        """The message of `failure`."""
+        return None if self.failure is None else _message(self.failure)
 
-    def _end_all(self, reason: FinishReason) -> list[Sequence]:
-        """End every completion that still runs; return their sequences."""
-        ended = [sequence for sequence in self.sequences if sequence.finish_reason is None]
+    def _end_all(self, reason: FinishReason, among: list[Sequence] | None = None) -> list[Sequence]:
+        """End every completion that still runs, of all or `among` some; return their sequences."""
+        every = self.sequences if among is None else among
+        ended = [sequence for sequence in every if sequence.finish_reason is None]
         for sequence in ended:
             sequence.finish_reason = reason
             try:
@@ -174,7 +203,7 @@ class Request:
             prompt_logprobs=self._known_prompt_logprobs(),
             outputs=[self._completion_output(sequence) for sequence in self.sequences],
             finished=self.is_finished,
-            metrics=self.metrics(),
+            metrics=self._known_metrics(),
             error=self.error,
         )
 
@@ -194,9 +223,8 @@ class Request:
         """Return what the completion gained since the last call, or all of it."""
         begin = 0 if is_whole else sequence.num_streamed
         delta = sequence.detokenizer.text if is_whole else sequence.text_delta
-        sequence.num_streamed, sequence.text_delta = sequence.num_generated, ""
         finished = sequence.finish_reason is not None
-        return StreamOutput(
+        output = StreamOutput(
             request_id=self.request_id,
             index=sequence.index,
             text_delta=delta,
@@ -206,8 +234,19 @@ class Request:
             finished=finished,
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
-            metrics=self.metrics() if finished else None,
+            metrics=self._known_metrics() if finished else None,
         )
+        sequence.num_streamed, sequence.text_delta = sequence.num_generated, ""
+        return output
+
+    def _known_metrics(self) -> RequestMetrics | None:
+        """Return the metrics; None where a completion has failed, and they cannot be told."""
+        try:
+            return self.metrics()
+        except Exception:
+            if not self.failures:
+                raise
+            return None
 
     def metrics(self) -> RequestMetrics:
         generated = sum(sequence.num_generated for sequence in self.sequences)
@@ -234,3 +273,7 @@ class Request:
             streamed_bytes=sum(one.streamed_bytes + one.fetched_bytes for one in self.sequences),
             copy_wait_time=max(sequence.copy_wait_seconds for sequence in self.sequences),
         )
+
+
+def _message(error: Exception) -> str:
+    return str(error) or type(error).__name__

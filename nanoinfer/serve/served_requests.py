@@ -192,8 +192,12 @@ class ServedRequests:
         request, stream = tracked.request, tracked.stream
         name = stream.name if len(stream.prompts) == 1 else f"{stream.name}-{tracked.place}"
         times = None if tracked.before is None else self._engine.meter.times.since(tracked.before)
-        ended = ended_request(name, request, stream.arrival, times, has_failed=error is not None)
-        self.calls.append((self.on_finished, ended))
+        try:
+            ended = ended_request(name, request, stream.arrival, times, has_failed=error is not None)
+        except Exception:  # its reader is told in any case
+            logger.exception("what request %r took cannot be told", name)
+        else:
+            self.calls.append((self.on_finished, ended))
         if error is None:
             self.calls.append((stream.end_one,))
         elif isinstance(request.failure, RequestError):  # what was asked for is at fault

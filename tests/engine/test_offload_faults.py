@@ -204,15 +204,17 @@ def test_an_error_of_one_request_ends_that_one_alone(path, alone, owner, name, m
         assert_goes_on_as_before(engine, give_back, alone, 2)
 
 
-def test_completions_of_one_request_fail_together(path, alone, monkeypatch):
+def test_of_the_completions_of_a_request_one_fails_alone(path, alone, monkeypatch):
     engine, give_back = start(path, "auto")
     params = SamplingParams(n=3, seed=1, max_tokens=20, ignore_eos=True)
     several, other = engine.add_request("several", PROMPTS[0], params), engine.add_request("0", PROMPTS[1], PARAMS[1])
     with monkeypatch.context() as patch:
         patch.setattr(Detokenizer, "append", fail_at(5, Detokenizer.append, RuntimeError))
         ends = [output for _ in range(200) if engine.has_work for output in engine.step() if output.finished]
-    assert [reason for _, _, reason in outcome(several)] == ["error"] * 3
-    assert sorted(end.index for end in ends if end.error == "out of luck") == [0, 1, 2]
+    failed = [reason for _, _, reason in outcome(several)].index("error")
+    assert [end.index for end in ends if end.error == "out of luck"] == [failed] and several.error == "out of luck"
+    assert sorted(end.index for end in ends if end.request_id == "several") == [0, 1, 2]
+    assert [reason for _, _, reason in outcome(several)].count("length") == 2
     assert outcome(other)[0][0] == alone[1]
     assert_goes_on_as_before(engine, give_back, alone, 2)
 

@@ -9,6 +9,8 @@ import torch
 from serving import events, make_served_checkpoint, metrics_of, serving
 
 from nanoinfer.outputs import Logprob, StreamOutput
+from nanoinfer.requests.detokenizer import Detokenizer
+from nanoinfer.requests.request import Request
 from nanoinfer.serve.async_engine import AsyncEngine
 from nanoinfer.serve.errors import UnavailableError
 
@@ -364,5 +366,27 @@ def test_requests_get_an_end_when_the_engine_is_closed_under_them(path):
             await served.wait_until(lambda served: served.async_engine.requests.num_generated_tokens > 3)
             served.async_engine.close()
             assert (await running).status_code == 503
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("what", ["flush", "metrics"])
+def test_a_client_is_told_what_fails_at_the_last_token(path, monkeypatch, what, stream):
+    """And the server goes on."""
+
+    def broken(one):
+        raise KeyError("no such piece")
+
+    async def ask():
+        async with serving(path) as served:
+            with monkeypatch.context() as patch:
+                patch.setattr(*{"flush": (Detokenizer, "flush"), "metrics": (Request, "metrics")}[what], broken)
+                asked = dict(prompt=[20], max_tokens=3, temperature=0, ignore_eos=True, stream=stream)
+                response = await asyncio.wait_for(served.post(**asked), 60)
+            error = (events(response.text)[-1] if stream else response.json())["error"]
+            assert error["code"] == "engine_error" and "no such piece" in error["message"]
+            assert (await served.complete([40], max_tokens=4))["choices"][0]["finish_reason"] == "length"
+            await served.wait_until_idle()
 
     asyncio.run(ask())
