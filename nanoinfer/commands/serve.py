@@ -9,7 +9,9 @@ import logging
 import os
 import signal
 import socket
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from nanoinfer.common.units import counted
@@ -21,6 +23,7 @@ logger = logging.getLogger("nanoinfer")
 
 _CLOSING_SECONDS = 5.0  # for clients to read the ends of their answers
 _FORCED_SECONDS = 0.5  # the same after a second SIGINT
+LAST_SECONDS = 5.0  # from then until the process ends, whatever runs
 
 
 def run(options: argparse.Namespace) -> int:
@@ -91,13 +94,27 @@ def _serve(server: Any, listener: socket.socket) -> None:
         signal.signal(signal.SIGTERM, before)
 
 
-def server_class(base: type, closing_seconds: float = _CLOSING_SECONDS) -> type:
+def end_anyway() -> None:
+    """Have the process end soon, whatever its threads do: one may be within a library, which nothing ends."""
+    timer = threading.Timer(LAST_SECONDS, os._exit, [INTERRUPTED])
+    timer.daemon = True
+    timer.start()
+
+
+def server_class(
+    base: type, closing_seconds: float = _CLOSING_SECONDS, at_second_interrupt: Callable[[], None] = end_anyway
+) -> type:
     class Server(base):
         """uvicorn's server, but it still answers (503 and /health) while the running requests end."""
 
         def __init__(self, config: Any, engine: Any, shutdown_timeout: float) -> None:
             super().__init__(config)
             self._engine, self._shutdown_timeout = engine, shutdown_timeout
+
+        def handle_exit(self, sig: int, frame: Any) -> None:
+            if self.should_exit and sig == signal.SIGINT:  # the second one
+                at_second_interrupt()
+            super().handle_exit(sig, frame)
 
         async def startup(self, sockets: list[socket.socket]) -> None:
             await super().startup(sockets)

@@ -82,6 +82,10 @@ class Intake:
             limits = replace(limits or TokenLimits(), grammar=grammar)
         return limits
 
+    def knows_form(self, params: SamplingParams) -> bool:
+        """Whether `limits` has to compile nothing. May be called on any thread."""
+        return params.structured_outputs is None or self._grammars.knows(params.structured_outputs)
+
     def make_request(
         self,
         request_id: str,

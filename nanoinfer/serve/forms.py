@@ -53,7 +53,9 @@ def _asks(form: Any) -> bool:
 
 def _of_response_format(form: Any) -> dict[str, Any]:
     match form:
-        case {"type": "json_object"}:
+        case {"type": "json_object", "schema": dict(schema)}:  # llama.cpp's and others' way to give one
+            return {"json": json.dumps(schema)}
+        case {"type": "json_object"} if form.get("schema") is None:
             return {"json_object": True}
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
             return {"json": json.dumps(schema)}

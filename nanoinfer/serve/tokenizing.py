@@ -85,9 +85,9 @@ class PromptTokenizer:
 
     async def limits(self, params: SamplingParams) -> TokenLimits | None:
         """Return what the params ask of the choice of tokens. Raises as `Intake.limits`."""
-        if params.structured_outputs is not None:  # seconds, at worst
+        if not self.intake.knows_form(params):  # seconds, at worst
             return await self._on("grammars", lambda: self.intake.limits(params, self.tokenizer))
-        if not params.bad_words and params.allowed_token_ids is None:
+        if not params.bad_words and params.allowed_token_ids is None and params.structured_outputs is None:
             return self.intake.limits(params)
         size = sum(map(len, params.bad_words)) + _WORD_CHARS * len(params.bad_words)
         return await self._on(_lane(size), lambda: self.intake.limits(params, self.tokenizer))

@@ -3,9 +3,9 @@
 llguidance compiles in recursion, so a long chain of references overflows the stack and ends the process, and a few
 patterns that must all match can take it forever. So each grammar is compiled here first, where both harm nobody.
 
-A line of JSON in: `grammar`; `schema`, what it was made of, or null; `special`, the tokenizer's special tokens;
-`num_tokens`, how many it has. A line out: `error`, or null; `path`, the part of the schema that is at fault. The
-argument says how many seconds of a CPU a grammar may take.
+A line of JSON in: `grammar`, or `gbnf` that is to be made one; `schema`, what it was made of, or null; `special`, the
+tokenizer's special tokens; `num_tokens`, how many it has. A line out: `error`, or null; `path`, the part of the schema
+that is at fault; `grammar`. The argument says how many seconds of a CPU a grammar may take.
 """
 
 import json
@@ -126,11 +126,25 @@ def parts(schema):
             yield name, value
 
 
+def grammar_of_gbnf(text):
+    """Return llama.cpp's grammar as llguidance has it, and what is wrong with it, or None."""
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return LLMatcher.grammar_from_lark(any_to_lark(text)), None
+    except (Exception, RecursionError) as error:  # a parser written in Python, with errors of its own
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        return None, f"it cannot be read as GBNF: {reason}"
+
+
 def check(asked):
     tokenizer = tokenizer_with(tuple(asked["special"]), asked["num_tokens"])
-    error = fault(tokenizer, asked["grammar"]) or None
+    grammar, error = (asked["grammar"], None) if asked["gbnf"] is None else grammar_of_gbnf(asked["gbnf"])
+    error = error or fault(tokenizer, grammar) or None
     schema = asked["schema"] if error else None
-    return {"error": error, "path": path_of(tokenizer, schema, error) if isinstance(schema, dict) else None}
+    path = path_of(tokenizer, schema, error) if isinstance(schema, dict) else None
+    return {"error": error, "path": path, "grammar": grammar}
 
 
 def bound(seconds):

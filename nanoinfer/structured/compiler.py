@@ -11,8 +11,10 @@ from transformers import PreTrainedTokenizerBase
 
 from nanoinfer.common.errors import RequestError
 from nanoinfer.structured.check import STACK_BYTES, compiled, on_stack
-from nanoinfer.structured.grammar import grammar_of, load_llguidance, placed, schema_of
+from nanoinfer.structured.grammar import grammar_of, is_gbnf, load_llguidance, placed, schema_of
+from nanoinfer.structured.letters import with_letters
 from nanoinfer.structured.matcher import Grammar, mask_of
+from nanoinfer.structured.schemas import remedy
 from nanoinfer.structured.trial import Trial
 from nanoinfer.structured_outputs import StructuredOutputsParams
 
@@ -60,6 +62,10 @@ class GrammarCompiler:
             raise RequestError(found, field=FIELD)
         return found
 
+    def knows(self, params: StructuredOutputsParams) -> bool:
+        """Whether `compile` has an answer at once."""
+        return self._find(params) is not None
+
     def close(self) -> None:
         """End the process in which grammars are tried. Grammars can still be compiled."""
         if self.trial is not None:
@@ -80,11 +86,13 @@ class GrammarCompiler:
     def _make(self, params: StructuredOutputsParams, tokenizer: PreTrainedTokenizerBase | None) -> Grammar | str:
         """Return the grammar, or why there is none."""
         self._prepare(tokenizer)
+        is_tried = is_gbnf(params)
         try:
-            grammar = grammar_of(params)
+            grammar = self.trial.of_gbnf(params.grammar) if is_tried else grammar_of(params, self._special)
         except (ValueError, RecursionError) as error:
             return _refusal(params, str(error), None)
-        if params.kind not in _HARMLESS and (fault := self.trial.fault(grammar, schema_of(params))) is not None:
+        is_tried |= params.kind in _HARMLESS
+        if not is_tried and (fault := self.trial.fault(grammar, schema_of(params))) is not None:
             return _refusal(params, *fault)
         found = on_stack(STACK_BYTES, lambda: compiled(self._tokenizer, placed(grammar, params.before)))
         if not found.is_error():
@@ -115,6 +123,7 @@ class GrammarCompiler:
         num_bits = max(self._vocab_size, max(vocabulary.values()) + 1)
         try:
             made = from_tokenizer(tokenizer, n_vocab=num_bits, eos_token=ends)
+            made = with_letters(made, tokenizer.get_added_vocab(), ends)
         except Exception as error:  # the library may raise anything
             raise RequestError(
                 f"structured_outputs cannot be used with this tokenizer, which llguidance cannot read: {error}",
@@ -122,7 +131,7 @@ class GrammarCompiler:
             ) from error
         self._known = mask_of(ids, -(-self._vocab_size // 32))
         special = sorted(set(tokenizer.get_added_vocab()) | set(tokenizer.all_special_tokens))
-        self.trial = Trial(special, num_bits)
+        self.trial, self._special = Trial(special, num_bits), frozenset(special)
         self._tokenizer = made
 
 
@@ -137,4 +146,5 @@ def _refusal(params: StructuredOutputsParams, error: str, path: str | None) -> s
         reason = "it needs more symbols than the 65,524 that llguidance takes"
     if reason.startswith("oneOf constraints"):
         reason = "the parts of a oneOf cannot be told apart by what they require: give anyOf"
-    return f"structured_outputs.{params.kind} cannot be generated{where}: {reason[:500]}"
+    reason = reason[:500] + remedy(reason)
+    return f"structured_outputs.{params.kind} cannot be generated{where}: {reason}"

@@ -31,6 +31,8 @@ class Trial:
         process: the one that compiles now; None: it is started with the next grammar.
     """
 
+    _given_up: subprocess.Popen | None = None
+
     def __init__(self, special: Sequence[str], num_tokens: int, limit_seconds: float = _LIMIT_SECONDS) -> None:
         self._tokens, self._limit_seconds = dict(special=list(special), num_tokens=num_tokens), limit_seconds
         self._lock = threading.Lock()
@@ -39,7 +41,19 @@ class Trial:
     def fault(self, grammar: str, schema: Any = None) -> tuple[str, str | None] | None:
         """Return what is wrong with a grammar, and the part of its schema that is at fault, if there is one; None:
         nothing is."""
-        asked, answer = json.dumps({"grammar": grammar, "schema": schema} | self._tokens), ""
+        found = self._tried(dict(grammar=grammar, gbnf=None, schema=schema))
+        return None if found["error"] is None else (found["error"], found["path"])
+
+    def of_gbnf(self, text: str) -> str:
+        """Return llama.cpp's GBNF as a grammar, which has no fault; ValueError says what is wrong."""
+        found = self._tried(dict(grammar=None, gbnf=text, schema=None))
+        if found["error"] is not None:
+            raise ValueError(found["error"])
+        return found["grammar"]
+
+    def _tried(self, what: dict[str, Any]) -> dict[str, Any]:
+        """Return what the process says of a grammar."""
+        asked, answer = json.dumps(what | self._tokens), ""
         with self._lock:
             if self.process is None or self.process.poll() is not None:
                 self._start()
@@ -59,9 +73,11 @@ class Trial:
         if not answer.endswith("\n"):
             is_late = process.returncode in (-signal.SIGKILL, -getattr(signal, "SIGXCPU", signal.SIGKILL))
             took = f"takes more than {self._limit_seconds:g} s" if is_late else "takes too much memory or is too deep"
-            return f"it {took} to compile: {_SIMPLER}", None
-        found = json.loads(answer)
-        return None if found["error"] is None else (found["error"], found["path"])
+            said = f"it {took} to compile: {_SIMPLER}"
+            if process is self._given_up:
+                said = "the engine was closed meanwhile"
+            return dict(error=said, path=None, grammar=None)
+        return json.loads(answer)
 
     def _start(self) -> None:
         how = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -81,7 +97,16 @@ class Trial:
                 with suppress(OSError):  # what was written is read by nobody
                     pipe.close()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a grammar is tried now."""
+        return self._lock.locked()
+
     def close(self) -> None:
-        """End the process; the next grammar starts another one."""
-        with self._lock:
+        """End the process, whatever it compiles; the next grammar starts another one."""
+        if self._lock.acquire(blocking=False):
             self._end()
+            self._lock.release()
+        elif (process := self.process) is not None:  # whoever waits for its answer is told that none comes
+            self._given_up = process
+            process.kill()

@@ -6,6 +6,8 @@ import json
 import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +18,7 @@ import uvicorn
 from serving import Served, make_served_checkpoint
 
 from nanoinfer.commands.serve import server_class
+from nanoinfer.options.parser import INTERRUPTED
 from nanoinfer.serve.connection import server_config
 
 SECONDS = 0.4
@@ -40,10 +43,15 @@ class Listening:
         settings = server_config(self.served.app, timeout)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        self.server = server_class(uvicorn.Server, closing_seconds=0.3)(settings, self.served.async_engine, 30.0)
+        self.num_forced = 0
+        made = server_class(uvicorn.Server, closing_seconds=0.3, at_second_interrupt=self.count_forced)
+        self.server = made(settings, self.served.async_engine, 30.0)
         self.thread = threading.Thread(target=self.server.run, kwargs=dict(sockets=[self._listener]))
         self.thread.start()
         self.wait_until(lambda: self.server.started)
+
+    def count_forced(self):
+        self.num_forced += 1
 
     def connect(self, receive_bytes: int | None = None) -> socket.socket:
         connection = socket.socket()
@@ -228,9 +236,18 @@ def test_a_second_interrupt_ends_what_runs(path, caplog):
         one.wait_until(lambda: one.served.engine.work.requests)
         one.server.handle_exit(signal.SIGINT, None)
         one.wait_until(lambda: "1 request may run for 30 s, Ctrl-C again ends" in caplog.text)
+        assert not one.num_forced
         one.server.handle_exit(signal.SIGINT, None)
         one.end()
-        assert b'"code": "shutting_down"' in answer.result()
+        assert b'"code": "shutting_down"' in answer.result() and one.num_forced == 1
+
+
+def test_a_process_ends_behind_the_second_interrupt_whatever_its_threads_do():
+    script = (
+        "import threading, time; from nanoinfer.commands import serve; serve.LAST_SECONDS = 0.1; serve.end_anyway(); "
+        "threading.Thread(target=time.sleep, args=[600]).start()"
+    )
+    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == INTERRUPTED
 
 
 @pytest.mark.parametrize("path_with_slash", ["/v1/completions/", "/tokenize/", "/health/", "/v1/models/"])

@@ -156,3 +156,14 @@ def test_forms_are_read_by_any_of_their_names():
     assert form_of({"guided_json": True, "response_format": {"type": "text"}}) == ("guided_json", {"json": True})
     with pytest.raises(BadRequestError, match="guided_json and guided_regex both say"):
         form_of({"guided_json": {}, "guided_regex": "a"})
+
+
+def test_a_schema_beside_json_object_holds():
+    """As llama.cpp and others take it."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    assert form_of({"response_format": {"type": "json_object", "schema": schema}}) == (
+        "response_format", {"json": json.dumps(schema)},
+    )  # fmt: skip
+    assert form_of({"response_format": {"type": "json_object", "schema": None}})[1] == {"json_object": True}
+    with pytest.raises(BadRequestError, match="response_format is"):
+        form_of({"response_format": {"type": "json_object", "schema": "x"}})

@@ -1,11 +1,16 @@
 """Grammars of every kind, compiled; what cannot be is refused with the reason, and what is hostile harms nobody."""
 
 import json
+import os
+import signal
 import sys
+import threading
 
 import numpy as np
+import psutil
 import pytest
 from structured import END, VOCAB, make_structured_tokenizer
+from tokenizers import AddedToken
 
 from nanoinfer.common.errors import RequestError
 from nanoinfer.structured import compiler as compiler_module
@@ -270,3 +275,156 @@ def test_what_it_lacks_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(RequestError, match=r"structured_outputs needs llguidance.*pip install -e '.\[structured\]'"):
         make_compiler().compile(params, TOKENIZER)
+
+
+DATE = {"type": "string", "format": "date"}
+ZOD = {
+    "never": ({"properties": {"a": {"not": {}}, "b": {}}}, ['{"b":1}'], ['{"a":1}']),
+    "any name": (
+        {"propertyNames": {"type": "string"}, "additionalProperties": {"type": "null"}},
+        ['{"x":null}'],
+        ['{"x":1}'],
+    ),
+    "names": (
+        {"propertyNames": {"enum": ["x", "y"]}, "additionalProperties": {"type": "null"}},
+        ['{"y":null}'],
+        ['{"z":null}'],
+    ),
+    "not unique": ({"type": "array", "uniqueItems": False}, ["[1,1]"], ["1"]),
+    "date": (
+        DATE,
+        ['"2024-02-29"', '"2000-02-29"', '"2023-02-28"', '"8320-02-29"', '"0001-12-31"'],
+        ['"8322-02-29"', '"2023-02-29"', '"1900-02-29"', '"2024-04-31"', '"0000-01-01"', '"2024-13-01"'],
+    ),
+    "time": (DATE | {"format": "date-time"}, ['"2024-02-29T10:00:00Z"'], ['"2023-02-29T10:00:00Z"', '"2024-02-29"']),
+} | {
+    name: ({"type": "string", "format": name}, ['"a"'], ["1"])
+    for name in ("byte", "binary", "password", "path", "regex")
+}
+
+
+@pytest.mark.parametrize("name", ZOD)
+def test_schemas_of_zod_and_pydantic_are_taken(compiler, name):
+    schema, wanted, unwanted = ZOD[name]
+    schema = schema if "type" in schema else schema | {"type": "object"}
+    grammar = compiler.compile(StructuredOutputsParams(json=schema), TOKENIZER)
+    assert [text for text in wanted if not takes(grammar, text)] == []
+    assert [text for text in unwanted if takes(grammar, text)] == []
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"type": "array", "uniqueItems": True}, r'no grammar can hold "uniqueItems": leave it out'),
+        ({"type": "string", "pattern": "(?=a)b"}, r"cannot look ahead or behind.*write out what may come"),
+        ({"type": "string", "format": "iban"}, "leave the format out, or say it as a pattern"),
+    ],
+)
+def test_what_no_grammar_can_hold_is_refused_with_what_to_do(compiler, schema, message):
+    with pytest.raises(RequestError, match=message):
+        compiler.compile(StructuredOutputsParams(json={"properties": {"a": schema}}), TOKENIZER)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        dict(json={"type": "object", "properties": {"a": {"type": "array"}}, "required": ["a"]}),
+        dict(json_object=True),
+        dict(
+            structural_tag={
+                "triggers": ["<f"],
+                "structures": [{"begin": "<f>", "schema": {"type": "object"}, "end": "</f>"}],
+            }
+        ),
+    ],
+)
+def test_blanks_between_the_parts_of_json_come_to_an_end(compiler, given):
+    """Whoever wants nothing but blanks gets at most two line breaks and 64 blanks or tabs in one place."""
+    grammar = compiler.compile(StructuredOutputsParams(**given), TOKENIZER)
+    before = "<f>" if "structural_tag" in given else ""
+    for blanks, is_taken in (
+        ("\n\n" + " " * 64, True),
+        (" \t" * 32, True),
+        (" " * 65, False),
+        ("\n\n\n", False),
+        (" \n", False),
+    ):
+        matcher = grammar.initial.deep_copy()
+        ids = TOKENIZER.encode(before + "{" + blanks)
+        assert (matcher.try_consume_tokens(ids) == len(ids)) is is_taken, repr(blanks)
+    other = StructuredOutputsParams(**given, whitespace_pattern=" *")
+    assert takes_begin(compiler.compile(other, TOKENIZER), before + "{" + " " * 99)
+
+
+def takes_begin(grammar, text):
+    ids = TOKENIZER.encode(text)
+    return grammar.initial.deep_copy().try_consume_tokens(ids) == len(ids)
+
+
+def test_gbnf_is_read_where_it_harms_nobody_and_closing_waits_for_nothing(monkeypatch):
+    """15,000 rules take llguidance's reader minutes: it has seconds of a CPU, in a process of its own."""
+    rules = "\n".join(f'r{number} ::= "a" r{number + 1}' for number in range(15_000))
+    params = StructuredOutputsParams(grammar=f'root ::= r0\n{rules}\nr15000 ::= "b"')
+    compiler = make_compiler()
+    monkeypatch.setattr(compiler_module, "Trial", lambda *tokens: Trial(*tokens, limit_seconds=1.0))
+    with pytest.raises(RequestError, match="takes more than 1 s to compile"):
+        compiler.compile(params, TOKENIZER)
+    assert compiler.knows(params) and not compiler.knows(StructuredOutputsParams(regex="a"))
+    monkeypatch.undo()
+    compiler, said = make_compiler(), []
+    compiler.compile(StructuredOutputsParams(regex="a"), TOKENIZER)
+    process = compiler.trial.process
+
+    def compile_slowly():
+        with pytest.raises(RequestError) as caught:
+            compiler.compile(params, TOKENIZER)
+        said.append(str(caught.value))
+
+    thread = threading.Thread(target=compile_slowly)
+    os.kill(process.pid, signal.SIGSTOP)  # it will not answer
+    thread.start()
+    while not compiler.trial.is_busy:
+        pass
+    compiler.close()
+    thread.join()
+    assert "the engine was closed meanwhile" in said[0] and process.poll() is not None
+
+
+def test_a_schema_has_its_own_seconds_whatever_came_before():
+    trial, (good,) = Trial(["<call>"], VOCAB, limit_seconds=0.9), [grammar_of(StructuredOutputsParams(json=SCHEMA))]
+    assert trial.fault(good) is None
+    process = psutil.Process(trial.process.pid)
+    while sum(process.cpu_times()[:2]) < 2.5:
+        assert trial.fault(good) is None, "what others took counts"
+    assert trial.process.pid == process.pid
+    trial.close()
+
+
+def test_added_tokens_that_are_letters_have_their_own_bytes():
+    """As in DeepSeek's vocabularies: byte pairs spell byte 252 so."""
+    tokenizer = make_structured_tokenizer()
+    tokenizer.add_tokens([AddedToken("ü", normalized=False), AddedToken("ÿ", normalized=False)])
+    compiler = GrammarCompiler(frozenset([tokenizer.convert_tokens_to_ids(END)]), len(tokenizer))
+    grammar = compiler.compile(StructuredOutputsParams(json={"enum": ["für", "ÿ"]}), tokenizer)
+    for text in ('"für"', '"ÿ"'):
+        ids = tokenizer.encode(text)
+        assert tokenizer.convert_tokens_to_ids(text[2] if "f" in text else text[1]) in ids
+        matcher = grammar.initial.deep_copy()
+        assert matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+    for given in (dict(grammar="start: <call>"), dict(regex="x")):
+        assert compiler.compile(StructuredOutputsParams(**given), tokenizer).initial.deep_copy().compute_bitmask()
+    compiler.close()
+
+
+def test_a_trigger_that_is_a_whole_tag_is_a_token_only_where_there_is_one(compiler):
+    tag = {"schema": SCHEMA, "end": "</t>"}
+    for name in ("<tool_call>", "<call>"):
+        given = {"triggers": [name], "structures": [{"begin": name, **tag}]}
+        grammar = compiler.compile(StructuredOutputsParams(structural_tag=given), TOKENIZER)
+        assert takes(grammar, f'so {name}{{"b": 1}}</t>') and not takes(grammar, f'so {name}{{"c": 1}}</t>')
+    both = {
+        "triggers": ["<tool_call>", "<call>"],
+        "structures": [{"begin": one, **tag} for one in ("<tool_call>", "<call>")],
+    }
+    with pytest.raises(RequestError, match="'<tool_call>' and '<call>' are a text and a special token"):
+        compiler.compile(StructuredOutputsParams(structural_tag=both), TOKENIZER)
