@@ -47,16 +47,16 @@ class Measure:
     def seconds(self, plan: Spent, num_requests: int) -> float:
         """Return how long it takes until so many requests are done, all of which are there from the beginning.
 
-        A context that the plan cannot hold is asked for in as many requests as it takes. With "auto" it is the mode in
-        which it takes less time: a plan is no worse for what the host could hold besides.
+        A context that the plan cannot hold is asked for in as many requests as it takes; where KV may lie on the host
+        so that it can be held, these count as often again. With "auto" it is the mode in which it takes less time: a
+        plan is no worse for what the host could hold besides.
         """
         context = min(self.context, plan.max_model_len)
-        answer = min(ANSWER_TOKENS, context // 2)
-        times = []
+        parts, answer, times = self.context / context, min(ANSWER_TOKENS, context // 2), []
         for rows in {min(num_requests, max(1.0, rows)) for rows in self._rows(plan, context)}:
             decode = num_requests / rows * answer * self.step_seconds(plan, rows, context)
             times.append(decode + self._prompt_seconds(plan, rows, num_requests, context - answer))
-        return self.context / context * min(times)
+        return min(times) * parts ** (2 if self.config.may_offload else 1)
 
     def holds_all(self, plan: Spent) -> bool:
         """Whether all sequences that the settings ask for are held at once, as long as they may be."""
@@ -110,7 +110,9 @@ class Measure:
         """Return how long the prompts take: what is computed, and what passes over the link meanwhile."""
         rates, spec, step_tokens = self.rates, self.spec, plan.max_num_batched_tokens
         num_steps = -(-num_requests * tokens // step_tokens)
-        operations = 2 * tokens * self._weights_of_token + 4 * spec.attention.q_size * _pairs(spec, tokens)
+        # No plan is better for attention that it cannot do.
+        pairs = _pairs(spec, self.context) * tokens / self.context
+        operations = 2 * tokens * self._weights_of_token + 4 * spec.attention.q_size * pairs
         computed = num_requests * operations / rates.products
         computed += num_steps * self._weights_read / rates.device
         in_each, waited = plan.streamed_bytes - plan.head_bytes, 0.0

@@ -95,10 +95,10 @@ def _modules(checkpoint: CheckpointInfo, spec: ModelSpec) -> tuple[dict[str, int
     """
     model_class = find_class(checkpoint.hf_config.architectures)
     model = model_class(checkpoint, spec, device="meta", max_position=1)
-    views: Mapping[str, Any] = model.checkpoint_views(lambda module: not isinstance(module, Experts))
+    views: Mapping[str, Any] = model.checkpoint_views()
     matrices = {name: view for name, view in views.items() if isinstance(view, Tensor) and view.ndim == 2}
     names = {name.removesuffix(".weight"): view.shape[1] for name, view in matrices.items()}
-    for path, module in model.named_modules():  # of experts there are thousands, or one tensor
+    for path, module in model.named_modules():  # one tensor may hold all experts
         for one in module.projections if isinstance(module, Experts) else ():
             names |= {f"model.{path}.{name}": one.in_features for name in one.names}
     sparse = [path for path, module in model.named_modules() if isinstance(module, SparseMLP)]
