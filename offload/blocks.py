@@ -28,6 +28,8 @@ class BlockPool:
         first: the first number handed out; lower ones are reserved for the owner (a scratch block).
 
     Attributes:
+        num_leaving: blocks all of whose holders are about to give them back (`give_back_later`). Counted as they come
+            and go: it is asked for again and again, and there may be tens of thousands.
         holders: how many hold each block that somebody holds.
         key_of: the key of each published block.
     """
@@ -37,7 +39,8 @@ class BlockPool:
         self.first, self._num_blocks = first, num_blocks
         self._free = list(range(first, num_blocks))  # a heap
         self.holders: dict[int, int] = {}
-        self._num_references = 0
+        self._returning: dict[int, int] = {}  # how many of them are about to give the block back
+        self._num_references = self.num_leaving = 0
         self._stamps: dict[int, int] = {}  # how often each block was handed out
         self.key_of: dict[int, Hashable] = {}
         self._block_of: dict[Hashable, int] = {}
@@ -100,6 +103,7 @@ class BlockPool:
         """Add a reference to a held or cached block."""
         assert block in self.holders or block in self._cached, f"block {block} is not held or cached"
         self._cached.pop(block, None)
+        self.num_leaving -= self.is_leaving(block)
         self.holders[block] = self.holders.get(block, 0) + 1
         self._num_references += 1
 
@@ -143,6 +147,7 @@ class BlockPool:
             self._num_references -= 1
             if count:
                 self.holders[block] = count
+                self.num_leaving += self.is_leaving(block)
                 continue
             del self.holders[block]
             if block in self.key_of:
@@ -151,6 +156,31 @@ class BlockPool:
                 heapq.heappush(self._free, block)
                 freed.append(block)
         return freed
+
+    def give_back_later(self, blocks: Iterable[int]) -> list[int]:
+        """Note that one holder of each block is about to give it back, in `give_back`; return those that leave then."""
+        leaving = []
+        for block in blocks:
+            self._returning[block] = self._returning.get(block, 0) + 1
+            if self.is_leaving(block):
+                self.num_leaving += 1
+                leaving.append(block)
+        return leaving
+
+    def give_back(self, blocks: Iterable[int]) -> list[int]:
+        """Release blocks that `give_back_later` has named; return as `release` does."""
+        blocks = list(blocks)
+        for block in blocks:
+            self.num_leaving -= self.is_leaving(block)
+            count = self._returning.pop(block) - 1
+            if count:
+                self._returning[block] = count
+        return self.release(blocks)
+
+    def is_leaving(self, block: int) -> bool:
+        """Whether somebody holds the block, and all who do are about to give it back."""
+        count = self._returning.get(block)
+        return count is not None and count == self.holders.get(block)
 
     def grow(self, count: int) -> None:
         """Add `count` free blocks, with the next higher numbers."""
@@ -186,6 +216,7 @@ class BlockPool:
         known = references.keys() | key_of.keys()
         self._free = [block for block in range(self.first, self._num_blocks) if block not in known]
         self.holders, self._num_references = references, sum(references.values())
+        self._returning, self.num_leaving = {}, 0
 
     def _forget(self, block: int) -> None:
         del self._block_of[self.key_of.pop(block)]

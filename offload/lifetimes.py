@@ -7,7 +7,7 @@ and operations are counted. Another process may run the operations: it acknowled
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -70,7 +70,6 @@ class BlockLifetimes:
         self._newest_write = 0
         self.deferred_gpu: list[_Deferred] = []
         self.deferred_host: list[_Deferred] = []
-        self._num_released: Counter[int] = Counter()  # how often each host block is in `deferred_host`
         self.gone: set[int] = set()
 
     def begin(self, written: Collection[int] = ()) -> int:
@@ -110,8 +109,7 @@ class BlockLifetimes:
         released = list(blocks)
         if released:
             self.deferred_host.append(_Deferred(released, self._newest_write, self.operation))
-            self._num_released.update(released)
-            self.gone.update(block for block in released if self._is_leaving_host(block))
+            self.gone.update(self.host_blocks.give_back_later(released))
 
     def take_back_gpu(self, block: int) -> bool:
         """Hold a released GPU block again that a write-through still reads. Return False if the block is no such block.
@@ -146,11 +144,7 @@ class BlockLifetimes:
     @property
     def num_deferred_host(self) -> int:
         """Number of host blocks that nobody holds any more, but that a copy may still touch."""
-        return sum(map(self._is_leaving_host, self._num_released))
-
-    def _is_leaving_host(self, block: int) -> bool:
-        """Whether whoever held the released host block has given it back."""
-        return self.host_blocks.references(block) == self._num_released[block]
+        return self.host_blocks.num_leaving
 
     def recover(self) -> None:
         """Forget every operation and every released block. Nothing may be in flight; the owner rebuilds both pools."""
@@ -158,7 +152,6 @@ class BlockLifetimes:
         self._last_write.clear()
         self.deferred_gpu.clear()
         self.deferred_host.clear()
-        self._num_released.clear()
         self.gone.clear()
 
     def _forget_finished_writes(self) -> None:
@@ -177,13 +170,9 @@ class BlockLifetimes:
                     return
                 for part in parts:
                     self.acknowledgements.wait(*part, rule)
-            blocks = waiting.pop(0).blocks
-            self._free(pool, blocks)
-            for block in blocks if pool is self.host_blocks else ():
-                self._num_released[block] -= 1
-                if not self._num_released[block]:
-                    del self._num_released[block]
+            self._free(pool, waiting.pop(0).blocks)
 
     def _free(self, pool: BlockPool, blocks: list[int]) -> None:
-        if freed := pool.release(blocks):
-            self._poison(GPU if pool is self.gpu_blocks else HOST, freed)
+        is_host = pool is self.host_blocks  # whose blocks are always released later
+        if freed := pool.give_back(blocks) if is_host else pool.release(blocks):
+            self._poison(HOST if is_host else GPU, freed)
