@@ -135,14 +135,21 @@ class Modes:
             self.error = None
             self._host_room.tell()
 
-    def enter_offload(self, running: list[Sequence]) -> bool:
+    def enter_offload(self, running: list[Sequence], may_wait: bool) -> bool:
         """For "auto": enter offload mode if the host pool can hold the running requests; return whether it did.
 
         It must hold whatever resident mode holds, or a request might wait for a mode that does not come back.
+
+        Args:
+            may_wait: whether the running requests may stand still until enough of the pool can be used.
         """
+        blocks, num_wanted = self._tables.lifetimes.host_blocks, most_resident_blocks(self._runner.plan, self._tables)
         try:
             self._require_host_pool(running)
-            self._host_room.require(most_resident_blocks(self._runner.plan, self._tables))
+            num_now = blocks.num_used + blocks.num_cached + self._mover.num_host_blocks(running)
+            if not may_wait and self._host_room.is_coming(max(num_wanted, num_now)):
+                return False
+            self._host_room.require(num_wanted)
             self.switch("offload", running)
         except (ValueError, MemoryError, PinError) as error:
             self._note(error)

@@ -111,7 +111,7 @@ class Scheduler:
             may_ask = lets_in and len(held) < min(len(self.waiting), MAX_HELD)
             if begun and not (may_ask and _number(self.waiting[len(held)]) < _number(begun[0])):
                 sequence = begun.popleft()
-                if sequence in seen:
+                if sequence in seen or not _is_prompt(sequence):  # it may have ended with its request meanwhile
                     continue
             elif may_ask:
                 sequence = self.waiting[len(held)]
@@ -162,7 +162,9 @@ class Scheduler:
         for num_left, one in behind:
             if most <= 0 or 2 * num_left > _num_left(oldest):
                 break
-            if one in seen or self._kv_cache.prefixes.is_coming(one, self.running):  # a later step finds it
+            if one in seen or one.state is SequenceState.FINISHED:
+                continue
+            if self._kv_cache.prefixes.is_coming(one, self.running):  # a later step finds it
                 continue
             seen.add(one)
             if one.row is None:
@@ -180,7 +182,7 @@ class Scheduler:
     def _let_in(self, sequence: Sequence, held: list[Sequence], passed: Several[Sequence] = ()) -> Verdict:
         """Admit the waiting sequence behind those that are `held` and `passed`, if there is room."""
         verdict = self._admission.admit(sequence, self.running, held, passed)
-        if verdict is Verdict.SPILL and self._spill():
+        if verdict is Verdict.SPILL and self._spill(may_wait=not self.running):
             verdict = self._admission.admit(sequence, self.running, held, passed)
         if verdict is Verdict.ADMITTED:
             self.running.append(sequence)  # append before delete, so that an interrupt cannot lose the sequence
@@ -209,16 +211,19 @@ class Scheduler:
         for sequence in self._kv_cache.without_slot(wanting):
             wanted = sequence.num_tokens - sequence.num_computed
             while sequence.row is not None and self._kv_cache.max_chunk(sequence, wanted) < wanted:
-                if not self._spill():
+                if not self._spill(may_wait=True):
                     self.preempt_youngest()
             if sequence.row is not None:
                 self._kv_cache.grow(sequence, sequence.num_tokens)
         return [sequence for sequence in wanting if sequence.row is not None]
 
-    def _spill(self) -> bool:
-        """Enter offload mode, where every full block can leave the GPU; False if impossible or already done."""
+    def _spill(self, may_wait: bool) -> bool:
+        """Enter offload mode, where every full block can leave the GPU; False if impossible or already done.
+
+        may_wait: whether those that run may stand still until there is host memory for that.
+        """
         may_spill = self._modes.may_spill and not self._kv_cache.tables.is_offload
-        return may_spill and self._modes.enter_offload(self.running)
+        return may_spill and self._modes.enter_offload(self.running, may_wait)
 
     def preempt_youngest(self) -> None:
         """Have the sequence that was admitted last give way."""

@@ -151,7 +151,8 @@ class Admission:
         num_promised = sum(one.max_num_tokens // self._tables.block_size for one in first)
         host_room = self._cache.host_room
         if self._tables.is_offload:
-            host_room.wait_for(self._cache.num_reserved_host + wanted.num_room + num_promised)
+            # Whoever runs goes on while memory is pinned for a newcomer, which is asked again in the next step.
+            host_room.wait_for(self._cache.num_reserved_host + wanted.num_room + num_promised, may_wait=not running)
             host_room.tell()
             if self._cache.copies.num_obtainable <= len(first) or wanted.num_room + num_promised > self._room:
                 return Verdict.REFUSED
@@ -166,7 +167,7 @@ class Admission:
         if not running:
             return Verdict.SPILL
         needed = self._mover.num_host_blocks(running) + num_promised + wanted.num_host
-        host_room.wait_for(needed)
+        host_room.wait_for(needed, may_wait=False)
         if needed > self._tables.lifetimes.host_blocks.num_free:
             return Verdict.REFUSED
         if has_room:

@@ -35,15 +35,27 @@ class HostRoom:
         """Blocks that there are, or may be one day."""
         return self._num_planned if self.failure is None else self._lifetimes.host_blocks.num_blocks
 
-    def wait_for(self, num_unused: int) -> None:
-        """Wait until so many blocks hold nothing, not even something that is cached, or no more become usable."""
+    def wait_for(self, num_unused: int, may_wait: bool = True) -> None:
+        """Wait until so many blocks hold nothing, not even something that is cached, or no more become usable.
+
+        Args:
+            may_wait: False: only count those that have become usable. Whoever has something to run asks so, and again.
+        """
         blocks = self._lifetimes.host_blocks
         if blocks.num_blocks == self.num_possible:
             return
         num_short = num_unused - (blocks.num_free - blocks.num_cached)
-        num_usable, failure = self._host.wait_for(min(blocks.num_blocks + max(0, num_short), self._num_planned))
+        num_usable, failure = self._host.wait_for(
+            min(blocks.num_blocks + max(0, num_short), self._num_planned), may_wait
+        )
         blocks.grow(num_usable - blocks.num_blocks)
         self.failure = failure  # only now: until then, there may be more than are counted
+
+    def is_coming(self, num_blocks: int) -> bool:
+        """Whether the pool has fewer blocks so far, and may have as many one day. Waits for nothing."""
+        blocks = self._lifetimes.host_blocks
+        self.wait_for(num_blocks, may_wait=False)
+        return blocks.num_blocks < min(num_blocks, self.num_possible)
 
     def require(self, num_blocks: int) -> None:
         """Wait until the pool has so many blocks.

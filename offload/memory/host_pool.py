@@ -34,8 +34,11 @@ class HostPool:
         """Bytes of all blocks; 0 until there is memory."""
         return 0 if self.arena is None else self.num_blocks * self.layout.block_bytes
 
-    def wait_for(self, num_blocks: int) -> tuple[int, Exception | None]:
+    def wait_for(self, num_blocks: int, may_wait: bool = True) -> tuple[int, Exception | None]:
         """Wait until the first `num_blocks` blocks can be used, or it is known that they never can.
+
+        Args:
+            may_wait: False: return at once what is known so far.
 
         Returns:
             How many blocks can be used, none without memory; and, if these are too few, why there will be no more: a
@@ -43,9 +46,11 @@ class HostPool:
         """
         if self.arena is None:
             return 0, None
-        failure = None
+        failure, num_segments = None, -(-num_blocks // self.blocks_per_segment)
+        if not (may_wait or self.arena.has_failed):
+            num_segments = min(num_segments, self.arena.num_ready)
         try:
-            self.arena.wait(-(-num_blocks // self.blocks_per_segment))
+            self.arena.wait(num_segments)
         except (PinError, MemoryError) as error:
             failure = error
         except Exception as error:

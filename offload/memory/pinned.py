@@ -148,6 +148,11 @@ class HostArena:
         """Bytes that are ready and pageable."""
         return sum(self._span(index) for index in range(self.num_ready) if not self._is_pinned[index])
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether no more segments become ready than are."""
+        return self._failure is not None
+
     def segment(self, index: int) -> torch.Tensor:
         """Return a segment: [segment_bytes] uint8, CPU; the last one may be shorter.
 

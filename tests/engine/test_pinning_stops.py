@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import pytest
 from engines import LAYER_BLOCK_BYTES, SMALL, assert_pools_as_before, make_engine, outcome, random_prompts, run
 from refusing_driver import BLOCKS_PER_SEGMENT, refuse_pinning
-from request_helpers import record_batches
 from simulated import SimulatedRuntime
 from tiny_models import make_checkpoint
 
@@ -159,21 +158,76 @@ def greedy(max_tokens: int) -> SamplingParams:
 
 
 @pytest.mark.parametrize("mode", [True, "auto"])
-def test_how_fast_memory_is_pinned_changes_no_batch(path, mode, monkeypatch):
-    """Whoever needs more than is pinned yet waits for it, and for no more."""
+def test_how_fast_memory_is_pinned_changes_no_answer(path, mode, monkeypatch):
+    """Whoever needs more than is pinned yet waits for it where nothing else runs, and for no more."""
     prompts, found = random_prompts(5, 85, 95, seed=3), []  # on the GPU there is room for one
     for is_lazy in (False, True):
         driver = refuse_pinning(monkeypatch, 100, is_lazy=is_lazy)
         arguments = ARGUMENTS | dict(enable_cpu_offload=mode, num_gpu_blocks_override=12, max_num_seqs=4)
         engine = make_engine(path, **arguments)
-        batches = record_batches(engine)
-        found.append((run(engine, prompts, [greedy(20)] * 5), batches))
-        assert engine.mode == "offload"
-        if is_lazy:
-            assert len(driver.registered) < engine.plan.num_host_blocks // BLOCKS_PER_SEGMENT
-            assert engine.stats()["host_blocks_total"] == len(driver.registered) * BLOCKS_PER_SEGMENT
-        engine.close()
+        try:
+            found.append(run(engine, prompts, [greedy(20)] * 5))
+            assert engine.mode == "offload" or (is_lazy and mode == "auto")
+            if is_lazy:
+                assert len(driver.registered) < engine.plan.num_host_blocks // BLOCKS_PER_SEGMENT
+                assert engine.stats()["host_blocks_total"] == len(driver.registered) * BLOCKS_PER_SEGMENT
+        finally:
+            engine.close()
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("mode", [True, "auto"])
+def test_who_runs_goes_on_while_memory_is_pinned_for_a_newcomer(path, mode, monkeypatch):
+    """64 GiB take seconds. The newcomer is let in when there is enough, beside the one that runs still."""
+    driver = refuse_pinning(monkeypatch, 100, is_lazy=True)
+    engine = make_engine(path, **ARGUMENTS, enable_cpu_offload=mode, num_gpu_blocks_override=12)
+    try:
+        prompts = random_prompts(2, 85, 95, seed=3)
+        first = engine.add_request("first", prompts[0], greedy(70)).sequences[0]
+        while first.num_sampled < 2:
+            engine.step()
+        num_wanted = driver.num_wanted
+        second = engine.add_request("second", prompts[1], greedy(70)).sequences[0]
+        for _ in range(10):
+            num_sampled = first.num_sampled
+            engine.step()
+            assert first.num_sampled == num_sampled + 1
+        assert second.row is None and driver.num_wanted == num_wanted, "somebody waits for memory"
+        engine.runner.offload.host.wait_for(engine.plan.num_host_blocks // 2)
+        while second.row is None:
+            engine.step()
+        assert engine.mode == "offload" and first.finish_reason is None
+        while engine.has_work:
+            engine.step()
+        assert_pools_as_before(engine)
+    finally:
+        engine.close()
+
+
+def test_who_runs_goes_on_while_memory_is_pinned_for_another_mode(path, monkeypatch):
+    """The host holds all three, and not yet what one request can have on the GPU."""
+    driver = refuse_pinning(monkeypatch, 100, is_lazy=True)
+    engine = make_engine(path, **ARGUMENTS, enable_cpu_offload="auto", num_gpu_blocks_override=11)
+    try:
+        engine.runner.offload.host.wait_for(8)
+        prompts = [random_prompts(1, length, length, seed=length)[0] for length in (20, 36, 81)]
+        running = [engine.add_request(str(i), prompts[i], greedy(11)).sequences[0] for i in range(2)]
+        while min(one.num_sampled for one in running) < 2:
+            engine.step()
+        newcomer = engine.add_request("newcomer", prompts[2], greedy(14)).sequences[0]
+        for _ in range(6):
+            num_sampled = [one.num_sampled for one in running]
+            engine.step()
+            assert [one.num_sampled for one in running] == [count + 1 for count in num_sampled]
+        assert newcomer.row is None and driver.num_wanted == 2 and engine.mode == "resident"
+        engine.runner.offload.host.wait_for(12)
+        engine.step()
+        assert newcomer.row is not None and engine.mode == "offload" and not engine.modes.error
+        while engine.has_work:
+            engine.step()
+        assert_pools_as_before(engine)
+    finally:
+        engine.close()
 
 
 def test_auto_enters_no_mode_in_which_a_request_would_not_fit_that_fits_the_gpu(path, monkeypatch):
