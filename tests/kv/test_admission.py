@@ -13,6 +13,7 @@ from tiny_models import make_checkpoint
 
 from nanoinfer import LLMEngine, SamplingParams
 from nanoinfer.kv import admission
+from nanoinfer.kv.admission import Verdict
 from offload import BlockPool
 
 ARGUMENTS = dict(
@@ -222,6 +223,25 @@ def test_who_gave_way_comes_back_in_offload_mode_only_onto_blocks_that_nobody_wa
         assert engine.kv_cache.num_unpromised_host >= 0, "promised twice"
     assert [mode for mode, _ in came_back] == ["offload"] and engine.scheduler.num_preemptions == 1
     assert_pools_as_before(engine)
+
+
+@pytest.mark.parametrize("mode", ["resident", "offload"])
+def test_who_is_let_past_a_held_request_leaves_it_room_to_its_last_token(path, mode):
+    """Of 20 host blocks one runs that fills 4; the held one grows from 4 to 12: a third one may have 4, and not 5."""
+    arguments = dict(enable_cpu_offload="auto", **pools(num_gpu=8, num_host=20), max_num_batched_tokens=16)
+    for num_blocks, is_admitted in ((4, True), (5, False)):
+        engine = hollow(make_engine(path, **ARGUMENTS | arguments))
+        prompts = random_prompts(3, 70, 70, seed=7)
+        engine.add_request("runs", prompts[0][:60], greedy(4))
+        while not engine.scheduler.running:
+            engine.step()
+        if mode == "offload":
+            engine.switch_mode("offload")
+        for name, length, end in (("held", 70, 16 * 12), ("third", 3, 16 * num_blocks)):
+            engine.add_request(name, prompts[1][:length], greedy(end - length))
+        held, third = engine.scheduler.waiting
+        admission, running = engine.admission, engine.scheduler.running
+        assert admission.admit(third, running, [held]) is (Verdict.ADMITTED if is_admitted else Verdict.REFUSED)
 
 
 def pools(num_gpu: int, num_host: int) -> dict:

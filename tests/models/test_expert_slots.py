@@ -70,6 +70,20 @@ def test_any_order_of_streams_gives_the_same(path_of, seed):
     assert_pools_as_before(engine)
 
 
+@pytest.mark.parametrize(
+    "options", [dict(capture_num_tokens=[8]), dict(capture_num_tokens=[], max_num_seqs=8)], ids=str
+)
+def test_a_step_of_as_many_rows_as_there_are_slots_for_brings_what_it_chose(path_of, options):
+    """And one of more rows all experts, together."""
+    engine = make_engine(path_of("qwen3_moe", **SMALL), expert_slots=3, **options)
+    assert engine.plan.slot_rows == 8
+    for num_tokens, comes_together in ((8, False), (9, True)):
+        copied, before = engine.runner.offload.counters.streamed_bytes, engine.stats()["expert_fetches"]
+        run(engine, random_prompts(1, num_tokens, num_tokens, seed=num_tokens), some_params(1, 1))
+        assert (engine.runner.offload.counters.streamed_bytes > copied) == comes_together
+        assert (engine.stats()["expert_fetches"] > before) != comes_together
+
+
 @pytest.mark.parametrize("rule", ["place.piece_after_fill", "place.fill_after_last_piece"])
 def test_the_waits_of_large_steps_are_needed(path_of, rule):
     path = path_of("qwen3_moe", **SMALL | dict(num_layers=4))

@@ -8,6 +8,7 @@ wrong number or a NaN, or the runtime reports the race between two copies.
 import functools
 import itertools
 import random
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from offload import (
     Cut,
     HostPool,
     KVLayout,
+    Landing,
     OffloadEngine,
     Places,
     Ring,
@@ -247,6 +249,41 @@ def test_a_step_that_copies_blocks_has_a_number():
     with pytest.raises(AssertionError, match="has a number"):
         toy.engine.run(toy, 0)
     assert not any(stream.queue for stream in toy.runtime.streams), "nothing was enqueued"
+
+
+class Bytes(NamedTuple):
+    """A transfer to a place."""
+
+    content: torch.Tensor
+    landing: Landing
+    host_blocks = ()
+
+    def num_bytes(self, layout: KVLayout) -> int:
+        return len(self.content)
+
+    def copies(self, target: torch.Tensor, host: HostPool) -> list:
+        return [(target[: len(self.content)], lambda kv_layer: self.content)]
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_who_fills_a_place_waits_for_what_read_it_behind_the_step_before(place):
+    """As log-probabilities of a prompt do, which bring a streamed head by themselves: to both places."""
+    for seed in range(20):
+        toy = Toy(seed, dropped_rule=None, num_ring_slots=2, blocks_per_slot=1)
+        engine, compute = toy.engine, toy.compute_stream
+        engine.places = Places(toy.runtime, [torch.zeros(8, dtype=torch.uint8) for _ in range(2)])
+        found, content = torch.zeros(8, dtype=torch.uint8), torch.full((8,), 7, dtype=torch.uint8)
+        compute.copy(engine.places.bytes[place], content)
+        for _ in range(5):  # so that the copy stream may come first
+            compute.run(lambda: None)
+        compute.copy(found, engine.places.bytes[place])
+        engine.hold_places()
+        brought = Bytes(torch.full((8,), 9, dtype=torch.uint8), Landing(place, until=LAYOUT.num_layers))
+        toy.plan = StreamPlan(((brought,), *[()] * LAYOUT.num_layers))
+        toy.ahead, toy.write_through = None, []
+        toy.run()
+        toy.runtime.synchronize()
+        assert torch.equal(found, content), f"seed {seed}"
 
 
 def test_prefetch_crosses_the_step_boundary():

@@ -118,6 +118,20 @@ def test_a_tied_checkpoint_with_another_head_is_refused(tmp_path):
         load(directory)
 
 
+@pytest.mark.parametrize("row", [0, 4095, 4096, 4099])
+def test_the_head_of_a_tied_checkpoint_is_compared_in_all_rows(tmp_path, row):
+    """Which are read some thousand at a time."""
+    directory = make_checkpoint("llama", tmp_path, tie_word_embeddings=True, vocab_size=4100)
+
+    def add(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["lm_head.weight"][row, 3] += 1
+
+    edit_tensors(directory, add)
+    with pytest.raises(ValueError, match="tie_word_embeddings, but lm_head.weight .* differs from model.embed_tokens"):
+        load(directory)
+
+
 def test_progress_bar_counts_bytes_and_can_be_switched_off(tmp_path, monkeypatch, capsys):
     directory = make_checkpoint("llama", tmp_path)
     monkeypatch.setattr(fill, "_PROGRESS_DELAY_S", 0.0)
