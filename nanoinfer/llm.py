@@ -222,16 +222,12 @@ class LLM:
         template = ChatTemplate(self.engine.tokenizer, form, chat_template)
         if tools:
             checked_tools(tools)
-        prompts = [
-            template.encode(
-                conversation(one),
-                chat_template_kwargs,
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-            )
-            for one in (messages if are_many else [messages])
-        ]
+        how = dict(add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message)
+        prompts, conversations = [], messages if are_many else [messages]
+        for place, one in enumerate(conversations):
+            with _naming(place, len(conversations)):
+                templated = partial(template.encode, conversation(one), chat_template_kwargs, tools=tools, **how)
+                prompts.append(self.engine.intake.tokenize_chat(templated))
         params = self._one_each(sampling_params, len(prompts))
         for place, (one, prompt) in enumerate(zip(params, prompts, strict=True)):
             if (asked := one.structured_outputs) is not None:

@@ -17,7 +17,7 @@ from nanoinfer.memory.machine import advice_when_full
 from nanoinfer.outputs import StreamOutput
 from nanoinfer.parsers.answer_format import AnswerFormat
 from nanoinfer.requests.chats import ChatTemplate
-from nanoinfer.requests.prompts import conversation, encode
+from nanoinfer.requests.prompts import conversation
 from nanoinfer.requests.request import Request
 
 
@@ -45,14 +45,13 @@ class EngineModel:
         Raises:
             RequestError (a ValueError): the template refuses the messages, or there is no room for an answer.
         """
-        tokenizer = self._llm.get_tokenizer()
         prompt = self._template.encode(conversation(messages), settings.variables, tokenize=False)
-        token_ids = encode(tokenizer, prompt, add_special_tokens=False)
         params = replace(settings.params, skip_special_tokens=not self.format.sees_special(with_tools=False))
         for left in list(self._llm.engine.work.requests):  # of an answer that an interrupt ended before it began
             self._llm.engine.abort(left)
         before = self._llm.engine.meter.snapshot()
         try:
+            token_ids = self._llm.engine.intake.tokenize(prompt, is_bare=True)
             request = self._llm.engine.add_request(next(self._ids), {"prompt_token_ids": token_ids}, params)
         except RequestError as error:
             if not error.is_too_long or not any(message["role"] == "assistant" for message in messages):

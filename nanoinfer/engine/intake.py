@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from transformers import PreTrainedTokenizerBase
 
@@ -16,6 +17,7 @@ from nanoinfer.requests.detokenizer import TokenTexts
 from nanoinfer.requests.prompts import Prompt, encode, too_long, unpack
 from nanoinfer.requests.request import Request
 from nanoinfer.requests.sequence import Sequence
+from nanoinfer.requests.text_pieces import LONG_CHARS, TextPieces, encode_in_pieces, examine, renders_first
 from nanoinfer.sampling.limits import TokenLimits
 from nanoinfer.sampling.settings import MAX_BANNED
 from nanoinfer.sampling_params import Advised, SamplingParams
@@ -35,8 +37,11 @@ class Intake:
         self._known_limits = lru_cache(maxsize=64)(token_limits)  # many requests ask for the same
         self._grammars = GrammarCompiler(self._end_token_ids, self._vocab_size)
 
-    def tokenize(self, prompt: Prompt) -> list[int]:
-        """Return the checked token ids of a prompt.
+    def tokenize(self, prompt: Prompt, *, is_bare: bool = False) -> list[int]:
+        """Return the checked token ids of a prompt. Of a text that is too long no more are made than show that.
+
+        Args:
+            is_bare: a text has no special tokens around it.
 
         Raises:
             RequestError: the prompt is empty, too long, holds a token outside the vocabulary, or is text although there
@@ -44,13 +49,32 @@ class Intake:
         """
         token_ids = unpack(prompt)
         if isinstance(token_ids, str):
-            token_ids = encode(self._tokenizer, token_ids)
+            token_ids = self._encode(token_ids, is_bare)
         if not token_ids:
             raise RequestError("the prompt is empty: give at least one token", field="prompt")
         if len(token_ids) >= self._max_model_len:  # before the tokens are looked at one by one
             raise too_long(f"{len(token_ids)} tokens", len(token_ids), self._max_model_len)
         self.check_vocabulary(token_ids)
         return token_ids
+
+    def tokenize_chat(self, templated: Callable[..., list[int] | str]) -> list[int]:
+        """Return the checked token ids of a conversation. Raises as `templated` and `tokenize`.
+
+        Args:
+            templated: returns its token ids, or with `tokenize=False` its text.
+        """
+        if not renders_first(self._tokenizer):
+            return self.tokenize(templated())
+        return self.tokenize(templated(tokenize=False), is_bare=True)
+
+    def _encode(self, text: str, is_bare: bool) -> list[int]:
+        if self._tokenizer is None or len(text) <= LONG_CHARS:
+            return encode(self._tokenizer, text, **(dict(add_special_tokens=False) if is_bare else {}))
+        return encode_in_pieces(self._tokenizer, self._known_pieces, text, self._max_model_len, is_bare=is_bare)
+
+    @cached_property
+    def _known_pieces(self) -> TextPieces:
+        return examine(self._tokenizer)
 
     def check_vocabulary(self, token_ids: list[int]) -> None:
         """Raise RequestError if an id is outside the vocabulary."""

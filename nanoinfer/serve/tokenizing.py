@@ -12,17 +12,16 @@ from typing import TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from nanoinfer.engine.intake import Intake
+from nanoinfer.requests import text_pieces
 from nanoinfer.requests.detokenizer import TokenTexts
 from nanoinfer.requests.prompts import encode, too_long
 from nanoinfer.requests.spelled import is_spelled, spell
 from nanoinfer.sampling.limits import TokenLimits
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.serve import text_pieces
 
 T = TypeVar("T")
 Prompt = tuple[str | None, list[int]]
 """The prompt's text, if it was given as text, and its token ids."""
-_LONG_PROMPT_CHARS = 20_000  # about 20 ms of work
 _HUGE_PIECE_CHARS = 200_000
 _HUGE_BODY_BYTES = 2**20
 _WORD_CHARS = 100  # a bad word takes as long as a text of so many more characters
@@ -49,9 +48,7 @@ class PromptTokenizer:
             self.tokenizer.encode("a")  # turns off truncation and padding; no later call changes that
         self.intake, self.max_model_len = intake, max_model_len
         self.known = text_pieces.examine(self.tokenizer)
-        # Whether the chat template makes a text, which is then tokenised like any other text.
-        renders = getattr(type(self.tokenizer), "apply_chat_template", None)
-        self._renders_first = renders is PreTrainedTokenizerBase.apply_chat_template
+        self._renders_first = text_pieces.renders_first(self.tokenizer)
         self.threads = {
             name: ThreadPoolExecutor(1, f"nanoinfer-tokenizer-{name}")
             for name in ("short", "long", "huge", "grammars", "aside", "bodies", "huge-bodies")
@@ -76,7 +73,7 @@ class PromptTokenizer:
 
         Raises as `templated` and `Intake.tokenize`.
         """
-        if num_bytes <= _LONG_PROMPT_CHARS or not self._renders_first:
+        if num_bytes <= text_pieces.LONG_CHARS or not self._renders_first:
             return None, await self._on(_lane(num_bytes), lambda: self.intake.tokenize(templated()))
         text = await self._on(_lane(num_bytes), lambda: templated(tokenize=False))
         if is_spelled(text):
@@ -140,7 +137,7 @@ class PromptTokenizer:
         if (num_tokens := self.known.num_tokens_at_least(text)) >= self.max_model_len:
             what = f"{len(text)} characters, which are at least {num_tokens} tokens"
             raise too_long(what, num_tokens, self.max_model_len)
-        if self.known.cut is None or len(text) <= _LONG_PROMPT_CHARS:
+        if self.known.cut is None or len(text) <= text_pieces.LONG_CHARS:
             how = dict(add_special_tokens=False) if is_bare else {}
             return await self._on(_lane(len(text)), lambda: self.intake.tokenize(encode(self.tokenizer, text, **how)))
         token_ids = [] if is_bare else list(self.known.before)
@@ -161,4 +158,4 @@ class PromptTokenizer:
 
 
 def _lane(size: int) -> str:
-    return "short" if size <= _LONG_PROMPT_CHARS else "long" if size <= _HUGE_PIECE_CHARS else "huge"
+    return "short" if size <= text_pieces.LONG_CHARS else "long" if size <= _HUGE_PIECE_CHARS else "huge"

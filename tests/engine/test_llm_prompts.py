@@ -65,7 +65,7 @@ def test_text_that_the_tokenizer_cannot_read_fails_alone(llm):
         ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content has a part of type 'image_url'"),
         ([{"role": "user", "content": [{"typ": "text"}]}], "messages[0].content has a part that is no"),
         ([{"role": "nobody", "content": "w1"}], "the chat template refuses the messages: no such role"),
-        ([{"role": "user", "content": "\ud800"}], "the chat template refuses the messages"),
+        ([{"role": "user", "content": "\ud800"}], "the tokenizer cannot read the prompt"),
     ],
 )
 def test_a_conversation_of_the_wrong_kind_is_refused(llm, messages, message):

@@ -7,7 +7,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 from trained_tokenizers import PATTERNS, by_words, make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from nanoinfer.serve import text_pieces
+from nanoinfer.requests import text_pieces
 
 KINDS = [*PATTERNS, "gpt-2", "gpt-2 with a space in front", "gemma", "mistral"]
 ATOMS = [

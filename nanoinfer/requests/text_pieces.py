@@ -16,6 +16,9 @@ from typing import Any
 from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from nanoinfer.requests.prompts import encode, too_long
+
+LONG_CHARS = 20_000  # about 20 ms of work; of a shorter text nothing need be known
 PIECE_CHARS = 16_384  # 10 to 30 ms of work
 _NOT_OVERRIDDEN = ("encode", "_encode_plus")  # if a subclass overrides these, the description is incomplete
 _SEARCHED_CHARS = 65_536  # in one search, because a search holds Python's lock
@@ -100,6 +103,35 @@ def examine(tokenizer: PreTrainedTokenizerBase | None) -> TextPieces:
     if len(places) != 1:  # it is not clear which tokens are special
         return TextPieces(*bounds)
     return TextPieces(*bounds, described.cut(added), tuple(whole[: places[0]]), tuple(whole[places[0] + len(bare) :]))
+
+
+def renders_first(tokenizer: PreTrainedTokenizerBase | None) -> bool:
+    """Whether the chat template makes a text, which is then tokenised like any other text."""
+    renders = getattr(type(tokenizer), "apply_chat_template", None)
+    return renders is PreTrainedTokenizerBase.apply_chat_template
+
+
+def encode_in_pieces(
+    tokenizer: PreTrainedTokenizerBase, known: TextPieces, text: str, max_model_len: int, *, is_bare: bool = False
+) -> list[int]:
+    """Return the token ids of a text, with special tokens around them unless it `is_bare`.
+
+    Raises:
+        RequestError: as `encode`; or it has `max_model_len` tokens or more, of which no more are made than show that.
+    """
+    if (num_tokens := known.num_tokens_at_least(text)) >= max_model_len:
+        raise too_long(f"{len(text)} characters, which are at least {num_tokens} tokens", num_tokens, max_model_len)
+    bare = dict(add_special_tokens=False)
+    if known.cut is None:
+        return encode(tokenizer, text, **(bare if is_bare else {}))
+    token_ids, begin = [] if is_bare else list(known.before), 0
+    while begin < len(text):
+        end = known.end_of_piece(text, begin)
+        token_ids += encode(tokenizer, text[begin:end], **bare)
+        if len(token_ids) >= max_model_len and end < len(text):
+            raise too_long(f"at least {len(token_ids)} tokens", len(token_ids), max_model_len)
+        begin = end
+    return token_ids if is_bare else [*token_ids, *known.after]
 
 
 class _Description:
