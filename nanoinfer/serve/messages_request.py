@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
+from typing_extensions import TypedDict
 
 from nanoinfer.common.errors import shown
 from nanoinfer.common.unsupported import by_advice
 from nanoinfer.serve.errors import BadRequestError
 from nanoinfer.serve.fields import Fields
-from nanoinfer.serve.protocol import INT32_MAX, Body, SampledRequest
+from nanoinfer.serve.protocol import INT32_MAX, NESTED, Body, SampledRequest
 from nanoinfer.serve.translation import NOT_RUN, SAMPLING_FIELDS, fields_of_chats, need, refuse
 
 # Claude Code's first system block: it has another hash in each request and is not meant for a model. With it no two
@@ -22,15 +23,44 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _EFFORTS = {"xhigh": "high", "max": "high"}  # Anthropic's, of which chat templates know no others than OpenAI's
 
 
+class OutputForm(TypedDict, total=False):
+    __pydantic_config__ = NESTED
+
+    type: str | None
+    schema: dict[str, Any] | None
+
+
+class OutputConfig(TypedDict, total=False):
+    __pydantic_config__ = NESTED
+
+    effort: str | None
+    format: OutputForm | None
+
+
+class ToolChoice(TypedDict, total=False):
+    __pydantic_config__ = NESTED
+
+    type: str
+    name: str | None
+    disable_parallel_tool_use: bool | None
+
+
+class Thinking(TypedDict, total=False):
+    __pydantic_config__ = NESTED
+
+    type: str | None
+    budget_tokens: int | None
+
+
 class CountRequest(Body):
     """What is counted: the fields of a request that its prompt is made of."""
 
     messages: list[Any]
     system: str | list[Any] | None = None
     tools: list[Any] | None = None
-    tool_choice: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
-    output_config: dict[str, Any] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     ignored: ClassVar = frozenset(

@@ -33,6 +33,10 @@ Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
 _STRICT = ConfigDict(strict=True, extra="ignore")
 
 
+NESTED = ConfigDict(strict=True, extra="allow")
+"""Of an object within a body: the fields that are read have their types, and others stay."""
+
+
 class Body(BaseModel):
     """A request's body.
 

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
+from typing_extensions import TypedDict
 
 from nanoinfer.common.errors import shown
 from nanoinfer.common.unsupported import by_advice
 from nanoinfer.serve.errors import BadRequestError
 from nanoinfer.serve.fields import Fields
-from nanoinfer.serve.protocol import INT32_MAX, Count, SampledRequest
+from nanoinfer.serve.protocol import INT32_MAX, NESTED, Count, SampledRequest
 from nanoinfer.serve.translation import NOT_RUN, SAMPLING_FIELDS, fields_of_chats, need, refuse
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
@@ -20,6 +21,30 @@ _ITEMS = "message, reasoning, function_call, function_call_output, custom_tool_c
 SEND_ITEMS = "the server keeps no answers: send all items of the conversation in input"
 ENCRYPTED = "reasoning.encrypted_content"
 """Asks for reasoning in a form that comes back. Some clients send back this form only, so it has the text itself."""
+
+
+class TextForm(TypedDict, total=False):
+    __pydantic_config__ = NESTED
+
+    type: str | None
+    name: str | None
+    description: str | None
+    schema: dict[str, Any] | None
+    strict: bool | None
+
+
+class TextOptions(TypedDict, total=False):
+    __pydantic_config__ = NESTED
+
+    format: TextForm | None
+    verbosity: str | None
+
+
+class Reasoning(TypedDict, total=False):
+    __pydantic_config__ = NESTED
+
+    effort: str | None
+    summary: str | None
 
 
 class ResponsesRequest(SampledRequest):
@@ -35,8 +60,8 @@ class ResponsesRequest(SampledRequest):
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    text: dict[str, Any] | None = None
-    reasoning: dict[str, Any] | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
     include: list[str] | None = None
     metadata: dict[str, Any] | None = None
     stream_options: dict[str, Any] | None = None
@@ -48,13 +73,11 @@ class ResponsesRequest(SampledRequest):
         for name in self.include or ():
             if "logprobs" in name:
                 raise BadRequestError(f"include has {name!r}, which is not supported: leave it out", param="include")
-        text, reasoning = self.text or {}, self.reasoning or {}
-        need(text.get("format") or {}, dict, "text.format", '{"type": ...}', "text")
+        text = self.text or {}
         if text.get("verbosity") not in (None, "medium"):
             raise BadRequestError(
                 f"text.verbosity={shown(text['verbosity'])} is not supported: leave it out", param="text"
             )
-        need(reasoning.get("effort") or "", str, "reasoning.effort", 'a text such as "low"', "reasoning")
 
     @property
     def wants_encrypted(self) -> bool:
@@ -92,6 +115,7 @@ class ResponsesRequest(SampledRequest):
             kind = need(tool, dict, f"tools[{place}]", "an object", "tools").get("type")
             if kind in ("function", "custom"):
                 need(tool.get("name"), str, f"tools[{place}].name", "a text", "tools")
+                need(tool.get("description") or "", str, f"tools[{place}].description", "a text", "tools")
                 tools.append(_function(tool))
             else:
                 fields.leave_out(f"a tool of the type {kind!r}", NOT_RUN)

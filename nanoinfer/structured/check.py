@@ -20,7 +20,9 @@ from functools import lru_cache
 # Address space is taken, and memory only as far as a grammar is deep.
 STACK_BYTES = 512 * 2**20
 MAX_BYTES = 4 * 2**30
-LIMITS = dict(max_lexer_states=50_000, verbose_errors=False)
+# A mask of an ambiguous grammar looks at ever more items, each of which takes a microsecond of all rows; those of 163
+# schemas that agents send look at fewer than 500.
+LIMITS = dict(max_lexer_states=50_000, step_max_items=2_000, verbose_errors=False)
 SEARCH_SECONDS = 1.0  # for the part of a schema that is at fault
 WALK_BYTES = 64  # of a mask: 512 tokens
 WALK_TOKENS = 24  # masks are made with less of a stack than an engine's threads have

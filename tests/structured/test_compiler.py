@@ -428,3 +428,12 @@ def test_a_trigger_that_is_a_whole_tag_is_a_token_only_where_there_is_one(compil
     }
     with pytest.raises(RequestError, match="'<tool_call>' and '<call>' are a text and a special token"):
         compiler.compile(StructuredOutputsParams(structural_tag=both), TOKENIZER)
+
+
+def test_a_grammar_whose_masks_take_ever_longer_ends_instead(compiler):
+    """`s s` is read in as many ways as a text has parts, and all rows of a step wait for its mask."""
+    grammar = compiler.compile(StructuredOutputsParams(grammar="start: s\ns: s s | /[a-z]/"), TOKENIZER)
+    matcher, word = Matcher(grammar, [END_ID], 0), TOKENIZER.encode("a")
+    assert {*word, END_ID} <= allowed(matcher, word * 50)
+    with pytest.raises(ValueError, match="cannot go on from here .* give a simpler one"):
+        allowed(matcher, word * 500)
