@@ -37,6 +37,7 @@ def _run(options: argparse.Namespace) -> int:
         import uvicorn
 
         from nanoinfer.serve.connection import server_config
+        from nanoinfer.serve.descriptors import make_room
         from nanoinfer.serve.settings import settings_of
     except ModuleNotFoundError as error:
         raise ValueError(f"{error.name} is not installed: in the clone, pip install -e '.[serve]'") from error
@@ -51,7 +52,8 @@ def _run(options: argparse.Namespace) -> int:
             _start(engine)
             app = settings.make_app(engine)
             logger.info("%s mode; %s", engine.mode, engine.plan.one_line())
-            config = server_config(app, settings.body_timeout, logs_access=options.log_level == "debug")
+            logs_access, room = options.log_level == "debug", make_room()
+            config = server_config(app, settings.body_timeout, logs_access=logs_access, max_connections=room)
             _serve(server_class(uvicorn.Server)(config, engine, settings.shutdown_timeout), listener)
         finally:
             engine.close()

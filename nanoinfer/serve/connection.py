@@ -11,6 +11,7 @@ import uvicorn
 from starlette.types import ASGIApp, Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from nanoinfer.serve.descriptors import Connections
 from nanoinfer.serve.errors import ApiError, BadRequestError
 
 # Longer than the 5 s after which common clients close an idle connection. If the server closed it first, it might do so
@@ -30,10 +31,12 @@ class Connection(H11Protocol):
 
     Args:
         timeout: seconds for a request's head to arrive, and for a client to take a part of its answer.
+        connections: how many may be open; who comes beyond them gets 503.
     """
 
-    def __init__(self, *args: Any, timeout: float, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, timeout: float, connections: Connections, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._all = connections
         self._timeout = timeout
         self._has_ended = False  # the client's data
         self._waiting: asyncio.TimerHandle | None = None  # for a request
@@ -46,7 +49,12 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
-        self._limit_wait()
+        if self._all.refuses(len(self.connections)):
+            message = "the server has as many connections as it can: close some, or send this again later"
+            self._answer(ApiError(message, status=503, code="too_many_connections"))
+            self.transport.close()
+        else:
+            self._limit_wait()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -131,16 +139,19 @@ def is_event_stream(scope: Scope) -> bool:
     return scope.get("state", {}).get("is_event_stream", False)
 
 
-def server_config(app: ASGIApp, timeout: float, *, logs_access: bool = False) -> uvicorn.Config:
+def server_config(
+    app: ASGIApp, timeout: float, *, logs_access: bool = False, max_connections: int | None = None
+) -> uvicorn.Config:
     """Return uvicorn's settings for the application.
 
     Args:
         timeout: as for `Connection`.
+        max_connections: that may be open at once; None: any number.
         logs_access: have uvicorn log every HTTP answer.
     """
     return uvicorn.Config(
         app,
-        http=partial(Connection, timeout=timeout),
+        http=partial(Connection, timeout=timeout, connections=Connections(max_connections)),
         log_config=None,  # its loggers write where all others do
         log_level="info" if logs_access else "warning",
         access_log=logs_access,

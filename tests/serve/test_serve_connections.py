@@ -36,11 +36,12 @@ class Listening:
 
     Args:
         timeout: seconds of the server's patience.
+        max_connections: as of `server_config`.
     """
 
-    def __init__(self, path, timeout: float) -> None:
+    def __init__(self, path, timeout: float, max_connections: int | None = None) -> None:
         self.served = Served(path, app_options=dict(body_timeout=timeout))
-        settings = server_config(self.served.app, timeout)
+        settings = server_config(self.served.app, timeout, max_connections=max_connections)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         self.num_forced = 0
@@ -84,8 +85,8 @@ class Listening:
 
 
 @contextmanager
-def listening(path, timeout: float = SECONDS):
-    one = Listening(path, timeout)
+def listening(path, timeout: float = SECONDS, **options):
+    one = Listening(path, timeout, **options)
     try:
         yield one
     finally:
@@ -263,3 +264,49 @@ def test_a_slash_behind_a_path_changes_nothing(impatient, path_with_slash):
     contents = [answer[answer.index(b"\r\n\r\n") :] for answer in answers]
     if bare == "/tokenize":
         assert contents[0] == contents[1]
+
+
+def test_a_connection_too_many_gets_503_and_the_log_says_it_once(path, caplog):
+    with listening(path, timeout=3600, max_connections=2) as one:
+        held = [one.connect() for _ in range(2)]
+        one.wait_until(lambda: len(one.server.server_state.connections) == 2)
+        for _ in range(3):
+            with one.connect() as more:
+                answer = read_all(more)
+            assert statuses(answer) == [503] and body_of(answer)["error"]["code"] == "too_many_connections"
+        held[0].sendall(request(SHORT, "Connection: close"))
+        assert statuses(read_all(held[0])) == [200]
+        one.wait_until(lambda: len(one.server.server_state.connections) == 1)
+        assert statuses(one.ask(request(SHORT, "Connection: close"))) == [200]
+        for connection in held:
+            connection.close()
+    assert sum("file descriptors for no more" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_the_limit_of_open_files_is_raised_and_a_lack_of_them_is_said_once():
+    code = """
+import asyncio, resource, socket
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 400))
+from nanoinfer.serve.descriptors import make_room
+room = make_room()
+print(room, resource.getrlimit(resource.RLIMIT_NOFILE))
+
+async def work():
+    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0, backlog=1000)
+    address, held, clients = server.sockets[0].getsockname(), [], [socket.socket() for _ in range(3)]
+    try:
+        while True:
+            held.append(socket.socket())
+    except OSError:
+        pass
+    for client in clients:
+        client.connect(address)
+    await asyncio.sleep(2.5)
+    for one in (*held, *clients):
+        one.close()
+
+asyncio.run(work())
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ran.stdout == "144 (400, 400)\n"
+    assert ran.stderr == "no file descriptor is free for a new connection, which waits: raise ulimit -n\n"
