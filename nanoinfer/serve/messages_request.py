@@ -14,7 +14,7 @@ from nanoinfer.common.unsupported import by_advice
 from nanoinfer.serve.errors import BadRequestError
 from nanoinfer.serve.fields import Fields
 from nanoinfer.serve.protocol import INT32_MAX, NESTED, Body, SampledRequest
-from nanoinfer.serve.translation import NOT_RUN, SAMPLING_FIELDS, fields_of_chats, need, refuse
+from nanoinfer.serve.translation import SAMPLING_FIELDS, fields_of_chats, leave_out_tool, need, refuse
 
 # Claude Code's first system block: it has another hash in each request and is not meant for a model. With it no two
 # requests would begin alike, and the prefix cache would find nothing.
@@ -105,7 +105,7 @@ class CountRequest(Body):
             where = f"tools[{place}]"
             kind = need(tool, dict, where, "an object", "tools").get("type")
             if kind not in (None, "custom"):
-                fields.leave_out(f"a tool of the type {kind!r}", NOT_RUN)
+                leave_out_tool(where, kind, '"custom"', fields)
                 continue
             function = {
                 "name": need(tool.get("name"), str, f"{where}.name", "a text", "tools"),

@@ -14,7 +14,7 @@ from nanoinfer.common.unsupported import by_advice
 from nanoinfer.serve.errors import BadRequestError
 from nanoinfer.serve.fields import Fields
 from nanoinfer.serve.protocol import INT32_MAX, NESTED, Count, SampledRequest
-from nanoinfer.serve.translation import NOT_RUN, SAMPLING_FIELDS, fields_of_chats, need, refuse
+from nanoinfer.serve.translation import SAMPLING_FIELDS, fields_of_chats, leave_out_tool, need, refuse
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _ITEMS = "message, reasoning, function_call, function_call_output, custom_tool_call or custom_tool_call_output"
@@ -118,7 +118,7 @@ class ResponsesRequest(SampledRequest):
                 need(tool.get("description") or "", str, f"tools[{place}].description", "a text", "tools")
                 tools.append(_function(tool))
             else:
-                fields.leave_out(f"a tool of the type {kind!r}", NOT_RUN)
+                leave_out_tool(f"tools[{place}]", kind, '"function" or "custom"', fields)
         return tools
 
     def _tool_choice(self) -> Any:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from typing import Any
 
 from nanoinfer.common.errors import shown
 from nanoinfer.common.unsupported import Table
 from nanoinfer.serve.errors import BadRequestError
+from nanoinfer.serve.fields import Fields
 from nanoinfer.serve.protocol import ChatRequest
 
 # Fields of a chat that mean the same in the requests of other APIs.
@@ -17,6 +19,12 @@ SAMPLING_FIELDS = (
     "request_id stream"
 ).split()
 NOT_RUN = "the server runs no tools itself"
+# Tools that clients run, whose form the models of OpenAI and Anthropic were trained for: without them an agent can do
+# nothing, and would not be told.
+_OF_CLIENTS = re.compile(
+    r"(local_shell|shell|apply_patch|namespace|tool_search|computer(_use_preview)?"
+    r"|(bash|text_editor|computer|memory)_\d{8})"
+)
 
 
 def fields_of_chats(kind: Collection[str], others: dict[str, str]) -> Table:
@@ -36,6 +44,18 @@ def need(value: Any, kind: type, where: str, what: str, param: str) -> Any:
     if not isinstance(value, kind):
         raise BadRequestError(f"{where} is {shown(value)}: give {what}", param=param)
     return value
+
+
+def leave_out_tool(where: str, kind: Any, allowed: str, fields: Fields) -> None:
+    """Leave out a tool that servers run. Raises BadRequestError where its client would run it."""
+    if isinstance(kind, str) and _OF_CLIENTS.fullmatch(kind):
+        raise BadRequestError(
+            f"{where} has the type {kind!r}, which the client runs in a form that other models were trained for: give "
+            f"it as one of the type {allowed}, or leave it out",
+            param="tools",
+            code="unsupported_parameter",
+        )
+    fields.leave_out(f"a tool of the type {kind!r}", NOT_RUN)
 
 
 def refuse(where: str, kind: Any, allowed: str, param: str) -> BadRequestError:

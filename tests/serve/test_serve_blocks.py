@@ -13,7 +13,7 @@ from nanoinfer.parsers.events import CallArguments, CallBegun, CallEnded, Reason
 from nanoinfer.serve.errors import BadRequestError
 from nanoinfer.serve.fields import Fields, checked
 from nanoinfer.serve.messages_answer import MessagesAnswer
-from nanoinfer.serve.messages_request import MessagesRequest
+from nanoinfer.serve.messages_request import CountRequest, MessagesRequest
 from nanoinfer.serve.protocol import ChatRequest
 from nanoinfer.serve.responses_answer import ResponsesAnswer
 from nanoinfer.serve.responses_request import ResponsesRequest
@@ -308,3 +308,16 @@ def test_fields_of_chats_are_refused_with_their_names_there():
             checked(kind, needed | {name: 2}, Fields())
     harmless = dict(context_management={"edits": []}, cache_control={"type": "ephemeral"}, metadata={"user_id": "x"})
     assert checked(MessagesRequest, dict(max_tokens=5, messages=[]) | harmless, Fields(refuses_unknown=True))
+
+
+@pytest.mark.parametrize(
+    "kind", ["namespace", "local_shell", "shell", "apply_patch", "bash_20250124", "memory_20250818"]
+)
+def test_tools_that_clients_run_in_a_form_of_their_own_are_refused_by_name(kind):
+    tools = [{"type": kind, "name": "x"}]
+    for request, body in ((ResponsesRequest, {"input": "a"}), (CountRequest, {"messages": []})):
+        with pytest.raises(
+            BadRequestError, match=rf"tools\[0\] has the type '{kind}', which the client runs"
+        ) as caught:
+            checked(request, body | {"tools": tools}, Fields()).chat(Fields())
+        assert caught.value.param == "tools"
