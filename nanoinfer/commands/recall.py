@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-from contextlib import nullcontext
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
@@ -27,11 +26,9 @@ from nanoinfer.options.measuring import (
     mode_names,
     shared_engine_arguments,
 )
-from nanoinfer.options.recall import MODES
 from nanoinfer.recall.answers import EngineAnswers
 from nanoinfer.recall.evaluate import Exam, Grid, Scores, evaluate
 from nanoinfer.recall.formats import AS_IT_IS, WeightFormat, divergences, prompts_of
-from nanoinfer.recall.reference import ReferenceAnswers
 from nanoinfer.recall.report import figures, plot, report
 from nanoinfer.weights.find import find_model
 from nanoinfer.weights.load import check_safetensors
@@ -48,18 +45,10 @@ def run(options: argparse.Namespace) -> dict[str, Scores]:
     if getattr(options, "shape", None):
         raise ValueError(f"--shape {options.shape} has random weights, which answer nothing: give a model")
     device = resolve_device(options.device)
-    modes = mode_names(options.mode, MODES)
+    modes = mode_names(options.mode, ENGINE_MODES)
     check_can_write(options.json, options.plot)
     check_can_plot(options.plot)
-    contexts = options.context
-    if contexts is None:
-        contexts = LENGTHS_ON_HOST if device_of(device).is_host else DEFAULT_LENGTHS
-    grid = Grid(
-        lengths=tuple(counts(contexts, "--context")),
-        depths=_depths(options.depths),
-        num_questions=options.questions,
-        seed=options.seed,
-    )
+    grid = grid_of(options, device)
     model_dir = find_model(options.model or "recall")
     check_safetensors(model_dir)
     runs, formats = _runs(options, modes, model_dir, device, grid.lengths[-1])
@@ -71,9 +60,8 @@ def run(options: argparse.Namespace) -> dict[str, Scores]:
     found: dict[str, float] = {}
     try:
         for label, arguments in runs.items():
-            with nullcontext() if arguments is None else LLM(**arguments) as llm:
-                end = tokenizer.eos_token_id
-                answers = ReferenceAnswers(model_dir, end, device=device) if llm is None else EngineAnswers(llm, end)
+            with LLM(**arguments) as llm:
+                answers = EngineAnswers(llm, tokenizer.eos_token_id)
                 results[label] = evaluate(answers, exam, progress=not options.no_progress, label=label)
             del llm, answers
             free_memory()
@@ -90,6 +78,19 @@ def run(options: argparse.Namespace) -> dict[str, Scores]:
     return results
 
 
+def grid_of(options: argparse.Namespace, device: torch.device) -> Grid:
+    """Return what the options ask for."""
+    contexts = options.context
+    if contexts is None:
+        contexts = LENGTHS_ON_HOST if device_of(device).is_host else DEFAULT_LENGTHS
+    return Grid(
+        lengths=tuple(counts(contexts, "--context")),
+        depths=_depths(options.depths),
+        num_questions=options.questions,
+        seed=options.seed,
+    )
+
+
 def _depths(text: str) -> tuple[float, ...]:
     try:
         return tuple(sorted({float(part) for part in text.split(",")}))
@@ -99,9 +100,9 @@ def _depths(text: str) -> tuple[float, ...]:
 
 def _runs(
     options: argparse.Namespace, modes: list[str], model_dir: Path, device: torch.device, longest: int
-) -> tuple[dict[str, dict[str, Any] | None], list[WeightFormat]]:
+) -> tuple[dict[str, dict[str, Any]], list[WeightFormat]]:
     """Return for each mode in each format, by the report's name for it, the LLM's arguments for contexts of `longest`
-    tokens, None for transformers; and the formats of weights.
+    tokens; and the formats of weights.
 
     Raises:
         ValueError: what the engine would raise when it starts; the modes before it would have run in vain.
@@ -115,11 +116,11 @@ def _runs(
     )
     texts = (options.quantization, options.head_quantization, options.kv_cache_dtype)
     names = [["none"] if text is None else [name.strip() for name in text.split(",")] for text in texts]
-    runs: dict[str, dict[str, Any] | None] = {}
+    runs: dict[str, dict[str, Any]] = {}
     formats: dict[WeightFormat, None] = {}
     for mode, *chosen, kv in product(modes, *map(dict.fromkeys, names)):
         weights = WeightFormat(*(None if name == "none" else name for name in chosen))
-        arguments = ENGINE_MODES.get(mode, {}) | common | asdict(weights) | dict(kv_cache_dtype=kv)
+        arguments = ENGINE_MODES[mode] | common | asdict(weights) | dict(kv_cache_dtype=kv)
         setup = Setup(EngineConfig(**arguments), device)
         if arguments["max_model_len"] > setup.spec.max_position:
             raise ValueError(
@@ -127,11 +128,8 @@ def _runs(
                 f"limit of {setup.spec.max_position} positions: lower --context"
             )
         formats[weights] = None
-        if mode in ENGINE_MODES:
-            setup.plan()
-            runs[" ".join(filter(None, (mode, weights.name, "" if kv == "auto" else kv)))] = arguments
-        else:
-            runs[mode] = None
+        setup.plan()
+        runs[" ".join(filter(None, (mode, weights.name, "" if kv == "auto" else kv)))] = arguments
     return runs, list(formats)
 
 

@@ -42,8 +42,7 @@ def add_arguments(parser: Parser) -> None:
         "--mode",
         help="streamed = offload with every full block in host memory, offload = with what fits on the GPU, auto = "
         "offload once the GPU is full, resident, hf and hf-static = transformers' offloaded caches (default: "
-        f"{decode['mode']}); with --task recall hf is transformers with the whole cache on the device, in float32, as "
-        f"the reference, and hf-static is not known (default: {asked['mode']})",
+        f"{decode['mode']}); with --task recall modes of the engine only (default: {asked['mode']})",
     )
     parser.add_argument(
         "--check",

@@ -5,8 +5,7 @@ from __future__ import annotations
 from nanoinfer.options.measuring import ENGINE_MODES, add_engine_arguments, add_model_arguments
 from nanoinfer.options.parser import Parser
 
-MODES = ("hf", *ENGINE_MODES)
-DEFAULTS = dict(mode="hf,resident,offload", depths="0,0.25,0.5,0.75,1", questions=20)
+DEFAULTS = dict(mode="resident,offload", depths="0,0.25,0.5,0.75,1", questions=20)
 # Options of the engine that take several values here: each engine mode is asked once with each.
 HELP_OF_LISTS = {
     "quantization": 'quantise the weights of a checkpoint in 16 or 32 bits while they are read; "none,int8,fp8,int4" '
@@ -19,11 +18,7 @@ HELP_OF_LISTS = {
 def add_arguments(parser: Parser) -> None:
     add_model_arguments(parser, "default: recall, the model that comes along", has_shapes=False)
     parser.add_argument("--context", help="tokens, such as 1k,16k; default: 1k to 64k on a GPU, 1k,2k on a CPU")
-    parser.add_argument(
-        "--mode",
-        help=f"of {', '.join(MODES)}; hf = transformers in float32, the reference where it is the first "
-        "(default: %(default)s)",
-    )
+    parser.add_argument("--mode", help=f"of {', '.join(ENGINE_MODES)} (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write all figures")
     parser.add_argument("--plot", metavar="FILE.png", help="draw accuracy over length and depth")
     add_grid_arguments(parser)

@@ -1,4 +1,4 @@
-"""Who answers questions about a document: the engine."""
+"""Who answers questions about a document: the engine, or what it is compared with."""
 
 from __future__ import annotations
 

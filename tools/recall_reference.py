@@ -1,20 +1,36 @@
-"""The same questions to transformers, on the same checkpoint: what the engine's answers are compared with."""
+"""`nanoinfer eval recall`, whose modes are compared with transformers in float32, which is asked the same.
+
+python tools/recall_reference.py recall --mode resident,streamed --context 4k,16k --json recall.json --plot recall.png
+
+Options are those of the command. transformers is asked first, with its cache on the device and the weights as they are.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
+import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import DynamicCache, GenerationConfig
+from transformers import AutoTokenizer, DynamicCache, GenerationConfig
 from transformers.cache_utils import DynamicLayer
 
+from nanoinfer.commands import recall
+from nanoinfer.commands.main import make_parser
+from nanoinfer.devices.registry import resolve_device
 from nanoinfer.measure.answers import Answer
 from nanoinfer.measure.reference import load_in_transformers
 from nanoinfer.memory.machine import device_memory
+from nanoinfer.options.parser import run_command
 from nanoinfer.recall.answers import NUM_LOGPROBS, until_end
+from nanoinfer.recall.evaluate import Exam, evaluate
+from nanoinfer.recall.report import figures, plot, report
+from nanoinfer.weights.find import find_model
 from offload.memory.host_memory import memory_available_bytes
 
 CHUNK_TOKENS = 4096
@@ -108,3 +124,30 @@ def _likeliest(logits: Tensor) -> list[dict[int, float]]:
     """Return log-probabilities of the likeliest tokens of each row."""
     values, ids = logits.float().log_softmax(-1).topk(NUM_LOGPROBS)
     return [dict(zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True)]
+
+
+def main(arguments: list[str]) -> int:
+    parser = make_parser()
+    parser.set_defaults(command_line=f"python tools/recall_reference.py {shlex.join(arguments)}")
+    return run_command(parser, ["eval", "recall", *arguments], compare)
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Ask transformers and then the modes; write all figures over those of the modes, and print them."""
+    device, model_dir = resolve_device(options.device), find_model(options.model or "recall")
+    grid, tokenizer = recall.grid_of(options, device), AutoTokenizer.from_pretrained(model_dir)
+    answers = ReferenceAnswers(model_dir, tokenizer.eos_token_id, device=device)
+    wanted = evaluate(answers, Exam(tokenizer, grid), progress=not options.no_progress, label="hf")
+    del answers
+    content = figures({"hf": wanted} | recall.run(options), grid)
+    if options.json:
+        path = Path(options.json)
+        path.write_text(json.dumps(json.loads(path.read_text()) | content, indent=1) + "\n")
+    if options.plot:
+        plot(options.plot, content)
+    print(report(content, {}, 0))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
