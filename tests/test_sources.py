@@ -3,6 +3,7 @@
 import ast
 import functools
 import re
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import fields
@@ -160,6 +161,15 @@ def test_only_admission_and_the_mover_look_at_the_mode():
     found = {path for path, source in SOURCES.items() if path.startswith(rooms) and reads_of_the_mode(source)}
     assert found == MAY_LOOK
     assert len(reads_of_the_mode("if tables.is_offload or mode == 'offload': tables.is_offload = may_stream")) == 3
+
+
+def test_what_lies_beside_the_sources_is_packaged_with_them():
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    beside = [path.relative_to(ROOT) for package in ("nanoinfer", "offload") for path in (ROOT / package).rglob("*.*")]
+    data = {path for path in beside if path.suffix not in ("", ".py") and "__pycache__" not in path.parts}
+    named = [Path(package) / name for package, names in setuptools["package-data"].items() for name in names]
+    packaged = {path.relative_to(ROOT) for name in named for path in ROOT.glob(name.as_posix())}
+    assert data and data <= packaged
 
 
 TOOLS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "tools").rglob("*.py")}

@@ -71,7 +71,7 @@ def brought_backends() -> list[str]:
 
 
 def planned_device() -> Device:
-    """Return the description of what `nanoinfer.plan` plans for, whatever this machine has: `memory/cards.py`."""
+    """Return the description of what `nanoinfer.plan` plans for, whatever this machine has: `memory/cards.toml`."""
     return device_of(torch.device("cuda"))
 
 

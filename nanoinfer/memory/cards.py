@@ -1,21 +1,19 @@
-"""Cards that people have: what a program gets of their memory, and the bandwidths that their data sheets state."""
+"""Cards that people have, which cards.toml holds: what a program gets of their memory, and their bandwidths."""
 
 from __future__ import annotations
 
 import re
+import tomllib
 from dataclasses import dataclass
+from pathlib import Path
 
 from nanoinfer.common.errors import nearest
 from nanoinfer.common.units import GIB
 from nanoinfer.devices.cuda import TESTED, without_float8
 
-# Of a card that is called so many GB: what is left beside the driver, a CUDA context and a desktop, in GiB.
-LEFT_GIB = {
-    6: 5.1, 8: 7.0, 10: 8.8, 11: 9.6, 12: 10.5, 16: 14.5, 20: 18.3, 24: 22.0, 32: 29.8, 40: 37.7, 48: 45.0, 80: 77.0,
-    141: 135.0,
-}  # fmt: skip
-# GB/s that large pinned copies reach, by the generation and the lanes of PCIe.
-LINK_GBPS = {"3 x8": 6.0, "3 x16": 12.0, "4 x8": 12.5, "4 x16": 25.0, "5 x8": 25.0, "5 x16": 52.0}
+_FILE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+LEFT_GIB = {int(called): left for called, left in _FILE["left_gib"].items()}
+LINK_GBPS = _FILE["link_gbps"]
 
 
 @dataclass(frozen=True)
@@ -84,89 +82,7 @@ class Card:
         return tuple(found)
 
 
-CARDS = tuple(
-    Card(*each)
-    for each in (
-        ("RTX 2060", 6, 336, "3 x16", (7, 5)),
-        ("RTX 2060 12GB", 12, 336, "3 x16", (7, 5)),
-        ("RTX 2060 SUPER", 8, 448, "3 x16", (7, 5)),
-        ("RTX 2070", 8, 448, "3 x16", (7, 5)),
-        ("RTX 2070 SUPER", 8, 448, "3 x16", (7, 5)),
-        ("RTX 2080", 8, 448, "3 x16", (7, 5)),
-        ("RTX 2080 SUPER", 8, 496, "3 x16", (7, 5)),
-        ("RTX 2080 Ti", 11, 616, "3 x16", (7, 5)),
-        ("TITAN RTX", 24, 672, "3 x16", (7, 5)),
-        ("RTX 3050", 8, 224, "4 x8", (8, 6)),
-        ("RTX 3050 6GB", 6, 168, "4 x8", (8, 6)),
-        ("RTX 3060", 12, 360, "4 x16", (8, 6)),
-        ("RTX 3060 8GB", 8, 240, "4 x16", (8, 6)),
-        ("RTX 3060 Ti", 8, 448, "4 x16", (8, 6)),
-        ("RTX 3070", 8, 448, "4 x16", (8, 6)),
-        ("RTX 3070 Ti", 8, 608, "4 x16", (8, 6)),
-        ("RTX 3080 10GB", 10, 760, "4 x16", (8, 6)),
-        ("RTX 3080 12GB", 12, 912, "4 x16", (8, 6)),
-        ("RTX 3080 Ti", 12, 912, "4 x16", (8, 6)),
-        ("RTX 3090", 24, 936, "4 x16", (8, 6)),
-        ("RTX 3090 Ti", 24, 1008, "4 x16", (8, 6)),
-        ("RTX 4060", 8, 272, "4 x8", (8, 9)),
-        ("RTX 4060 Ti 8GB", 8, 288, "4 x8", (8, 9)),
-        ("RTX 4060 Ti 16GB", 16, 288, "4 x8", (8, 9)),
-        ("RTX 4070", 12, 504, "4 x16", (8, 9)),
-        ("RTX 4070 SUPER", 12, 504, "4 x16", (8, 9)),
-        ("RTX 4070 Ti", 12, 504, "4 x16", (8, 9)),
-        ("RTX 4070 Ti SUPER", 16, 672, "4 x16", (8, 9)),
-        ("RTX 4080", 16, 717, "4 x16", (8, 9)),
-        ("RTX 4080 SUPER", 16, 736, "4 x16", (8, 9)),
-        ("RTX 4090", 24, 1008, "4 x16", (8, 9)),
-        ("RTX 5050", 8, 320, "5 x8", (12, 0)),
-        ("RTX 5060", 8, 448, "5 x8", (12, 0)),
-        ("RTX 5060 Ti 8GB", 8, 448, "5 x8", (12, 0)),
-        ("RTX 5060 Ti 16GB", 16, 448, "5 x8", (12, 0)),
-        ("RTX 5070", 12, 672, "5 x16", (12, 0)),
-        ("RTX 5070 Ti", 16, 896, "5 x16", (12, 0)),
-        ("RTX 5080", 16, 960, "5 x16", (12, 0)),
-        ("RTX 5090", 32, 1792, "5 x16", (12, 0)),
-        ("RTX 3060 Laptop", 6, 336, "4 x8", (8, 6)),
-        ("RTX 3070 Laptop", 8, 448, "4 x8", (8, 6)),
-        ("RTX 3070 Ti Laptop", 8, 448, "4 x8", (8, 6)),
-        ("RTX 3080 8GB Laptop", 8, 448, "4 x8", (8, 6)),
-        ("RTX 3080 16GB Laptop", 16, 448, "4 x8", (8, 6)),
-        ("RTX 3080 Ti Laptop", 16, 512, "4 x8", (8, 6)),
-        ("RTX 4050 Laptop", 6, 192, "4 x8", (8, 9)),
-        ("RTX 4060 Laptop", 8, 256, "4 x8", (8, 9)),
-        ("RTX 4070 Laptop", 8, 256, "4 x8", (8, 9)),
-        ("RTX 4080 Laptop", 12, 432, "4 x8", (8, 9)),
-        ("RTX 4090 Laptop", 16, 576, "4 x8", (8, 9)),
-        ("RTX 5050 Laptop", 8, 384, "5 x8", (12, 0)),
-        ("RTX 5060 Laptop", 8, 384, "5 x8", (12, 0)),
-        ("RTX 5070 Laptop", 8, 384, "5 x8", (12, 0)),
-        ("RTX 5070 Ti Laptop", 12, 672, "5 x8", (12, 0)),
-        ("RTX 5080 Laptop", 16, 896, "5 x8", (12, 0)),
-        ("RTX 5090 Laptop", 24, 896, "5 x8", (12, 0)),
-        ("RTX A2000 12GB", 12, 288, "4 x16", (8, 6)),
-        ("RTX A4000", 16, 448, "4 x16", (8, 6)),
-        ("RTX A4500", 20, 640, "4 x16", (8, 6)),
-        ("RTX A5000", 24, 768, "4 x16", (8, 6)),
-        ("RTX A6000", 48, 768, "4 x16", (8, 6)),
-        ("RTX 2000 Ada", 16, 224, "4 x8", (8, 9)),
-        ("RTX 4000 Ada", 20, 360, "4 x16", (8, 9)),
-        ("RTX 4500 Ada", 24, 432, "4 x16", (8, 9)),
-        ("RTX 5000 Ada", 32, 576, "4 x16", (8, 9)),
-        ("RTX 6000 Ada", 48, 960, "4 x16", (8, 9)),
-        ("T4", 16, 320, "3 x16", (7, 5)),
-        ("A10", 24, 600, "4 x16", (8, 6)),
-        ("A30", 24, 933, "4 x16", (8, 0)),
-        ("A40", 48, 696, "4 x16", (8, 6)),
-        ("A100 40GB", 40, 1555, "4 x16", (8, 0)),
-        ("A100 80GB", 80, 1935, "4 x16", (8, 0)),
-        ("L4", 24, 300, "4 x16", (8, 9)),
-        ("L40S", 48, 864, "4 x16", (8, 9)),
-        ("H100 80GB", 80, 3350, "5 x16", (9, 0)),
-        ("H200", 141, 4800, "5 x16", (9, 0)),
-    )
-)
-"""By their makers' data sheets; of laptops these state the width of the memory's bus, and the bandwidth is that of the
-memory that most of them have. Those of an older kind than compute capability 7.5 are left out."""
+CARDS = tuple(Card(name, *parts, tuple(capability)) for name, (*parts, capability) in _FILE["cards"].items())
 _NO_NAMES = {"nvidia", "geforce", "generation", "graphics", "card", "gpu", "tesla", "quadro", "with"}
 _NO_NAMES |= {"sxm4", "sxm5", "hbm2e", "hbm3", "hbm3e"}  # which drivers add
 _OF_LAPTOPS = re.compile(r"\b(laptop|mobile|notebook|max q)\b")

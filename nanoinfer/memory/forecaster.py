@@ -63,7 +63,7 @@ def plan(
 
     Args:
         model: directory of a checkpoint or hub id, of which only the config is read, or a shape such as "qwen3-4b".
-        gpu: a card, such as "RTX 4070": its memory and bandwidths, where they are not given (`memory/cards.py`).
+        gpu: a card, such as "RTX 4070": its memory and bandwidths, where they are not given (`memory/cards.toml`).
         gpu_memory_limit, host_memory_limit: limits, such as "12GiB"; None takes this machine's.
         max_model_len: tokens of each sequence, output included; None: the engine's choice, of which a step is forecast
             with 32,768, or with as many as there can be.
