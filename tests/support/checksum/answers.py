@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import torch
+from sampling_cases import build
 
 from checksum.oracle import Oracle
 from nanoinfer import SamplingParams
-from nanoinfer.sampling.reference import logprobs_of
+from nanoinfer.sampling.reference import logprobs_of, sample
+from nanoinfer.sampling.settings import RowSampling
 
 
 def check(oracle: Oracle, prompt: list[int], params: SamplingParams, outcome: list) -> None:
-    """Compare all log-probabilities of a request, the prompt's too where it has some, and each greedy token.
+    """Compare all log-probabilities of a request, the prompt's too where it has some, and each token that was drawn.
 
-    They are what shows sums: with the same tokens, another sum has others. outcome: of `engines.outcome`.
+    They are what shows sums: with the same tokens, another sum has others. Of an aborted request what it got so far.
+    params: with a seed unless greedy, without min_tokens and limits. outcome: of `engines.outcome`.
     """
-    for token_ids, logprobs, _ in outcome:
+    for index, (token_ids, logprobs, reason) in enumerate(outcome):
+        assert reason != "length" or len(token_ids) == params.max_tokens
         logits = oracle.logits([*prompt, *token_ids])
         first = len(prompt) if params.prompt_logprobs is None else 1  # the first token that has log-probabilities
         tokens = torch.tensor([*prompt, *token_ids][first:])
@@ -29,6 +33,16 @@ def check(oracle: Oracle, prompt: list[int], params: SamplingParams, outcome: li
             assert got[token] == float(chosen[position]), where
             assert one[token].rank == int(ranks[position]), where
             assert all(got.get(number, value) == value for number, value in wanted.items()), where
-        if params.temperature == 0:
-            generated = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
-            assert list(token_ids) == generated, "a greedy token is not the largest logit's"
+        steps = [
+            RowSampling.from_params(
+                params,
+                seed=(params.seed or 0) + index,
+                step=step,
+                penalty_token_ids={*prompt, *token_ids[:step]},
+                output_token_ids=token_ids[:step],
+            )
+            for step in range(len(token_ids))
+        ]
+        if steps:
+            drawn = sample(logits[len(prompt) - 1 : -1], build(steps, logits.shape[1])).tolist()
+            assert list(token_ids) == drawn, "a token is not what the sampler draws from these logits"
