@@ -84,7 +84,7 @@ class Soak:
                 self._add(prefixes)
             if self.generator.random() < 0.06 and self.engine.work.requests:
                 assert self.engine.abort(self.generator.choice(sorted(self.engine.work.requests)))
-            if self.switches and self.generator.random() < 0.1:
+            if self.switches and self.generator.random() < 0.12:
                 self._switch()
             self._step()
 
@@ -94,7 +94,7 @@ class Soak:
         if generator.random() < 0.25:
             prompt = generator.choice(prefixes) + prompt[:7]
         request_id = str(len(self.requests))
-        if generator.random() < 0.05:
+        if generator.random() < 0.1:
             bad = generator.choice([[], [VOCAB], [5] * 64, [-1]])
             with pytest.raises(ValueError):
                 self.engine.add_request(request_id, bad, SamplingParams())
@@ -111,7 +111,7 @@ class Soak:
             self.num_refused_switches += 1
 
     def _step(self) -> None:
-        breaks = self.generator.random() < 0.01
+        breaks = self.generator.random() < 0.03
         execute = self.engine.runner.execute
         if breaks:
             self.engine.runner.execute = lambda *step: self._fail(execute(*step))
