@@ -2,12 +2,10 @@
 
 import importlib.util
 import json
-import re
 from pathlib import Path
 
 import pytest
 
-from nanoinfer.commands import main as cli
 from nanoinfer.commands.recall import checkpoint_sha256
 from nanoinfer.weights.find import PACKAGED
 
@@ -175,17 +173,6 @@ def test_skipped_and_partly_measured_cases_show_what_there_is():
 def test_a_part_of_another_tool_stays_as_it_is():
     text = "<!-- measured: somebody_elses -->\nkept\n<!-- end -->"
     assert load("measured").fill_in(text, {"cases": {}}) == text
-
-
-@pytest.mark.parametrize("name, num_samples", [("planner", 2), ("verify", 1)])
-@pytest.mark.sampled("planner-2")
-def test_the_samples_are_what_the_commands_print(name, num_samples, capsys):
-    text = (ROOT / "docs" / f"{name}.md").read_text()
-    samples = re.findall(r"```\n\$ nanoinfer (.*?)\n(.*?)\n```", text, flags=re.DOTALL)
-    assert len(samples) == num_samples
-    for command, printed in samples:
-        cli.main(command.split())
-        assert capsys.readouterr().out.strip() == printed
 
 
 def test_llama_cpp_stands_beside_our_figures_of_the_same_run():
