@@ -68,6 +68,9 @@ class SamplingParams:
     max_model_len and the KV pool leave."""
     min_tokens: int = 0
     """Generated tokens before an end token, stop_token_ids or a stop string may end a completion."""
+    thinking_token_budget: int | None = None
+    """Tokens that the model may think, counted from the text that begins it, also where the prompt does; then its end
+    comes. None and -1: any number."""
     stop: str | Iterable[str] | None = None
     """Strings that end a completion; its text ends before them. Kept as a tuple."""
     stop_token_ids: Iterable[int] | None = None
@@ -103,6 +106,8 @@ class SamplingParams:
     def __post_init__(self):
         if self.seed == -1:
             self._set("seed", None)
+        if self.thinking_token_budget == -1:
+            self._set("thinking_token_budget", None)
         for name in _NUMBERS:
             if getattr(self, name) is not None or name not in _OPTIONAL:
                 self._set(name, _number(name, getattr(self, name)))
@@ -168,6 +173,7 @@ _NUMBERS = {
     "min_tokens": _integer(0, None, "use 0 to turn it off"),
     # The range that torch's generators accept, and therefore vLLM.
     "seed": _integer(-(2**63), 2**64 - 1, "use None to let the engine draw one"),
+    "thinking_token_budget": _integer(0, None, "use None for any number of tokens"),
     "logprobs": _integer(0, MAX_LOGPROBS, "use None for no log-probabilities"),
     "prompt_logprobs": _integer(0, MAX_LOGPROBS, "use None for no log-probabilities of the prompt"),
     "temperature": (numbers.Real, "a finite number >= 0", lambda x: 0 <= x < math.inf, "use 0 for greedy sampling"),
@@ -177,7 +183,7 @@ _NUMBERS = {
     "presence_penalty": _PENALTY,
     "frequency_penalty": _PENALTY,
 }
-_OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
+_OPTIONAL = ("max_tokens", "seed", "thinking_token_budget", "logprobs", "prompt_logprobs")
 
 
 def _message(name: str, given: object, allowed: str, fix: str) -> str:

@@ -53,7 +53,9 @@ def exists():
     options = set().union(*commands().values())
     arguments = {field.name for cls in (EngineConfig, SamplingParams) for field in fields(cls)}
     arguments |= {name for method in (LLM.chat, LLM.generate) for name in method.__annotations__}
-    paths = {route.path for route in create_app(MagicMock(), served_model_names=["m"]).routes}
+    engine = MagicMock()
+    engine.prompts.tokenizer = None
+    paths = {route.path for route in create_app(engine, served_model_names=["m"]).routes}
 
     def check(name: str) -> bool:
         if name.startswith("nanoinfer "):

@@ -70,7 +70,9 @@ MEANT: dict[str, tuple[str, ...]] = by_name(
         "p input inputs text": ("prompt", "messages"),
         "sys system_prompt": ("system",),
         "temp": ("temperature",),
-        "rng_seed s": ("seed",),
+        "rng_seed random_seed s": ("seed",),
+        "min_new_tokens min_length": ("min_tokens",),
+        "reasoning_budget thinking_budget": ("thinking_token_budget",),
         "repeat_penalty": ("repetition_penalty",),
         "r reverse_prompt": ("stop",),
     }

@@ -76,10 +76,11 @@ SAMPLING: Table = by_advice({
         guided_decoding_backend=("auto", "guidance"), guided_whitespace_pattern=(),
     ),
     "shorten the prompt": dict(truncate_prompt_tokens=()),
+    "give frequency_penalty, presence_penalty or repetition_penalty": dict(repetition_detection=()),
     "generate() gives whole completions, generate_stream() what they gained": dict(output_kind=()),
     LEAVE_OUT: dict(
         length_penalty=(1,), early_stopping=(False,), logits_processors=([],), spaces_between_special_tokens=(True,),
-        extra_args=({},),
+        extra_args=({},), flat_logprobs=(False,),
     ),
 })  # fmt: skip
 

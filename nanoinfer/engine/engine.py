@@ -273,7 +273,7 @@ class LLMEngine:
         plan = self.planner.begin_step(batch)
         layers = self.runner.execute(plan, timeline)
         launched = LaunchedStep(batch, layers, begin, copied.streamed_bytes - streamed_before, timeline)
-        if not (self.samples_late or any(sequence.matcher for sequence in batch.sampled)):
+        if not (self.samples_late or any(sequence.needs_mask for sequence in batch.sampled)):
             self._sample(launched)
         self.planner.end_step(batch, plan)
         if layers.streamed_bytes is not None:

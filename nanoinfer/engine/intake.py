@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import cached_property, lru_cache
 
@@ -12,12 +12,15 @@ from transformers import PreTrainedTokenizerBase
 from nanoinfer.common.errors import RequestError, shown
 from nanoinfer.engine.modes import Modes
 from nanoinfer.engine.start import BuiltEngine
-from nanoinfer.engine.token_limits import check_some_left, token_limits
+from nanoinfer.engine.token_limits import check_can_come, check_some_left, token_limits
+from nanoinfer.parsers.answer_format import PROMPT_END_TOKENS, AnswerFormat
 from nanoinfer.requests.detokenizer import TokenTexts
 from nanoinfer.requests.prompts import Prompt, encode, too_long, unpack
 from nanoinfer.requests.request import Request
 from nanoinfer.requests.sequence import Sequence
 from nanoinfer.requests.text_pieces import LONG_CHARS, TextPieces, encode_in_pieces, examine, renders_first
+from nanoinfer.requests.thinking import FIELD as BUDGET
+from nanoinfer.requests.thinking import ThinkingBudget, ThinkingEnd
 from nanoinfer.sampling.limits import TokenLimits
 from nanoinfer.sampling.settings import MAX_BANNED
 from nanoinfer.sampling_params import Advised, SamplingParams
@@ -36,6 +39,12 @@ class Intake:
         self._token_texts = TokenTexts(built.tokenizer)
         self._known_limits = lru_cache(maxsize=64)(token_limits)  # many requests ask for the same
         self._grammars = GrammarCompiler(self._end_token_ids, self._vocab_size)
+        self._thinking_end: tuple[AnswerFormat, ThinkingEnd] | None = None
+
+    @cached_property
+    def form(self) -> AnswerFormat:
+        """How the model writes what it thinks; whoever knows better may set it."""
+        return AnswerFormat.of_tokenizer(self._tokenizer)
 
     def tokenize(self, prompt: Prompt, *, is_bare: bool = False) -> list[int]:
         """Return the checked token ids of a prompt. Of a text that is too long no more are made than show that.
@@ -125,7 +134,9 @@ class Intake:
             message = f"stop={list(params.stop)} is text, but there is no tokenizer: give stop_token_ids"
             raise RequestError(message, field="stop")
         token_ids = self.tokenize(prompt) if token_ids is None else token_ids
-        limits = self.limits(params) if limits is None else limits
+        if limits is None:
+            params = self._behind_thinking(params, token_ids)
+            limits = self.limits(params)
         max_tokens = self._max_tokens(params, len(token_ids))
         ends, grammar = self._end_token_ids.union(params.stop_token_ids or ()), limits and limits.grammar
         banned = ends if params.min_tokens and grammar is None else ()
@@ -138,6 +149,8 @@ class Intake:
             )
         if limits is not None:
             check_some_left(limits, banned, self._vocab_size)
+        end = None if params.thinking_token_budget is None else self._end_of_thinking(limits, banned)
+        is_thinking = end is not None and self.form.begins_thinking(self._end_of_text(token_ids))
         prompt = unpack(prompt)
         text = prompt if isinstance(prompt, str) else None
         params = params.clone()  # the caller may assign to it
@@ -146,11 +159,43 @@ class Intake:
         for index in range(params.n):
             seed = self._random.getrandbits(64) if params.seed is None else (params.seed + index) % 2**64
             matcher = None if grammar is None else Matcher(grammar, ends, params.min_tokens)
-            given = token_ids, params, seed, max_tokens, limits, matcher
+            budget = params.thinking_token_budget
+            thinking = None if end is None else ThinkingBudget(end, budget, is_thinking=is_thinking)
+            given = token_ids, params, seed, max_tokens, limits, matcher, thinking
             sequence = Sequence(self.num_sequences, request_id, index, *given)
             self.num_sequences += 1
             request.add_sequence(sequence)
         return request
+
+    def _end_of_text(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids[-PROMPT_END_TOKENS:])
+
+    def _behind_thinking(self, params: SamplingParams, token_ids: list[int]) -> SamplingParams:
+        """Return the parameters with the form of the text behind what is thought, if that is bounded and has begun."""
+        asked = params.structured_outputs
+        if None in (asked, params.thinking_token_budget, self._tokenizer) or asked.before is not None:
+            return params
+        before = self.form.form_grammar(self._end_of_text(token_ids), only_if_begun=True)
+        return replace(params, structured_outputs=asked.behind(before))
+
+    def _end_of_thinking(self, limits: TokenLimits | None, banned: Collection[int]) -> ThinkingEnd:
+        """Return the tokens that end what is thought.
+
+        banned: tokens that `min_tokens` bans.
+
+        Raises:
+            RequestError: there are none, or they cannot come.
+        """
+        form = self.form
+        if self._tokenizer is None or form.bounds is None:
+            lacks = "there is no tokenizer" if self._tokenizer is None else "no parser for what is thought is chosen"
+            raise RequestError(f"thinking_token_budget is not possible, as {lacks}: leave it out", field=BUDGET)
+        if self._thinking_end is None or self._thinking_end[0] is not form:
+            self._thinking_end = form, ThinkingEnd(form.bounds, self._tokenizer, self._token_texts)
+        end = self._thinking_end[1]
+        for token_ids in (end.token_ids, end.again or end.token_ids):
+            check_can_come(token_ids, limits, banned, self._vocab_size, BUDGET)
+        return end
 
     def close(self) -> None:
         """End what runs beside this process. Prompts can still be checked."""

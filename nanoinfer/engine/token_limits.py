@@ -86,6 +86,33 @@ def check_some_left(limits: TokenLimits, banned: Collection[int], vocab_size: in
         )
 
 
+def check_can_come(
+    token_ids: tuple[int, ...], limits: TokenLimits | None, banned: Collection[int], vocab_size: int, field: str
+) -> None:
+    """Raise RequestError if tokens that a request will need cannot come one after the other.
+
+    Args:
+        banned: tokens that `min_tokens` bans.
+        field: the field that needs them.
+    """
+    limits, wanted = limits or TokenLimits(), set(token_ids)
+    words = [
+        word for word in limits.words if any(word == token_ids[at : at + len(word)] for at in range(len(token_ids)))
+    ]
+    faults = {
+        "allowed_token_ids": limits.allowed is not None and not wanted <= set(limits.allowed),
+        "bad_words": bool(words),
+        "min_tokens": not wanted.isdisjoint(banned),
+        "the model's vocabulary": max(token_ids) >= vocab_size,
+    }
+    if at_fault := [name for name, is_at_fault in faults.items() if is_at_fault]:
+        raise RequestError(
+            f"{field} needs the tokens {shown(list(token_ids))} to come, which {at_fault[0]} forbids: leave one of "
+            "the two out",
+            field=field,
+        )
+
+
 def _check_vocabulary(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
     wrong = [token_id for token_id in token_ids if token_id >= vocab_size]
     if wrong:

@@ -17,8 +17,8 @@ from nanoinfer.sampling_params import MAX_LOGPROBS
 from offload import Event, Runtime, Stream
 
 _NOTHING_LEFT = (
-    "no token is left to go on with: allowed_token_ids, bad_words, min_tokens and structured_outputs forbid every one "
-    "whose logit is finite; allow more tokens, or give min_tokens=0"
+    "no token is left to go on with: allowed_token_ids, bad_words, min_tokens, structured_outputs and "
+    "thinking_token_budget forbid every one whose logit is finite; allow more tokens, or give min_tokens=0"
 )
 
 

@@ -36,6 +36,8 @@ def add_sampling_options(parser: Parser, max_tokens: str) -> None:
     group.add_argument("--logit-bias", type=partial(json_object, example=_BIAS), metavar="JSON", help=text)
     text = "the only tokens that may come, such as 16,17,18"
     group.add_argument("--allowed-token-ids", type=_token_ids, metavar="IDS", help=text)
+    text = "tokens that the model may think, at most, before it must answer (default: any number)"
+    group.add_argument("--thinking-token-budget", type=int, metavar="N", help=text)
     text = "the same seed and prompt give the same tokens (default: the engine draws one)"
     group.add_argument("--seed", type=int, metavar="N", help=text)
 
@@ -50,7 +52,7 @@ def sampling_params(options: argparse.Namespace, recommended: Mapping[str, Any],
     Raises:
         ValueError: a value is not allowed, or it has no effect because sampling is greedy.
     """
-    names = ("max_tokens", "temperature", "seed", *_CHOOSING, *_LIMITING)
+    names = ("max_tokens", "temperature", "seed", "thinking_token_budget", *_CHOOSING, *_LIMITING)
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
     params = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens} | dict(recommended) | given)
     without_effect = [f"--{name.replace('_', '-')}" for name in _CHOOSING if name in given]

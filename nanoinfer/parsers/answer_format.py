@@ -12,14 +12,14 @@ from nanoinfer.common.tables import by_name
 from nanoinfer.parsers.base import Reader, ToolReader, pieces_of
 from nanoinfer.parsers.events import CallArguments, CallBegun, CallEnded, Event, Reasoning, Text
 from nanoinfer.parsers.grammar import FINAL, SHAPES, CallGrammar
-from nanoinfer.parsers.harmony import HarmonyReader
+from nanoinfer.parsers.harmony import CALL, CHANNEL, END, RETURN, START, HarmonyReader
 from nanoinfer.parsers.hermes import HermesReader
 from nanoinfer.parsers.history import template_messages
 from nanoinfer.parsers.llama3 import Llama3Reader
 from nanoinfer.parsers.mistral import MistralReader
 from nanoinfer.parsers.specials import SpecialFilter, Specials, unguarded
 from nanoinfer.parsers.tagged import Glm4Reader, Qwen3CoderReader, SeedOssReader
-from nanoinfer.parsers.thinking import HARMONY, MARKERS, Thinking
+from nanoinfer.parsers.thinking import HARMONY, MARKERS, Bounds, Thinking
 from nanoinfer.parsers.tools import Tool
 from nanoinfer.parsers.turns import TurnRules
 
@@ -36,6 +36,7 @@ _CALLS: dict[str, tuple[type[ToolReader], tuple[str, ...]]] = {
 }
 TOOL_READERS = {name: reader for name, (reader, _) in by_name(_CALLS).items()}
 AUTO, NONE = "auto", "none"
+_NEXT_MESSAGE = f"{END}{START}assistant"  # of gpt-oss
 PROMPT_END_TOKENS = 64
 """In the text of which thinking, or a message of gpt-oss, may have begun."""
 
@@ -211,6 +212,20 @@ class AnswerFormat:
             return None
         return CallGrammar(None, self.added_ids, thinking, is_thinking=begun).of_form(FINAL if self.is_harmony else "")
 
+    def begins_thinking(self, prompt: str) -> bool:
+        """Whether the end of a prompt, as text, begins what is thought."""
+        return self._thinking_behind(prompt)[1]
+
+    @property
+    def bounds(self) -> Bounds | None:
+        """The texts around what is thought; None: it is a part of the answer."""
+        if self.thinking is None:
+            return None
+        markers = self.thinking.markers
+        if self.is_harmony:
+            return Bounds(HARMONY, (END, START, CHANNEL, CALL, RETURN), _NEXT_MESSAGE, _NEXT_MESSAGE + FINAL)
+        return Bounds(markers.begin, markers.end, markers.end[0])
+
     def _thinking_behind(self, prompt: str) -> tuple[tuple[str, str] | None, bool]:
         """Return the texts around what is thought, None if nothing is, and whether the prompt has begun it."""
         if self.thinking is None:
@@ -219,7 +234,7 @@ class AnswerFormat:
         if prompt.rstrip().endswith(end.strip()):
             return None, False  # the prompt has what is thought, and it is nothing
         if self.is_harmony:
-            end = "<|end|><|start|>assistant"
+            end = _NEXT_MESSAGE
         return (begin, end), prompt.rstrip().endswith(begin.rstrip())
 
     def _specials(self, with_tools: bool) -> Specials:

@@ -26,6 +26,22 @@ class Markers:
     dropped: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Bounds:
+    """The texts at which an answer's thinking begins and ends.
+
+    Attributes:
+        ends: any of them ends it.
+        written: what is written to end it.
+        again: what is written to end it once more, where it may begin several times; None: it begins once.
+    """
+
+    begin: str
+    ends: tuple[str, ...]
+    written: str
+    again: str | None = None
+
+
 HARMONY = "<|channel|>analysis<|message|>"  # gpt-oss; `harmony.py` reads its answers
 # The first of which a template or a vocabulary has the begin is taken.
 _KNOWN = (

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from nanoinfer.outputs import Logprob
 from nanoinfer.requests.detokenizer import Detokenizer
+from nanoinfer.requests.thinking import ThinkingBudget
 from nanoinfer.sampling.limits import TokenLimits
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.structured.matcher import Matcher
@@ -48,6 +49,7 @@ class Sequence:
     max_tokens: int  # params.max_tokens, cut to what max_model_len leaves
     limits: TokenLimits | None = None  # what params ask of the choice of tokens
     matcher: Matcher | None = None  # how far it has come in its grammar, if it has one
+    thinking: ThinkingBudget | None = None  # how far it has come in its thinking, if that is bounded
     token_ids: list[int] = field(init=False)
     num_tokens: int = field(init=False)
     max_num_tokens: int = field(init=False)
@@ -93,10 +95,22 @@ class Sequence:
         return len(self.token_ids) - len(self.prompt_token_ids)
 
     @property
+    def needs_mask(self) -> bool:
+        """Whether what its next token may be depends on all tokens before, which the host must have read then."""
+        if self.matcher is not None:
+            return True
+        return self.thinking is not None and self.thinking.may_end(*self.output, self.num_pending)
+
+    @property
     def num_prompt_logprobs(self) -> int | None:
         """How many log-probabilities are wanted with each token of the prompt; None: none. The first completion of a
         request has them made for all."""
         return None if self.index else self.params.prompt_logprobs
+
+    @property
+    def output(self) -> tuple[list[int], int]:
+        """All tokens that were read, and where those that were generated begin."""
+        return self.token_ids, len(self.prompt_token_ids)
 
     @property
     def output_token_ids(self) -> list[int]:

@@ -103,6 +103,7 @@ def create_app(
     app.add_exception_handler(Exception, _unexpected_error)
     tokenizer = engine.prompts.tokenizer
     form = AnswerFormat.of_tokenizer(tokenizer, tool_parser=tool_call_parser, reasoning_parser=reasoning_parser)
+    engine.prompts.intake.form = form  # budgets of thinking go by it
     template = ChatTemplate(tokenizer, form, spells_special=special_tokens == "text")
     fields = Fields(refuses_unknown=strict, replaces_images=images == "replace")
     responder = Responder(engine, served_model_names, fields, template, body_timeout, sleep)

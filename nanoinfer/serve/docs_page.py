@@ -7,6 +7,7 @@ from html import escape
 from typing import Any
 
 import nanoinfer
+from nanoinfer.serve.budgets import BUDGET, OTHER_NAMES
 from nanoinfer.serve.fields import IGNORED, UNSUPPORTED
 from nanoinfer.serve.messages_request import CountRequest, MessagesRequest
 from nanoinfer.serve.protocol import (
@@ -59,6 +60,11 @@ def docs_page() -> str:
         if kind is not None:
             parts.append(f"<h2>{escape(path)}</h2>" + _table(("field", "value"), _fields(kind)))
     parts.append("<h2>Taken, and without influence</h2><p>" + ", ".join(map(_code, sorted(IGNORED))) + "</p>")
+    names = ", ".join(map(_code, OTHER_NAMES))
+    parts.append(
+        f"<p>Other names of {_code(BUDGET)}: {names}; in chats also {_code('budget_tokens')} of {_code('thinking')} "
+        f"and {_code('max_tokens')} of {_code('reasoning')}.</p>"
+    )
     refused = [(_code(name), escape(advice)) for name, (_, advice) in sorted(UNSUPPORTED.items())]
     parts.append("<h2>Refused, as it would change the answer</h2>" + _table(("field", "instead"), refused))
     return "\n".join(parts) + "\n</html>\n"

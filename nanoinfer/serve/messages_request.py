@@ -79,7 +79,7 @@ class CountRequest(Body):
     def chat(self, fields: Fields) -> dict[str, Any]:
         """Return the fields of a chat request. Raises BadRequestError."""
         given = {name: getattr(self, name, None) for name in SAMPLING_FIELDS}
-        given |= {"messages": self._messages(), "reasoning_effort": self._effort()}
+        given |= {"messages": self._messages(), "reasoning_effort": self._effort(), "thinking": self.thinking}
         form = (self.output_config or {}).get("format")
         if form:
             schema = {"name": "output", "schema": form.get("schema"), "strict": True}

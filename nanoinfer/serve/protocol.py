@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from nanoinfer.common.errors import shown
-from nanoinfer.common.unsupported import Table
+from nanoinfer.common.unsupported import Table, by_advice
 from nanoinfer.requests.prompts import conversation
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.serve.errors import BadRequestError
@@ -73,6 +73,7 @@ class SampledRequest(Body):
     seed: int | None = None
     logit_bias: dict[str, float] | None = None
     ignore_eos: bool | None = None
+    thinking_token_budget: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
     stream: bool | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=MAX_REQUEST_ID_CHARS)] | None = None
 
@@ -186,6 +187,12 @@ class CompletionRequest(GenerationRequest):
     logprobs: Count | None = None
     echo: bool | None = None
 
+    unsupported: ClassVar = by_advice({
+        "give the prompt as token ids, which POST /tokenize makes with and without them": dict(
+            add_special_tokens=(True,), add_bos_token=(True,),
+        ),
+    })  # fmt: skip
+
     def check(self) -> None:
         super().check()
         if self.only_echoes and (not self.echo or self.min_tokens):
@@ -276,6 +283,11 @@ class ChatRequest(_Conversation, GenerationRequest):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     include_reasoning: bool | None = None
+
+    unsupported: ClassVar = by_advice({
+        "use /v1/completions with a finished prompt": dict(echo=(False,)),
+        "the chat template writes those of the prompt": dict(add_special_tokens=(False,), add_bos_token=(False,)),
+    })  # fmt: skip
 
     def check(self) -> None:
         super().check()

@@ -126,6 +126,8 @@ class Responder:
             params = replace(params, skip_special_tokens=False)
         if made.may_be_shorter and params.max_tokens is not None:
             params = replace(params, max_tokens=Advised(params.max_tokens))
+        if made.may_be_shorter and form.bounds is None:  # clients of that API always name a budget
+            params = replace(params, thinking_token_budget=None)
         return made, params
 
     async def generate(self, request: Request, prepare: Callable[[bytes], Coroutine[Any, Any, Prepared]]) -> Response:

@@ -45,6 +45,7 @@ class Reasoning(TypedDict, total=False):
 
     effort: str | None
     summary: str | None
+    max_tokens: int | None
 
 
 class ResponsesRequest(SampledRequest):
@@ -92,7 +93,7 @@ class ResponsesRequest(SampledRequest):
         """Return the fields of a chat request. Raises BadRequestError."""
         given = {name: getattr(self, name, None) for name in SAMPLING_FIELDS}
         given |= {"messages": self._messages(), "max_completion_tokens": self.max_output_tokens}
-        given |= {"reasoning_effort": (self.reasoning or {}).get("effort"), "response_format": self._response_format()}
+        given |= {"reasoning": self.reasoning, "response_format": self._response_format()}
         if tools := self._tools(fields):
             given |= {"tools": tools, "tool_choice": self._tool_choice()}
             given |= {"parallel_tool_calls": self.parallel_tool_calls}

@@ -15,8 +15,8 @@ from nanoinfer.serve.protocol import ChatRequest
 # Fields of a chat that mean the same in the requests of other APIs.
 SAMPLING_FIELDS = (
     "model temperature top_p top_k min_p seed min_tokens presence_penalty frequency_penalty repetition_penalty "
-    "stop_token_ids logit_bias allowed_token_ids bad_words ignore_eos skip_special_tokens chat_template_kwargs "
-    "request_id stream"
+    "stop_token_ids logit_bias allowed_token_ids bad_words ignore_eos thinking_token_budget skip_special_tokens "
+    "chat_template_kwargs request_id stream"
 ).split()
 NOT_RUN = "the server runs no tools itself"
 # Tools that clients run, whose form the models of OpenAI and Anthropic were trained for: without them an agent can do
@@ -36,7 +36,7 @@ def fields_of_chats(kind: Collection[str], others: dict[str, str]) -> Table:
     """
     table = {name: ((), "it is a field of /v1/chat/completions: leave it out") for name in ChatRequest.model_fields}
     table |= {name: ((), f"give {other}") for name, other in others.items()}
-    return {name: row for name, row in table.items() if name not in kind}
+    return {name: row for name, row in (ChatRequest.unsupported | table).items() if name not in kind}
 
 
 def need(value: Any, kind: type, where: str, what: str, param: str) -> Any:

@@ -25,6 +25,7 @@ def test_defaults_are_those_of_vllm():
         "frequency_penalty": 0.0,
         "max_tokens": 16,
         "min_tokens": 0,
+        "thinking_token_budget": None,
         "stop": (),
         "stop_token_ids": (),
         "logit_bias": None,
@@ -44,6 +45,7 @@ def test_defaults_are_those_of_vllm():
 def test_vllms_neutral_values_are_taken():
     params = SamplingParams(max_tokens=None, min_tokens=50, seed=-1, skip_special_tokens=True)
     assert params.max_tokens is None and params.seed is None
+    assert SamplingParams(thinking_token_budget=-1).thinking_token_budget is None
 
 
 @pytest.mark.parametrize(
@@ -88,6 +90,7 @@ def test_vllms_neutral_values_are_taken():
         ("max_tokens", 0, "an integer >= 1"),
         ("max_tokens", True, "an integer >= 1"),
         ("min_tokens", -1, "an integer >= 0"),
+        ("thinking_token_budget", -2, "an integer >= 0"),
         ("min_tokens", 0.0, "an integer >= 0"),
         ("stop", "", "a string or a list of strings, none of them empty"),
         ("stop", ["a", ""], "a string or a list of strings, none of them empty"),
