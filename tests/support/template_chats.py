@@ -41,8 +41,13 @@ class AnswersByHeart:
     def engine(self) -> AnswersByHeart:
         return self
 
+    intake = engine
+
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         return self._tokenizer
+
+    def tokenize(self, text: str, *, is_bare: bool) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=not is_bare)
 
     def add_request(self, request_id: str, prompt: dict, params: SamplingParams) -> SimpleNamespace:
         self.prompts.append(prompt["prompt_token_ids"])
