@@ -7,6 +7,7 @@ from collections.abc import Collection
 from types import ModuleType
 from typing import Any
 
+from nanoinfer.common.errors import shown
 from nanoinfer.structured.schemas import taken
 from nanoinfer.structured_outputs import StructuredOutputsParams
 
@@ -112,7 +113,12 @@ def _tags(params: StructuredOutputsParams, special: Collection[str]) -> str:
         if trigger is None:
             raise ValueError(f"structures[{place}].begin is {begin!r}, which no trigger begins: {form}")
         schema = _closed(taken(schema), params)
-        schema["x-guidance"] = usual | schema.get("x-guidance", {}) | wanted
+        if schema is False:
+            raise ValueError(f"structures[{place}].schema is one that no text fulfils")
+        own = schema.get("x-guidance", {})
+        if not isinstance(own, dict):
+            raise ValueError(f"structures[{place}].schema has x-guidance {shown(own)}: give an object, or leave it out")
+        schema["x-guidance"] = usual | own | wanted
         tags.append(load_llguidance().StructTag(trigger=trigger, begin=begin, grammar=schema, end=end))
     # A trigger such as <f> is a special token to llguidance; where there is none of this name, it is a text.
     are_tokens = [tag.trigger in special for tag in tags]

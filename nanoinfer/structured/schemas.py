@@ -56,8 +56,12 @@ def _take_format(schema: dict[str, Any]) -> None:
     name = schema.get("format")
     if isinstance(name, str) and name in _FREE_FORMATS:
         del schema["format"]
-    elif isinstance(name, str) and name in _PATTERNS and "pattern" not in schema:
-        schema["pattern"] = _PATTERNS[schema.pop("format")]
+    elif isinstance(name, str) and name in _PATTERNS:
+        pattern = _PATTERNS[schema.pop("format")]
+        if "pattern" not in schema:
+            schema["pattern"] = pattern
+        elif isinstance(schema.setdefault("allOf", []), list):  # both hold
+            schema["allOf"].append({"pattern": pattern})
 
 
 def _take_names(schema: dict[str, Any]) -> None:

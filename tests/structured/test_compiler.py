@@ -296,6 +296,12 @@ ZOD = {
         ['"2024-02-29"', '"2000-02-29"', '"2023-02-28"', '"8320-02-29"', '"0001-12-31"'],
         ['"8322-02-29"', '"2023-02-29"', '"1900-02-29"', '"2024-04-31"', '"0000-01-01"', '"2024-13-01"'],
     ),
+    "date and pattern": (DATE | {"pattern": "^8"}, ['"8320-02-29"'], ['"8322-02-29"', '"2024-02-29"']),
+    "date and pattern and more": (
+        DATE | {"pattern": "^8", "allOf": [{"pattern": "29$"}]},
+        ['"8320-02-29"'],
+        ['"8322-02-29"', '"8320-02-28"', '"2024-02-29"'],
+    ),
     "time": (DATE | {"format": "date-time"}, ['"2024-02-29T10:00:00Z"'], ['"2023-02-29T10:00:00Z"', '"2024-02-29"']),
 } | {
     name: ({"type": "string", "format": name}, ['"a"'], ["1"])
@@ -428,6 +434,20 @@ def test_a_trigger_that_is_a_whole_tag_is_a_token_only_where_there_is_one(compil
     }
     with pytest.raises(RequestError, match="'<tool_call>' and '<call>' are a text and a special token"):
         compiler.compile(StructuredOutputsParams(structural_tag=both), TOKENIZER)
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"not": {}}, r"structures\[0\].schema is one that no text fulfils"),
+        ({"x-guidance": 5}, r"structures\[0\].schema has x-guidance 5: give an object"),
+        ({"x-guidance": None}, r"structures\[0\].schema has x-guidance None: give an object"),
+    ],
+)
+def test_a_schema_of_a_tag_that_cannot_be_is_refused(compiler, schema, message):
+    tags = {"triggers": ["<f"], "structures": [{"begin": "<f>", "schema": schema, "end": "</f>"}]}
+    with pytest.raises(RequestError, match=message):
+        compiler.compile(StructuredOutputsParams(structural_tag=tags), TOKENIZER)
 
 
 def test_a_grammar_whose_masks_take_ever_longer_ends_instead(compiler):
