@@ -6,7 +6,6 @@ from quantised import CASES, write
 from safetensors.torch import load_file
 from tiny_models import make_checkpoint
 
-from nanoinfer.commands.main import main
 from nanoinfer.measure.reference import load_in_transformers
 
 CASES_READ = ["ct-int4-group-zeros", "ct-mixed", "ct-nvfp4", "ct-fp8-block"]
@@ -39,16 +38,3 @@ def test_what_it_does_not_read_is_refused(tmp_path, name):
     packed, _ = write(tmp_path, CASES[name]())
     with pytest.raises(ValueError, match="transformers does not read .*/packed .*: leave hf out of --mode"):
         load_in_transformers(packed, torch.float32)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_recall_evaluation_says_so(tmp_path, capsys):
-    assert (
-        main(
-            ["quantize", "recall", "--to", "int4", "--head", "int8", "--out", str(tmp_path / "out"), "--device", "cpu"]
-        )
-        == 0
-    )
-    few = ["--context", "1k", "--questions", "5", "--depths", "0", "--device", "cpu", "--no-progress"]
-    assert main(["eval", "recall", str(tmp_path / "out"), *few]) == 2
-    assert "transformers does not read " in capsys.readouterr().err

@@ -301,7 +301,7 @@ def test_layers_that_are_not_attention_are_refused_by_name(tmp_path):
     path = make_checkpoint("granite4", tmp_path)
     config = json.loads((path / "config.json").read_text()) | dict(layer_types=["mamba", "attention", "attention"])
     (path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"layer_types is \['mamba', .*must be a list of attention and full_attention"):
+    with pytest.raises(ValueError, match="runs, but not this model: it needs Mamba layers, which is not here yet"):
         read_checkpoint(path)
 
 
