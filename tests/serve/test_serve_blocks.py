@@ -236,7 +236,7 @@ def test_forms_and_efforts_of_responses_become_those_of_chats():
     form = {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}
     given = chat_of(ResponsesRequest, input="a", text={"format": form}, reasoning={"effort": "low", "summary": "auto"})
     assert given["response_format"] == {"type": "json_schema", "json_schema": {k: form[k] for k in form if k != "type"}}
-    assert given["reasoning_effort"] == "low"
+    assert checked(ChatRequest, given, Fields()).reasoning_effort == "low"
     assert chat_of(ResponsesRequest, input="a", text={"format": {"type": "text"}})["response_format"] == {
         "type": "text"
     }
