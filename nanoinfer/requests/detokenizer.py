@@ -35,6 +35,8 @@ class Detokenizer:
     Decoding is the prefix-offset algorithm of vLLM (`vllm/transformers_utils/detokenizer_utils.py`,
     `detokenize_incrementally`) and text-generation-inference: the last tokens whose text was released are decoded again
     together with the new tokens, and the difference is the new text. The cost per token does not grow with the text.
+    (`DecodeStream` of tokenizers does the same, but never gives out bytes that are no text, and each token without text
+    makes the next one dearer.)
 
     A stop string is found even if it spans several tokens. If several stop strings match, the one that is complete
     first counts; if two end at the same place, the longer one counts. So the result does not depend on how many tokens
