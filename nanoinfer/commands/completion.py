@@ -1,11 +1,13 @@
-"""`nanoinfer completion` on the command line."""
+"""`nanoinfer completion` on the command line: at each tab the shell asks the program itself, through argcomplete."""
 
 from __future__ import annotations
 
 import argparse
+import os
 
-from nanoinfer.options.completion import SHELLS, script
 from nanoinfer.options.parser import Parser
+
+SHELLS = ("bash", "zsh", "fish")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -17,6 +19,16 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the script, made of the options of all commands."""
-    print(script(options.shell, options.root), end="")
+    """Print the script with which the shell asks."""
+    import argcomplete
+
+    print(argcomplete.shellcode([options.root.prog], shell=options.shell))
     return 0
+
+
+def answer(parser: Parser) -> None:
+    """Print what the command line can go on with and end, if it is the shell that asks, at a tab."""
+    if "_ARGCOMPLETE" in os.environ:
+        import argcomplete
+
+        argcomplete.autocomplete(parser)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 import nanoinfer
-from nanoinfer.commands import bench, chat, completion, doctor, generate, inspect, plan, quantize, serve, verify
+from nanoinfer.commands import bench, chat, completion, doctor, generate, inspect, plan, quantize, verify
 from nanoinfer.commands.full_device import advised_when_full
 from nanoinfer.options import recall
 from nanoinfer.options import serve as serve_options
@@ -24,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run `nanoinfer ...` and return its exit status; see `options.parser.run_command`."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = make_parser()
+    completion.answer(parser)
     parser.set_defaults(command_line=f"nanoinfer {shlex.join(given)}")
     if not given:
         parser.print_help()
@@ -47,7 +48,7 @@ def make_parser() -> Parser:
         ("inspect", "what a GGUF file holds, and what it takes here", inspect.add_arguments, inspect.run),
         ("plan", "what fits and how fast it can be, without GPU or weights", plan.add_arguments, plan.run),
         ("quantize", "write a checkpoint in fewer bits", quantize.add_arguments, quantize.run),
-        ("serve", "an HTTP server with OpenAI's API", serve_options.add_arguments, serve.run),
+        ("serve", "an HTTP server with OpenAI's API", serve_options.add_arguments, _serve),
         ("verify", "compare modes, batches and chunks, bit for bit", verify.add_arguments, verify.run),
     ):  # fmt: skip
         command = commands.add_parser(name, help=summary, description=summary)
@@ -65,6 +66,10 @@ def _add_evaluations(parser: Parser) -> None:
 def _evaluate(options: argparse.Namespace) -> int:
     import_module("nanoinfer.commands.recall").run(options)
     return 0
+
+
+def _serve(options: argparse.Namespace) -> int:
+    return import_module("nanoinfer.commands.serve").run(options)  # not before: asyncio takes longer than all options
 
 
 if __name__ == "__main__":

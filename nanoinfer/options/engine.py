@@ -68,7 +68,9 @@ def add_engine_options(
             text = f"{text.removesuffix('.')} (default: {shown})"
         kind = _kind(field.name, field.type, field.default)
         shown, *others = option_names(field.name)
-        group.add_argument(shown, dest=field.name, default=default, help=text, **kind)
+        action = group.add_argument(shown, dest=field.name, default=default, help=text, **kind)
+        if field.name == "enable_cpu_offload":
+            action.completer = lambda **_: OFFLOAD  # which argcomplete asks for values
         parser.take_also(shown, *others)
     parser.set_defaults(engine_options=[field.name for field in wanted], check_engine=check_engine)
 

@@ -77,7 +77,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None) -> tuple:
         """Refuse unknown arguments here; argparse would pass them up to the parser of all commands."""
         args = list(sys.argv[1:] if args is None else args)
-        if self._subparsers is None:
+        if self._subparsers is None and "_ARGCOMPLETE" not in os.environ:  # what a shell asks is not refused
             for option in (argument.split("=")[0] for argument in args[: args.index("--") if "--" in args else None]):
                 is_long = option.startswith("--") and " " not in option
                 if (is_long or option[:1] == "-" and option[1:] in _OF_OTHERS) and not self._takes(option):

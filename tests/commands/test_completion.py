@@ -1,77 +1,76 @@
-"""`nanoinfer completion`: what the shells offer, asked as they ask their scripts."""
+"""`nanoinfer completion`: what a shell is told at a tab, asked as its script asks."""
 
+import os
 import shlex
 import shutil
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from nanoinfer.commands.main import main, make_parser
+from nanoinfer.commands.main import main
 
-# Each prints one word a line for the command line in "$@", whose last word is being written. Of zsh, whose completion
-# needs a terminal, the functions that would show the words print them.
-ASK = {
-    "bash": 'source "$0"; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _nanoinfer; printf "%s\\n" "${COMPREPLY[@]}"',
-    "zsh": 'compdef() {}; compadd() { shift; print -l -- "$@" }; _files() { print FILES }; '
-    '_describe() { for one in "${(@P)@[-1]}"; do print -r -- "${one%%:*}"; done }; '
-    'script=$1; shift; source $script; words=("$@"); CURRENT=$#; _nanoinfer',
-    "fish": "source $argv[1]; complete -C (string join -- ' ' $argv[2..])",
-}
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = f"""#!{sys.executable}
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from nanoinfer.commands.main import main
+main()
+"""
 
 
-@pytest.fixture(scope="module", params=ASK)
-def offered(request, tmp_path_factory):
-    """Returns what a shell offers for the words, which begin as the last one does."""
-    shell, path = request.param, tmp_path_factory.mktemp("completion") / "script"
-    if shutil.which(shell) is None:
-        pytest.skip(f"{shell} is not installed")
-
-    with path.open("w") as file, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.stdout", file)
-        assert main(["completion", shell]) == 0
-
-    def ask(*words):
-        first = ["--norc"] if shell == "bash" else ["-f"] if shell == "zsh" else ["--no-config"]
-        zeroth = ["_"] if shell == "zsh" else []
-        command = [shell, *first, "-c", ASK[shell], *zeroth, str(path), "nanoinfer", *words]
-        process = subprocess.run(command, capture_output=True, text=True, cwd=path.parent)
-        assert process.stderr == "", shlex.join(command)
-        found = [line.split("\t")[0] for line in process.stdout.splitlines()]
-        return [word for word in found if word.startswith(words[-1].removeprefix("="))]
-
-    ask.shell = shell
-    return ask
+@pytest.fixture
+def folder(tmp_path):
+    program = tmp_path / "nanoinfer"
+    program.write_text(PROGRAM)
+    program.chmod(0o755)
+    return tmp_path
 
 
-def test_commands_options_and_values_are_offered(offered):
-    assert offered("se") == ["serve"]
-    assert {"latency", "offload"} <= set(offered("bench", ""))
-    assert set(offered("serve", "m", "--gpu-memory-")) == {"--gpu-memory-limit", "--gpu-memory-utilization"}
-    assert offered("generate", "m", "--top") and not offered("serve", "m", "--top")
-    assert offered("bench", "latency", "--num-iters-w") == ["--num-iters-warmup"]
-    assert set(offered("quantize", "m", "--to", "int4")) == {"int4", "int4-symmetric"}
-    assert offered("serve", "m", "--offload", "o") in (["on", "off"], ["off", "on"])
-    assert offered("completion", "z") == ["zsh"]
-    if offered.shell == "bash":  # to which an equals sign is a word of its own
-        assert offered("serve", "--offload", "=", "of") == ["off"]
-        assert offered("serve", "--offload", "=") == ["on", "auto", "off"]
-    assert not [name for name in offered("serve", "m", "--json", "--") if name in ("serve", "plan")]
+def offered(folder, *words):
+    """Return what the program offers for the words, the last of which is being written."""
+    line = shlex.join(["nanoinfer", *words]).removesuffix("''")
+    asked = dict(_ARGCOMPLETE="1", COMP_LINE=line, COMP_POINT=str(len(line)), COMP_TYPE="9", _ARGCOMPLETE_IFS="\n")
+    asked |= dict(_ARGCOMPLETE_STDOUT_FILENAME=str(folder / "words"))
+    subprocess.run([folder / "nanoinfer"], env=os.environ | asked, cwd=folder, check=True, capture_output=True)
+    return [word.strip() for word in (folder / "words").read_text().splitlines()]
 
 
-def test_after_an_option_with_any_value_no_words_are_offered(offered):
-    found = offered("serve", "m", "--host", "")
-    assert not {"--host", "on", "latency"} & set(found)
+def test_commands_options_and_values_are_offered(folder):
+    assert offered(folder, "se") == ["serve"]
+    assert offered(folder, "bench", "l") == ["latency"]
+    names = offered(folder, "serve", "m", "--gpu-memory")
+    assert set(names) == {"--gpu-memory-limit", "--gpu-memory-utilization"}, "no other spellings"
+    assert set(offered(folder, "quantize", "m", "--to", "int4")) == {"int4", "int4-symmetric"}
+    assert set(offered(folder, "serve", "m", "--offload", "o")) == {"on", "off"}
 
 
-@pytest.mark.parametrize("shell", ASK)
-def test_every_option_that_is_shown_is_in_the_script(shell, capsys):
+def test_after_an_option_with_any_value_files_are_offered(folder):
+    assert set(offered(folder, "serve", "m", "--host", "")) == {"nanoinfer", "words"}
+
+
+def test_behind_an_unknown_option_the_known_ones_are_offered(folder):
+    assert offered(folder, "serve", "m", "--log-requests", "--log-l") == ["--log-level"]
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+def test_bash_asks_the_program_by_the_script(folder, capsys):
+    assert main(["completion", "bash"]) == 0
+    (folder / "script").write_text(capsys.readouterr().out)
+    ask = """source script; COMP_LINE="nanoinfer serve m --offload=of" COMP_POINT=30 COMP_TYPE=9
+    _python_argcomplete nanoinfer; printf "%s" "${COMPREPLY[@]}"; complete -p nanoinfer"""
+    environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
+    command = ["bash", "--norc", "-c", ask]
+    found = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True).stdout
+    assert found.startswith("off ") and found.rstrip().endswith("nanoinfer")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_script_is_for_this_shell(shell, capsys):
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
-    serve = next(action for action in make_parser()._actions if isinstance(action.choices, dict)).choices["serve"]
-    for action in serve._actions:
-        for name in action.option_strings:
-            assert (f" -l {name[2:]} " if shell == "fish" and name.startswith("--") else name) in script
-    assert "--gpu-memory " not in script and "-l gpu-memory " not in script, "another spelling"
+    assert {"bash": "complete ", "zsh": "compdef ", "fish": "complete --command nanoinfer"}[shell] in script
 
 
 def test_the_script_is_for_a_known_shell(capsys):
