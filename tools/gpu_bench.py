@@ -135,7 +135,7 @@ def main() -> int:
         out.write_text(json.dumps(whole, indent=1) + "\n")
         case = record["cases"][name]
         print(f"{name} ({case['case_seconds']:.1f} s): {_summary(case)}", flush=True)
-    if table := measured.kernels(record):
+    if table := measured.part("kernels", record):
         print(table)
     shown = {"sparse": report, "links": links_report, "weights": weights_report, "slots": slots_report}.get(part)
     if shown:

@@ -55,7 +55,7 @@ def test_an_interrupted_gpu_record_is_resumed_only_with_the_same_source(tmp_path
         gpu_bench.main()
         return json.loads(out.read_text())
 
-    monkeypatch.setattr(gpu_bench.measured, "kernels", lambda record: "")
+    monkeypatch.setattr(gpu_bench.measured, "part", lambda name, record: "")
     first, second = {"a": case("a"), "b": case("b", OSError("no"))}, {"c": case("c")}
     with pytest.raises(KeyboardInterrupt):
         run(first | {"c": case("c", KeyboardInterrupt())})

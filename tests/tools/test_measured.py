@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from jinja2 import UndefinedError
 
 from nanoinfer.commands.recall import checkpoint_sha256
 from nanoinfer.weights.find import PACKAGED
@@ -39,7 +40,7 @@ def test_the_recall_table_shows_errors_and_streamed_bytes_of_all_lengths():
 
     results = {"hf": scores([None, None], [0, 0]), "streamed fp8": scores([0.25, 1.5], [3 * 10**9, 10**9])}
     found = dict(command="c", versions=dict(device="d", torch="t"), lengths=[1024, 2048], questions=8, results=results)
-    text = load("measured").recall_modes({"recall": {"eval": found}})
+    text = load("measured").part("recall_modes", {"recall": {"eval": found}})
     assert "| hf | 0.50 | 1.00 | 7 of 8 | - | 0.0 |" in text
     assert "| streamed fp8 | 0.50 | 1.00 | 7 of 8 | 1.5000 | 4.0 |" in text
 
@@ -62,11 +63,11 @@ def test_steps_over_slower_links_are_named_emulated_and_what_is_left_out_says_so
         "b": dict(case="8B, 8 GiB, 131,072 tokens", link="-", skipped="over"),
         "case_seconds": 1.5,
     }  # fmt: skip
-    text = measured.links({"links": {"versions": {"device": "GPU"}, "cases": {"one": cases}}})
+    text = measured.part("links", {"links": {"versions": {"device": "GPU"}, "cases": {"one": cases}}})
     assert text.startswith('One GPU, `make gpu-bench ARGS="--part links"`:')
     assert "| 4B, 8 GiB, 131,072 tokens | 25 GB/s, emulated | 600.1 | 1.7 | link | 25% | 588.3 | 1.020 |" in text
     assert "| 8B, 8 GiB, 131,072 tokens | - | left out |" in text
-    assert measured.links({}) == ""
+    assert measured.part("links", {}) == ""
 
 
 def steps(milliseconds):
@@ -166,8 +167,17 @@ def test_skipped_and_partly_measured_cases_show_what_there_is():
     for profile in record["cases"]["kernels"].values():
         if isinstance(profile, dict):  # as without a GPU
             del profile["gap_between_steps_share"], profile["busy_seconds_per_step"], profile["kernels"]
-    assert measured.kernels(record) == ""
-    assert measured.latency(record).count("\n") == 0 and "1.10 ms of a step of 4.00 ms." in measured.latency(record)
+    assert measured.part("kernels", record) == ""
+    text = measured.part("latency", record)
+    assert text.count("\n") == 0 and "1.10 ms of a step of 4.00 ms." in text
+
+
+def test_a_figure_that_a_line_needs_is_missed_and_no_table_is_without_rows():
+    measured, record = load("measured"), small_record()
+    del record["cases"]["resident"]["1 x 1024"]["seconds_per_token"]
+    with pytest.raises(UndefinedError, match="no attribute 'seconds_per_token'"):
+        measured.part("resident", record)
+    assert measured.part("resident", {"cases": {"resident": {"failed": "no", "case_seconds": 1}}}) == ""
 
 
 def test_a_part_of_another_tool_stays_as_it_is():
@@ -189,15 +199,15 @@ def test_llama_cpp_stands_beside_our_figures_of_the_same_run():
     files = {"gguf_sparse": file, "gguf_streamed": {"Q4_0, experts on the host, prefill of 8192": beside}}
     peers = {"versions": {"device": "a GPU"}, "cases": ours | {"llama_cpp": theirs}}
     peers["files"] = {"versions": {"device": "another"}, "cases": files}
-    text = measured.beside_llama_cpp({"cases": {}, "peers": peers})
+    text = measured.part("beside_llama_cpp", {"cases": {}, "peers": peers})
     assert "| decode step, 16 bits, all KV on the host, 1 x 8k | 48.00 ms | 24.00 ms | 2.00 |" in text
     assert "| prefill of 32k, 16 bits | 1,000 tokens/s | 3,000 tokens/s | 3.00 |" in text
     assert "llama.cpp b11434" in text and "a GPU" in text
-    text = measured.files_beside_llama_cpp({"cases": {}, "peers": peers})
+    text = measured.part("files_beside_llama_cpp", {"cases": {}, "peers": peers})
     assert "| decode step, 30B-A3B, Q4_0, 1 x 1024 | 3.00 ms | 2.00 ms | 1.50 |" in text
     assert "| 30B-A3B, Q4_0, experts on the host, prefill of 8192 | 300 tokens/s | 900 tokens/s | 3.00 |" in text
     assert "another" in text and "start" not in text
-    assert measured.beside_llama_cpp({"cases": {}}) == measured.files_beside_llama_cpp({"cases": {}}) == ""
+    assert [measured.part(name, {"cases": {}}) for name in ("beside_llama_cpp", "files_beside_llama_cpp")] == ["", ""]
 
 
 def test_the_picture_has_a_line_for_each_mode_and_peer(tmp_path, monkeypatch):
