@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -164,8 +163,7 @@ class LLMEngine:
         if request_id in self.work.requests:
             raise ValueError(f"request id {request_id!r} is in use: give each request an id of its own")
         request = self.intake.make_request(request_id, prompt, params, token_ids, limits)
-        with self.changing():
-            self.work.at_risk = request.sequences  # half queued it would never end
+        with self.changing(), self.work.risking(request.sequences):  # half queued it would never end
             self.work.requests[request_id] = request
             for sequence in request.sequences:
                 self.scheduler.waiting.append(sequence)
@@ -208,11 +206,7 @@ class LLMEngine:
         return (self._outputs.clear(), outputs)[1]  # in one line: an interrupt loses no output
 
     def _advance(self) -> None:
-        begin, before = time.perf_counter(), self.work.in_flight
-        if before is not None and before.tokens.done.query("host.read_after_step"):
-            before.tokens.made = begin  # it is read when the next step was launched
-        batch = self.scheduler.schedule()
-        self.meter.trace_host("schedule", begin)
+        before, batch = self.work.in_flight, self._schedule()
         if batch is None:
             if before is not None:
                 self._take(before)
@@ -220,15 +214,14 @@ class LLMEngine:
                 first = self.scheduler.waiting[0]
                 self._fail_sequence(first, self.modes.refusal(first))
             return
-        self.work.at_risk = batch.sequences
-        launched = self._launch(batch)
-        if before is not None:
-            self._take(before, launched)
-        if launched.unsampled is not None:
-            self.work.at_risk = batch.sequences  # those of the step before are safe
-            self._sample(launched)
-        if any(not sequence.is_finished for sequence in batch.sequences):
-            self.work.in_flight = launched
+        with self.work.risking(batch.sequences):
+            launched = self._launch(batch)
+            if before is not None:
+                self._take(before)
+            if launched.unsampled is not None:
+                self._sample(launched)
+            if any(not sequence.is_finished for sequence in batch.sequences):
+                self.work.in_flight = launched
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -246,7 +239,6 @@ class LLMEngine:
             except BaseException:
                 work.recover()
                 raise
-            work.at_risk = []
             work.is_whole = True
 
     def _end_dropped(self) -> None:
@@ -262,25 +254,31 @@ class LLMEngine:
         self._outputs += request.fail(error)
         self.work.remove_ended([request])
 
+    def _schedule(self) -> Batch[Sequence] | None:
+        step = self.work.in_flight
+        with self.meter.span("schedule") as begin:
+            if step is not None and step.tokens.done.query("host.read_after_step"):
+                step.tokens.made = begin  # it is read when the next step was launched
+            return self.scheduler.schedule()
+
     def _launch(self, batch: Batch[Sequence]) -> LaunchedStep:
         """Launch the layers of a step, and the sampling unless it comes late."""
-        begin, copied = time.perf_counter(), self.runner.offload.counters
-        streamed_before, is_decode = copied.streamed_bytes, not batch.chunks
-        if not is_decode:  # a request's first step is never a decode step
-            for sequence in batch.sequences:
-                self.work.requests[sequence.request_id].mark_scheduled()
-        timeline = self.meter.timeline(is_decode)
-        plan = self.planner.begin_step(batch)
-        layers = self.runner.execute(plan, timeline)
-        launched = LaunchedStep(batch, layers, begin, copied.streamed_bytes - streamed_before, timeline)
-        if not (self.samples_late or any(sequence.needs_mask for sequence in batch.sampled)):
-            self._sample(launched)
-        self.planner.end_step(batch, plan)
-        if layers.streamed_bytes is not None:
-            for sequence, num_bytes in zip(batch.sequences, layers.streamed_bytes.tolist(), strict=True):
-                sequence.streamed_bytes += num_bytes
-        self.meter.resident_share = self.kv_cache.copies.resident_share
-        self.meter.trace_host("launch " + ("decode" if is_decode else "prefill"), begin)
+        with self.meter.span("launch prefill" if batch.chunks else "launch decode") as begin:
+            if batch.chunks:  # a request's first step is never a decode step
+                for sequence in batch.sequences:
+                    self.work.requests[sequence.request_id].mark_scheduled()
+            copied = self.runner.offload.counters
+            streamed_before, timeline = copied.streamed_bytes, self.meter.timeline(batch)
+            plan = self.planner.begin_step(batch)
+            layers = self.runner.execute(plan, timeline)
+            launched = LaunchedStep(batch, layers, begin, copied.streamed_bytes - streamed_before, timeline)
+            if not (self.samples_late or any(sequence.needs_mask for sequence in batch.sampled)):
+                self._sample(launched)
+            self.planner.end_step(batch, plan)
+            if layers.streamed_bytes is not None:
+                for sequence, num_bytes in zip(batch.sequences, layers.streamed_bytes.tolist(), strict=True):
+                    sequence.streamed_bytes += num_bytes
+            self.meter.resident_share = self.kv_cache.copies.resident_share
         return launched
 
     def _sample(self, step: LaunchedStep) -> None:
@@ -291,49 +289,39 @@ class LLMEngine:
         step.tokens = self.runner.sample(step.unsampled, on_logits, masks)
         step.unsampled = None  # its tensors lie where the next step needs room
 
-    def _take(self, step: LaunchedStep, behind: LaunchedStep | None = None) -> None:
-        """Wait for a step, hand out its tokens and free the sequences that have ended.
-
-        If this fails, the requests that it gives tokens are at risk, and so are those of the step `behind` it, which
-        depends on them.
-        """
-        self.work.at_risk = [*step.batch.sampled, *([] if behind is None else behind.batch.sequences)]
-        self.work.in_flight = None
-        self._read_tokens(step)
-        begin = time.perf_counter()
-        # In their order: in which order blocks are given back decides which cached ones are evicted first.
-        names = dict.fromkeys(one.request_id for one in step.batch.sequences if one.finish_reason is not None)
-        self.work.remove_ended([self.work.requests[name] for name in names if name in self.work.requests])
-        for sequence in step.batch.sampled:  # the last token of a block makes it known what the block holds
-            if not len(sequence.token_ids) % self.config.block_size and sequence.row is not None:
-                self.kv_cache.prefixes.publish(sequence)
-        self.meter.trace_host("give back and publish", begin)
+    def _take(self, step: LaunchedStep) -> None:
+        """Wait for a step, hand out its tokens and free the sequences that have ended."""
+        with self.work.risking(step.batch.sampled):
+            self.work.in_flight = None
+            self._read_tokens(step)
+            with self.meter.span("give back and publish"):
+                # In their order: in which order blocks are given back decides which cached ones are evicted first.
+                names = dict.fromkeys(one.request_id for one in step.batch.sequences if one.finish_reason is not None)
+                self.work.remove_ended([self.work.requests[name] for name in names if name in self.work.requests])
+                for sequence in step.batch.sampled:  # the last token of a block makes it known what the block holds
+                    if not len(sequence.token_ids) % self.config.block_size and sequence.row is not None:
+                        self.kv_cache.prefixes.publish(sequence)
 
     def _read_tokens(self, step: LaunchedStep) -> None:
         """Wait for a step and hand out its tokens. Tokens of sequences that have ended meanwhile are dropped."""
-        begin = time.perf_counter()
-        sampled = step.tokens.read()
-        read = time.perf_counter()
-        made = read if step.tokens.made is None else step.tokens.made
-        self.meter.trace_host("wait for tokens", begin)
-        self.meter.count(step, read, read - begin)
-        for chunk, found in zip(step.batch.chunks, step.tokens.read_prompts(), strict=False):
-            if found is not None and chunk.sequence.finish_reason is None:
-                self._take_prompt(chunk, *found)
-        for sequence, (token_id, logprobs, error) in zip(step.batch.sampled, sampled, strict=True):
-            if sequence.finish_reason is not None:
-                continue
-            request = self.work.requests[sequence.request_id]
-            try:
-                if error is not None:
-                    raise error
-                request.take(sequence, token_id, logprobs, read, made)
-                output = request.stream_output(sequence)
-            except Exception as failure:
-                self._outputs += request.fail(failure, sequence)
-                continue
-            self._outputs.append(output)
-        self.meter.trace_host("take tokens", read)
+        sampled, read = self.meter.read(step)
+        with self.meter.span("take tokens"):
+            for chunk, found in zip(step.batch.chunks, step.tokens.read_prompts(), strict=False):
+                if found is not None and chunk.sequence.finish_reason is None:
+                    self._take_prompt(chunk, *found)
+            for sequence, (token_id, logprobs, error) in zip(step.batch.sampled, sampled, strict=True):
+                if sequence.finish_reason is not None:
+                    continue
+                request = self.work.requests[sequence.request_id]
+                try:
+                    if error is not None:
+                        raise error
+                    request.take(sequence, token_id, logprobs, read, step.tokens.made or read)
+                    output = request.stream_output(sequence)
+                except Exception as failure:
+                    self._outputs += request.fail(failure, sequence)
+                    continue
+                self._outputs.append(output)
 
     def _take_prompt(self, chunk: PrefillChunk, logprobs: ChunkLogprobs, error: Exception | None) -> None:
         request = self.work.requests[chunk.sequence.request_id]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 
 from nanoinfer.engine.trace import Trace
-from nanoinfer.execution.read_back import PendingTokens
+from nanoinfer.execution.read_back import PendingTokens, SampledToken
 from nanoinfer.execution.runner import UnsampledStep
 from nanoinfer.requests.sequence import Sequence
 from nanoinfer.step.batch import Batch
@@ -148,20 +151,31 @@ class StepMeter:
     _experts_read: int = 0  # of all steps until then
     _open: list[tuple[Timeline, float]] = field(default_factory=list)  # with the step's seconds; copies may still run
 
-    def timeline(self, is_decode: bool) -> Timeline | None:
+    def timeline(self, batch: Batch[Sequence]) -> Timeline | None:
         """Return a timeline for the step about to be launched, or None if that step is not to be timed."""
         # The first step is not representative: it may compile kernels, and nothing was prefetched for it.
-        is_sample = is_decode and self._num_launched % SAMPLE_EVERY == 1
-        self._num_launched += is_decode
+        is_sample = not batch.chunks and self._num_launched % SAMPLE_EVERY == 1
+        self._num_launched += not batch.chunks
         timeline = Timeline(self.runtime) if is_sample or self.trace is not None else None
         if self.trace is not None and timeline is not None:
             self.trace.timelines.append(timeline)
         return timeline
 
-    def trace_host(self, name: str, begin: float) -> None:
-        """Record what the host did from `begin` (time.perf_counter) until now, if a trace is recorded."""
+    @contextmanager
+    def span(self, name: str) -> Iterator[float]:
+        """Give the time, and record what the host does inside if a trace is recorded."""
+        begin = time.perf_counter()
+        yield begin
         if self.trace is not None:
             self.trace.host(name, begin)
+
+    def read(self, step: LaunchedStep) -> tuple[list[SampledToken], float]:
+        """Wait for a step and count it; return what it sampled, and when that was there."""
+        with self.span("wait for tokens") as begin:
+            sampled = step.tokens.read()
+        now = time.perf_counter()
+        self.count(step, now, now - begin)
+        return sampled, now
 
     def count(self, step: LaunchedStep, now: float, wait_seconds: float) -> None:
         """Add a step that was read at `now` to the sums. The host waited for it during the last `wait_seconds`."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -23,8 +24,7 @@ class Work:
     Attributes:
         requests: the requests that have not ended, by id.
         in_flight: the step that was launched, sampling included, and not read yet.
-        at_risk: the sequences whose state would be unknown after an exception now. A step without its sampling, which
-            lasts within one `LLMEngine.step` only, is in no other place: its sequences are among these.
+        at_risk: see `risking`. A step that was launched and not sampled yet is known nowhere else.
         is_whole: False while requests, pools or tables are being changed.
     """
 
@@ -42,6 +42,13 @@ class Work:
         self.at_risk: list[Sequence] = []
         self.is_whole = True
         self._is_recovering = False
+
+    @contextmanager
+    def risking(self, sequences: list[Sequence]) -> Iterator[None]:
+        """An exception from inside ends the requests of these sequences, as their state is unknown until it is left."""
+        outside, self.at_risk = self.at_risk, [*self.at_risk, *sequences]
+        yield
+        self.at_risk = outside
 
     @property
     def sequences(self) -> list[Sequence]:

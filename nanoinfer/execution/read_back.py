@@ -22,6 +22,10 @@ _NOTHING_LEFT = (
 )
 
 
+Logprobs = tuple[float, int, list[float], list[int]]  # a token's, its rank, top values and top ids
+SampledToken = tuple[int, Logprobs | None, Exception | None]  # the last: why the token is unusable
+
+
 class PendingTokens:
     """The tokens that a launched step samples, on their way to the host.
 
@@ -57,19 +61,14 @@ class PendingTokens:
         self.made: float | None = None
         self.experts_read = self.fetched_bytes = 0
 
-    def read(self) -> list[tuple[int, tuple[float, int, list[float], list[int]] | None, Exception | None]]:
-        """Wait until the step has run, and return what it sampled.
-
-        Returns:
-            For each sampled row its token; None, or the token's log-probability, its rank, top values and top ids; and
-            None, or why the token is unusable.
-        """
+    def read(self) -> list[SampledToken]:
+        """Wait until the step has run, and return what it sampled, for each sampled row."""
         self.done.synchronize("host.read_after_step")
         tokens = self._tokens.tolist()
         if self._counts:
             self.experts_read, own = self._counts[0].item(), zip(self._slots, self._counts[1:], strict=True)
             self.fetched_bytes = sum(one.fetched_bytes(counts) for one, counts in own)
-        logprobs: list[tuple[float, int, list[float], list[int]] | None] = [None] * len(tokens)
+        logprobs: list[Logprobs | None] = [None] * len(tokens)
         for place, values, ids in zip(self._places, self._values.tolist(), self._ids.tolist(), strict=True):
             logprobs[place] = values[0], ids[0], values[1:], ids[1:]
         return list(zip(tokens, logprobs, map(self._error, tokens), strict=True))
