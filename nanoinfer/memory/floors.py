@@ -16,6 +16,9 @@ COPY_BYTES = 2**30
 CPU_COPY_BYTES = 2**27
 # In smaller copies the time of the launch counts.
 MIN_COPY_BYTES = 64 * 2**20
+# What a layer of experts takes beside its bytes: its kernels, twice as many as a dense one's, wait for each other. An
+# H200's record has 35 us (docs/sparse.md, a step of qwen3-30b-a3b int4 with one row, without what its floor is).
+_SPARSE_LAYER_SECONDS = 35e-6
 
 
 @dataclass(frozen=True)
@@ -102,3 +105,8 @@ def bytes_read_per_step(spec: ModelSpec, lengths: list[int]) -> int:
     if spec.sparse is not None:
         unread += int(spec.sparse.expert_bytes * (1 - spec.sparse.chosen_share(len(lengths))))
     return spec.weight_bytes - unread + kv_bytes(spec, lengths) + len(lengths) * spec.row_bytes
+
+
+def sparse_layers_seconds(spec: ModelSpec) -> float:
+    """Return what a step takes beside its bytes, of which a sparse model's has too few to hide it."""
+    return 0.0 if spec.sparse is None else spec.sparse.num_layers * _SPARSE_LAYER_SECONDS

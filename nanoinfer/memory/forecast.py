@@ -25,10 +25,11 @@ class Forecast:
         longest_context: the longest that fits with this batch.
         longest_resident_context: the longest at which nothing streams.
         largest_batch: the largest that fits with this context.
-        ms_per_token: floor of a decode step, which gives each sequence a token. None where nothing streams and no
-            device bandwidth was stated.
+        ms_per_token: floor of a decode step, which gives each sequence a token; of a sparse model, whose step has few
+            bytes, with what its layers take besides. None where nothing streams and no device bandwidth was stated.
         ms_at_hit_rate: where experts lie in host memory, this floor by the share of chosen ones that are on the GPU.
             `ms_per_token` is for experts that are all chosen equally often, the worst case.
+        is_floor: whether no step can be faster; of a sparse model `ms_per_token` is what steps were seen to take.
         bound: what sets this floor: "link" or "device memory".
         proposals: settings that make it fit or, where it streams, that make its steps faster, cheapest first.
         advice: what more memory would do, which stands behind them.
@@ -55,6 +56,7 @@ class Forecast:
     ms_per_token: float | None = None
     ms_at_hit_rate: dict[float, float] = field(default_factory=dict)
     bound: str | None = None
+    is_floor: bool = True
     proposals: tuple[Proposal, ...] = ()
     advice: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -76,8 +78,9 @@ class Forecast:
     def _speed(self) -> str:
         if self.ms_per_token is None:
             return 'nothing streams; name the card, such as gpu="RTX 4070", or state device_gbps for the time of a step'
-        rate = f"at most {self.tokens_per_second:.1f} tokens/s"
-        return f"at least {self.ms_per_token:.1f} ms per step, {rate} ({self.bound})"
+        least, most = ("at least", "at most") if self.is_floor else ("about", "about")
+        rate = f"{most} {self.tokens_per_second:.1f} tokens/s"
+        return f"{least} {self.ms_per_token:.1f} ms per step, {rate} ({self.bound})"
 
     def report(self) -> str:
         """Return a table, or what to do if the model does not fit."""

@@ -2,7 +2,7 @@
 
 The bytes come from `make_plan`, the same function that the engine spends its budget with. The time of a decode step is
 its floor: streamed bytes over the link's bandwidth or, if a device bandwidth is stated, bytes read on the device over
-that, whichever takes longer.
+that, whichever takes longer; of a sparse model with what its layers take besides.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from nanoinfer.devices.base import Device
 from nanoinfer.devices.registry import accelerator, device_of, planned_device
 from nanoinfer.memory.budget import gpu_budget
 from nanoinfer.memory.cards import card_named
-from nanoinfer.memory.floors import bytes_read_per_step
+from nanoinfer.memory.floors import bytes_read_per_step, sparse_layers_seconds
 from nanoinfer.memory.forecast import Forecast
 from nanoinfer.memory.machine import device_memory
 from nanoinfer.memory.measure import DEFAULT_CONTEXT
@@ -262,13 +262,16 @@ class Forecaster:
         if asked.device_gbps is not None:
             times["device memory"] = read / (asked.device_gbps * 1e9)
 
+        beside = sparse_layers_seconds(self.spec)
+
         def floor(hit_rate: float | None) -> float:
             # A missing expert is waited for; KV and layers pass beside what is computed.
             missed = missed_bytes(self.spec, memory, batch, hit_rate)
-            return max(times.values()) + missed / (asked.link_gbps * 1e9)
+            return max(times.values()) + missed / (asked.link_gbps * 1e9) + beside
 
         seconds, waited = floor(None), missed_bytes(self.spec, memory, batch) / (asked.link_gbps * 1e9)
         bound = max(times, key=lambda name: times[name] + waited * (name == "link"))
+        is_known = seconds > beside
         kv_bytes = num_all * layout.block_bytes
         return replace(
             asked,
@@ -279,8 +282,9 @@ class Forecaster:
             streamed_bytes_per_step=streamed + missed_bytes(self.spec, memory, batch),
             ms_at_hit_rate={rate: 1e3 * floor(rate) for rate in HIT_RATES if memory.num_expert_slots},
             read_bytes_per_step=read,
-            ms_per_token=seconds * 1e3 if seconds else None,
-            bound=bound if seconds else None,
+            ms_per_token=seconds * 1e3 if is_known else None,
+            bound=bound if is_known else None,
+            is_floor=not beside,
         )
 
     # More memory, which stands behind all that helps and costs nothing

@@ -6,6 +6,7 @@ from functools import cached_property, lru_cache
 from typing import Protocol
 
 from nanoinfer.config import EngineConfig
+from nanoinfer.memory.floors import sparse_layers_seconds
 from nanoinfer.memory.rates import Rates
 from nanoinfer.models.base import ModelSpec
 
@@ -70,7 +71,7 @@ class Measure:
         passing = plan.streamed_bytes + self._kv_blocks(plan, rows, context) * self._streamed_block_bytes
         read = self._bytes_read(rows, context)
         seconds = max(passing / self.rates.link, read / self.rates.device)
-        return seconds + self._missed_bytes(plan, rows) / self.rates.link
+        return seconds + self._missed_bytes(plan, rows) / self.rates.link + sparse_layers_seconds(self.spec)
 
     def _bytes_read(self, rows: float, context: int) -> float:
         """Return the bytes that a step reads on the device; of whole rows these are `bytes_read_per_step`."""

@@ -52,6 +52,7 @@ class Outcome(Protocol):
     memory: MemoryPlan | None
     streamed_bytes_per_step: int | None
     ms_per_token: float | None
+    is_floor: bool
     context: int
     batch: int
     longest_resident_context: int | None
@@ -65,7 +66,7 @@ class Proposal:
         what: the settings that change, in words.
         changes: the same as fields of `EngineConfig`.
         memory_bytes: of the GPU, at its peak.
-        streamed_bytes_per_step, ms_per_token: as in `Forecast`.
+        streamed_bytes_per_step, ms_per_token, is_floor: as in `Forecast`.
         command: a command that runs it, to paste.
     """
 
@@ -75,10 +76,12 @@ class Proposal:
     streamed_bytes_per_step: int
     ms_per_token: float | None
     command: str
+    is_floor: bool = True
 
     def lines(self) -> list[str]:
         """Return what a report says."""
-        speed = f"at least {self.ms_per_token:.1f} ms per step" if self.ms_per_token else "nothing streams"
+        least = "at least" if self.is_floor else "about"
+        speed = f"{least} {self.ms_per_token:.1f} ms per step" if self.ms_per_token else "nothing streams"
         return [f"{self.what}: {format_gib(self.memory_bytes)} GiB of GPU memory, {speed}", f"  {self.command}"]
 
 
@@ -250,6 +253,7 @@ class Proposer:
             memory_bytes=outcome.memory.total_bytes,
             streamed_bytes_per_step=outcome.streamed_bytes_per_step,
             ms_per_token=outcome.ms_per_token,
+            is_floor=outcome.is_floor,
             command=command(config),
         )
 

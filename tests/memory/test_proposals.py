@@ -77,7 +77,8 @@ def test_a_format_that_loses_more_is_named_only_where_it_is_faster():
     def step(config):
         seconds = times[config.quantization] if config.head_quantization is None else 45.0
         known = dict(context=32_768, batch=1, longest_resident_context=None)
-        return SimpleNamespace(fits=True, memory=MemoryPlan(), streamed_bytes_per_step=1, ms_per_token=seconds, **known)
+        known |= dict(streamed_bytes_per_step=1, ms_per_token=seconds, is_floor=True)
+        return SimpleNamespace(fits=True, memory=MemoryPlan(), **known)
 
     config = EngineConfig(model="qwen3-4b", enable_cpu_offload="auto")
     proposer = Proposer(config, step=step, longest=lambda config: 32_768)
