@@ -15,7 +15,7 @@ from nanoinfer.layers.linear import Linear
 from nanoinfer.measure.run import free_memory, measure
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.shapes import write_shape
-from nanoinfer.weights.load import load_model, read_checkpoint
+from nanoinfer.weights.load import load_model, read_checkpoint, read_spec
 from nanoinfer.weights.quantize import quantised_while_read
 from offload.runtime.cuda import CudaRuntime
 from offload.runtime.timeline import COMPUTE
@@ -63,7 +63,7 @@ def packed_products(bench: Bench) -> dict:
         with tempfile.TemporaryDirectory() as directory:
             checkpoint = read_checkpoint(write_shape(bench.large, directory))
             checkpoint = quantised_while_read(checkpoint, None if name == "bf16" else name, None)
-            model = load_model(checkpoint, "auto", bench.device, load_format="dummy", max_position=64)
+            model = load_model(checkpoint, read_spec(checkpoint, "auto"), bench.device, seed=0, max_position=64)
         spec, held = model.spec, _allocated(bench) - before
         if bench.is_cuda:
             planned = spec.weight_bytes + spec.gpu_scratch_bytes + spec.rope_bytes(64)

@@ -40,14 +40,15 @@ def write_checkpoint(directory: Path, shape: str, device: object) -> int:
     from nanoinfer.measure.run import free_memory
     from nanoinfer.models.shapes import write_shape
     from nanoinfer.weights.find import find_model
-    from nanoinfer.weights.load import load_model, read_checkpoint
+    from nanoinfer.weights.load import load_model, read_checkpoint, read_spec
 
     for file in find_model("recall").glob("tokenizer*"):
         shutil.copy(file, directory)
     config_path = write_shape(shape, directory) / "config.json"
     config = json.loads(config_path.read_text()) | {"max_position_embeddings": MAX_POSITION}
     config_path.write_text(json.dumps(config))
-    model = load_model(read_checkpoint(directory), "auto", device, load_format="dummy", max_position=16)
+    checkpoint = read_checkpoint(directory)
+    model = load_model(checkpoint, read_spec(checkpoint, "auto"), device, seed=0, max_position=16)
     shards: list[list[str]] = [[]]
     total = size = 0
     views = model.checkpoint_views()

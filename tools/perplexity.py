@@ -22,13 +22,13 @@ from nanoinfer.config import QUANTISED
 from nanoinfer.layers.linear import Linear
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.recall.formats import prompt_logits
-from nanoinfer.weights.load import load_model, read_checkpoint
+from nanoinfer.weights.load import load_model, read_checkpoint, read_spec
 from nanoinfer.weights.quantize import quantised_while_read
 
 
 def model_of(checkpoint: Path, quantization: str | None, num_tokens: int) -> Decoder:
     info = quantised_while_read(read_checkpoint(checkpoint), quantization, None)
-    return load_model(info, torch.float32, "cpu", max_position=num_tokens, progress=False)
+    return load_model(info, read_spec(info, torch.float32), "cpu", max_position=num_tokens, progress=False)
 
 
 def perplexity(model: Decoder, token_ids: list[int]) -> float:

@@ -62,8 +62,7 @@ def load_reference(
         raise ValueError("random weights of a quantised config cannot be given to transformers: leave out the mode hf")
     if load_format != "dummy":
         return load_in_transformers(model_dir, spec.dtype, hf_overrides).to(device).eval(), spec
-    options = dict(load_format="dummy", seed=seed, max_position=16, progress=progress)
-    ours = load_model(checkpoint, spec.dtype, device, **options)
+    ours = load_model(checkpoint, spec, device, seed=seed, max_position=16, progress=progress)
     views = ours.checkpoint_views()
     if not all(isinstance(view, torch.Tensor) for view in views.values()):
         raise ValueError("random experts in one tensor cannot be given to transformers: leave out the mode hf")

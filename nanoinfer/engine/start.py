@@ -6,10 +6,11 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.devices.registry import device_of, resolve_device
+from nanoinfer.devices.registry import resolve_device
 from nanoinfer.execution.memory import MemoryPlan
 from nanoinfer.execution.runner import ModelRunner
 from nanoinfer.kv.admission import Admission
@@ -51,63 +52,71 @@ def build(config: EngineConfig, runtime: Runtime | None) -> BuiltEngine:
         ValueError: something in the config, the checkpoint or the machine does not fit. The message says what it is and
             what to do.
     """
-    device = resolve_device(config.device) if runtime is None else runtime.device
-    setup = Setup(config, device)
-    if config.load_format != "dummy":
-        find_model(config.model)  # downloads the weights
-        entries = tensors_of(setup.checkpoint)
-        if config.kv_cache_dtype == "fp8":
-            check_kv_scales(entries.values())
-        elif setup.checkpoint.formats.has_kv_scheme:
-            made_for = "the checkpoint was made for a quantised KV cache"
-            warnings.warn(f"{made_for}. Here it keeps the model's dtype, which is more exact", stacklevel=2)
-        if setup.checkpoint.tensors is None:
-            setup = Setup(config, device)  # the files were downloaded just now
-    checkpoint, model_dir = setup.checkpoint, setup.checkpoint.directory
+    place = resolve_device(config.device) if runtime is None else runtime.device
+    setup = _known(config, place)
+    checkpoint, spec, device = setup.checkpoint, setup.spec, setup.device
     try:
-        spec, plan = setup.spec, setup.plan()
+        plan = setup.plan()
     except TooSmall as error:
         raise with_remedies(error, setup) from None
-    tokenizer = load_tokenizer(config, model_dir, checkpoint.gguf)
-    end_ids = end_token_ids(model_dir, checkpoint.hf_config)
-    advised = (model_dir, checkpoint.gguf, str(config.model))
-    defaults = sampling_defaults(*advised) if config.generation_config == "auto" else {}
-    memory_before = device_of(device).held_bytes()
+    tokenizer, end_ids = load_tokenizer(config, checkpoint), end_token_ids(checkpoint)
+    defaults = sampling_defaults(checkpoint, str(config.model)) if config.generation_config == "auto" else {}
+    memory_before = device.held_bytes()
     if runtime is None:
-        runtime = device_of(device).runtime()
-    model = None
-    try:
-        model = _load(config, setup, plan)
-    except PinError as error:
-        is_tied = plan.head_bytes > 0 and spec.tied_embeddings
-        if not (plan.num_expert_slots or plan.embedding_bytes or is_tied) or config.pin_host_memory == "require":
-            raise
-        if config.expert_slots is not None:
-            what = f"expert_slots={config.expert_slots} needs pinned host memory: leave it out"
-            raise PinError(f"{what}, and whole layers are streamed ({error})") from None
-    if model is None:  # what was loaded is gone, with the error that held it
-        warnings.warn(
-            "host memory cannot be pinned here, and kernels read no other: embeddings"
-            + (", and the head that is tied to them," if plan.head_bytes and spec.tied_embeddings else "")
-            + " stay on the GPU"
-            + (", and whole layers are streamed" if plan.num_expert_slots else ""),
-            stacklevel=2,
-        )
-        plan = setup.plan(may_pin=False)
-        model = _load(config, setup, plan)
+        runtime = device.runtime()
+    model, plan = _loaded(setup, plan)
     runner = ModelRunner(config, plan, runtime, model, setup.backend, spec, memory_before)
     kv = kv_side(config, runner)
     return BuiltEngine(config, runner, tokenizer=tokenizer, end_token_ids=end_ids, sampling_defaults=defaults, **kv)
 
 
-def _load(config: EngineConfig, setup: Setup, plan: MemoryPlan) -> Decoder:
+def _known(config: EngineConfig, place: torch.device) -> Setup:
+    """Return what is known once the files are there. What the config alone rules out is refused before they come."""
+    setup = Setup(config, place)
+    if config.load_format == "dummy":
+        return setup
+    find_model(config.model)  # downloads the weights
+    if setup.checkpoint.tensors is None:
+        tensors_of(setup.checkpoint)  # says what is wrong with them
+        setup = Setup(config, place)
+    if config.kv_cache_dtype == "fp8":
+        check_kv_scales(setup.checkpoint.tensors.values())
+    elif setup.checkpoint.formats.has_kv_scheme:
+        made_for = "the checkpoint was made for a quantised KV cache"
+        warnings.warn(f"{made_for}. Here it keeps the model's dtype, which is more exact", stacklevel=3)
+    return setup
+
+
+def _loaded(setup: Setup, plan: MemoryPlan) -> tuple[Decoder, MemoryPlan]:
+    """Load the model, with another plan where this one needs pinned host memory and there is none."""
+    config, has_tied_head = setup.config, plan.head_bytes > 0 and setup.spec.tied_embeddings
+    try:
+        return _load(setup, plan), plan
+    except PinError as error:
+        is_needed = plan.num_expert_slots or plan.embedding_bytes or has_tied_head
+        if not is_needed or config.pin_host_memory == "require":
+            raise
+        if config.expert_slots is not None:
+            what = f"expert_slots={config.expert_slots} needs pinned host memory: leave it out"
+            raise PinError(f"{what}, and whole layers are streamed ({error})") from None
+    warnings.warn(  # what was loaded is gone, with the error that held it
+        "host memory cannot be pinned here, and kernels read no other: embeddings"
+        + (", and the head that is tied to them," if has_tied_head else "")
+        + " stay on the GPU"
+        + (", and whole layers are streamed" if plan.num_expert_slots else ""),
+        stacklevel=3,
+    )
+    plan = setup.plan(may_pin=False)
+    return _load(setup, plan), plan
+
+
+def _load(setup: Setup, plan: MemoryPlan) -> Decoder:
+    config = setup.config
     return load_model(
         setup.checkpoint,
-        setup.spec.dtype,
-        setup.device,
-        spec=setup.spec,
-        load_format=config.load_format,
-        seed=config.seed,
+        setup.spec,
+        setup.device.place,
+        seed=config.seed if config.load_format == "dummy" else None,
         max_position=plan.max_model_len,
         context=config.max_model_len,  # not the plan's, which depends on the memory
         progress=config.progress_bar,
@@ -117,8 +126,8 @@ def _load(config: EngineConfig, setup: Setup, plan: MemoryPlan) -> Decoder:
             plan.slot_rows,
             embeddings=plan.embedding_bytes > 0,
             head=plan.head_bytes > 0,
+            require_pin=config.pin_host_memory == "require",
         ),
-        require_pin=config.pin_host_memory == "require",
     )
 
 

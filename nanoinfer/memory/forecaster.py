@@ -1,6 +1,6 @@
 """What fits and how fast it can be, from a model's config alone: no weights, no GPU.
 
-The bytes come from `make_plan`, the same function that the engine spends its budget with. The time of a decode step is
+The bytes come from `plan_of`, the same function that the engine spends its budget with. The time of a decode step is
 its floor: streamed bytes over the link's bandwidth or, if a device bandwidth is stated, bytes read on the device over
 that, whichever takes longer; of a sparse model with what its layers take besides.
 """

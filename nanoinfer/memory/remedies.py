@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from nanoinfer.common.units import format_gib
-from nanoinfer.devices.registry import device_of
-from nanoinfer.memory.budget import gpu_budget
 from nanoinfer.memory.forecast import Forecast
 from nanoinfer.memory.forecaster import Forecaster
 from nanoinfer.memory.limits import TooSmall
-from nanoinfer.memory.machine import device_memory
 from nanoinfer.memory.measure import DEFAULT_CONTEXT
 from nanoinfer.memory.proposals import Proposal
 from nanoinfer.memory.rates import DEFAULT_LINK_GBPS, Rates
@@ -25,10 +22,10 @@ def with_remedies(error: TooSmall, setup: Setup) -> TooSmall:
         batch=config.max_num_seqs or 1,
         link_gbps=DEFAULT_LINK_GBPS,
         device_gbps=None,
-        budget_bytes=gpu_budget(config, device_memory(setup.device), available),
+        budget_bytes=setup.budget(config, available),
         host_budget_bytes=available if config.host_memory_limit is None else int(config.host_memory_limit),
     )
-    device = device_of(setup.device)
+    device = setup.device
     of_device = dict(device=device, lacks_float8=device.lacks_float8(), rates=Rates.of(device), knows_device=True)
     forecaster = Forecaster(setup.specs, config, asked, **of_device)
     lines = [_line(proposal) for proposal in forecaster.proposer().to_fit()]

@@ -12,7 +12,8 @@ from nanoinfer.devices.registry import device_of
 from nanoinfer.execution.memory import MemoryPlan
 from nanoinfer.memory.budget import gpu_budget
 from nanoinfer.memory.machine import device_memory
-from nanoinfer.memory.plan import make_plan
+from nanoinfer.memory.plan import plan_of
+from nanoinfer.memory.planner import Planner
 from nanoinfer.memory.rates import Rates
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.models.checkpoint_info import CheckpointInfo
@@ -27,32 +28,32 @@ class Setup:
     Args:
         offload: whether the attention backend must be able to run offload mode; None: as the config says.
 
+    Attributes:
+        device: what there is at the place that was given.
+
     Raises:
         ValueError: the model is not supported, or the attention backend cannot run it in this mode.
     """
 
-    def __init__(self, config: EngineConfig, device: torch.device, offload: bool | None = None) -> None:
-        self.config, self.device = config, device
+    def __init__(self, config: EngineConfig, place: torch.device, offload: bool | None = None) -> None:
+        self.config, self.device = config, device_of(place)
         self.specs = Specs(read_checkpoint(config.model, config.hf_overrides))
         self.spec, self.checkpoint = self.specs.of(config), self.specs.checkpoint(config)
         offload = config.may_offload if offload is None else offload
-        self.backend = make_backend(config.attention_backend, self.spec.attention, device, offload)
+        self.backend = make_backend(config.attention_backend, self.spec.attention, place, offload)
 
     def plan(self, config: EngineConfig | None = None, may_pin: bool = True) -> MemoryPlan:
         """Return the memory plan of an engine with this config, or another; ValueError if the memory is too small.
 
-        may_pin: as in `make_plan`.
+        may_pin: as in `Planner`.
         """
         config, available = config or self.config, memory_available_bytes()
-        return make_plan(
-            config,
-            self.spec,
-            budget_bytes=gpu_budget(config, device_memory(self.device), available),
-            host_available_bytes=available,
-            device=device_of(self.device),
-            may_pin=may_pin,
-            rates=Rates.of(device_of(self.device)),
-        )
+        budget, rates = self.budget(config, available), Rates.of(self.device)
+        return plan_of(Planner(config, self.spec, self.device, budget, available, may_pin, rates))
+
+    def budget(self, config: EngineConfig, host_available: int) -> int:
+        """Return the bytes that an engine with this config may take on the device now."""
+        return gpu_budget(config, device_memory(self.device.place), host_available)
 
 
 class Specs:

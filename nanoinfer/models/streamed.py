@@ -47,6 +47,7 @@ class OnHost:
         slot_rows: the most rows of a step that brings experts one by one; larger ones have a layer's streamed together.
         embeddings: whether the embedding table lies there, which no tied head reads.
         head: whether the head does, with embeddings that are tied to it. It is streamed in every step that samples.
+        require_pin: whether no other than pinned memory will do.
     """
 
     pieces: tuple[int, ...] = ()
@@ -54,6 +55,7 @@ class OnHost:
     slot_rows: int = 0
     embeddings: bool = False
     head: bool = False
+    require_pin: bool = False
 
 
 class Group(NamedTuple):
@@ -219,7 +221,7 @@ class StreamedWeights:
 
     # While the weights are filled
 
-    def groups(self, require_pin: bool = False) -> Iterator[Group]:
+    def groups(self) -> Iterator[Group]:
         """Yield each group of modules that are filled together.
 
         First comes what stays on the GPU, then embeddings in host memory, then each run, which is filled in its place.
@@ -228,7 +230,7 @@ class StreamedWeights:
 
         Raises:
             MemoryError: there is not as much host memory.
-            PinError: with `require_pin`, or where kernels read it, the system refused to pin it.
+            PinError: with `OnHost.require_pin`, or where kernels read it, the system refused to pin it.
         """
         tables = [table.module for table in self._tables()]
         is_there = self.piece_of.keys() | set(tables)
@@ -237,7 +239,7 @@ class StreamedWeights:
             self.table.open(REMEDY)
             yield _group_of(self.table)
         pieces = sorted(self.runs)
-        require_pin = require_pin or bool(self.slot_sets)  # kernels read no other memory
+        require_pin = self.on_host.require_pin or bool(self.slot_sets)  # kernels read no other memory
         for number, piece in enumerate(pieces):
             for one in pieces[number : number + 2]:  # the next one is touched and pinned while this one is filled
                 if one not in self.arenas:

@@ -17,7 +17,7 @@ from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.pieces import Held
 from nanoinfer.models.step_tensors import StepTensors
 from nanoinfer.recall.evaluate import Exam
-from nanoinfer.weights.load import load_model, read_checkpoint
+from nanoinfer.weights.load import load_model, read_checkpoint, read_spec
 from nanoinfer.weights.quantize import quantised_while_read
 
 MAX_TOKENS = 1024
@@ -70,7 +70,8 @@ def logits_of(
     checkpoint = quantised_while_read(read_checkpoint(model_dir), weights.quantization, weights.head_quantization)
     longest = max(map(len, prompts))
     free_memory()  # of the model before
-    model = load_model(checkpoint, torch.float32, device, max_position=longest, progress=False)
+    spec = read_spec(checkpoint, torch.float32)
+    model = load_model(checkpoint, spec, device, max_position=longest, progress=False)
     return torch.cat([prompt_logits(model, token_ids) for token_ids in prompts])
 
 

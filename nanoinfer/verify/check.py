@@ -10,7 +10,7 @@ import torch
 
 from nanoinfer.common.units import counted
 from nanoinfer.config import EngineConfig
-from nanoinfer.devices.registry import device_of, resolve_device
+from nanoinfer.devices.registry import resolve_device
 from nanoinfer.execution.memory import MemoryPlan
 from nanoinfer.measure.logits import check_can_keep
 from nanoinfer.memory.setup import Setup
@@ -64,14 +64,13 @@ def verify(
     common = dict(skip_tokenizer_init=True, enable_prefix_caching=False, progress_bar=progress, model=model, seed=seed)
     common |= engine_arguments
     config = EngineConfig(**common)
-    device = resolve_device(config.device)
-    setup = Setup(config, device, offload=True)
+    setup = Setup(config, resolve_device(config.device), offload=True)
     is_exact = setup.backend.exact_splits
     workload = choose_workload(setup, common, num_requests, context, output_len, seed)
     common |= workload.arguments
     plan = setup.plan(EngineConfig(**common | dict(enable_cpu_offload=True)))  # raises if not even this fits
     check_can_keep(workload.num_output_tokens, setup.spec.vocab_size, "ask for fewer requests or a shorter output")
-    make_runtime = make_runtime or (lambda name: device_of(device).runtime(poison=True))
+    make_runtime = make_runtime or (lambda name: setup.device.runtime(poison=True))
     setting = describe(setup, workload, plan)
     tell("\n".join([*setting, ""]))
     reports: list[RunReport] = []
@@ -106,14 +105,13 @@ def describe(setup: Setup, workload: Workload, plan: MemoryPlan) -> list[str]:
         weights += f" in {config.quantization}"
     if config.head_quantization is not None:
         weights += f", head in {config.head_quantization}"
-    device = device_of(setup.device).name
     lengths = ", ".join(str(len(prompt)) for prompt in workload.prompts)
     num_greedy = sum(params.is_greedy for params in workload.params)
     how = "bit for bit"
     if not setup.backend.exact_splits:
         how = f"to rounding only: the attention backend {setup.backend.name!r} has no fixed splits"
     return [
-        f"{spec.architecture} ({weights}), {str(spec.dtype).removeprefix('torch.')}, {device}, "
+        f"{spec.architecture} ({weights}), {str(spec.dtype).removeprefix('torch.')}, {setup.device.name}, "
         f"attention backend {setup.backend.name!r}, KV blocks of {config.block_size} tokens "
         f"({plan.block_bytes / 2**20:.2f} MiB)",
         f"{counted(len(workload.prompts), 'request')}: prompts of {lengths} tokens, {workload.num_output_tokens} "

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.devices.registry import device_of
 from nanoinfer.measure.run import Load, mixed_params, random_prompts
 from nanoinfer.memory.setup import Setup
 
@@ -95,9 +94,7 @@ def choose_workload(
                 f"(the model's {spec.max_position} positions less {output_len} generated tokens)"
             )
         return workload(context)
-    tokens = max(
-        shortest, min(LONGEST_ON_HOST if device_of(setup.device).is_host else LONGEST_DEFAULT_CONTEXT, longest)
-    )
+    tokens = max(shortest, min(LONGEST_ON_HOST if setup.device.is_host else LONGEST_DEFAULT_CONTEXT, longest))
     while tokens > shortest:
         candidate = workload(tokens)
         with suppress(ValueError):

@@ -35,16 +35,12 @@ _KV_SCALE = re.compile(
 
 
 def fill_from_files(
-    model: Decoder,
-    entries: dict[str, TensorEntry],
-    device: torch.device | str,
-    progress: bool,
-    require_pin: bool = False,
+    model: Decoder, entries: Mapping[str, TensorEntry], device: torch.device | str, progress: bool
 ) -> None:
     """Fill all weights. What is repacked lies on the device twice, one tensor or 64 MiB of small ones at a time.
 
     What is quantised lies there as it is in the file for 64 MiB at a time, and quantised twice, one tensor, or 64 MiB
-    of small ones, at a time. require_pin: as in `StreamedWeights.groups`.
+    of small ones, at a time.
 
     Raises:
         ValueError: a file cannot be read to its end, or a tensor's values are not possible. The message names it.
@@ -65,7 +61,7 @@ def fill_from_files(
         # Beside weights that stay in host memory, files in the page cache would be the same bytes again.
         drops = model.streamed.is_used and total > memory_available_bytes() // 2
         paths = {entry.path for entry in read}
-        for group in model.streamed.groups(require_pin):
+        for group in model.streamed.groups():
             _fill(model.checkpoint_views(group.has), entries, group.device, dict(report=bar.update, buffers=buffers))
             if drops:
                 drop_page_cache(paths)
@@ -262,7 +258,7 @@ def check_kv_scales(entries: Iterable[TensorEntry]) -> None:
                 )
 
 
-def fill_with_noise(model: Decoder, seed: int, progress: bool, require_pin: bool = False) -> None:
+def fill_with_noise(model: Decoder, seed: int, progress: bool) -> None:
     """Fill the weights with normal noise, standard deviation 0.02.
 
     The mean is 0; for norms it is the value that leaves the norm's input unscaled. Embeddings of a sparse model have
@@ -271,7 +267,7 @@ def fill_with_noise(model: Decoder, seed: int, progress: bool, require_pin: bool
     """
     generator = torch.Generator(model.norm.weight.device).manual_seed(seed)
     # In the order of the modules, which is that of the pieces, too: streamed or not, a weight has the same values.
-    groups = model.streamed.groups(require_pin)
+    groups = model.streamed.groups()
     is_resident, is_of_run = next(groups).has, lambda module: False
     modules = list(model.modules())
     for module in tqdm(modules, desc="random weights", delay=_PROGRESS_DELAY_S, disable=not progress):

@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from transformers import PretrainedConfig
-
-from nanoinfer.gguf.reader import GGUFFile
 from nanoinfer.gguf.sources import ollama_stops
+from nanoinfer.models.checkpoint_info import CheckpointInfo
 from nanoinfer.sampling_params import Advised, SamplingParams
 from nanoinfer.weights.checkpoint import TOKEN_IDS
 from nanoinfer.weights.load import read_json_object
@@ -29,25 +27,25 @@ def read(model_dir: Path) -> dict[str, Any]:
     return read_json_object(path) if path.exists() else {}
 
 
-def end_token_ids(model_dir: Path, hf_config: PretrainedConfig) -> frozenset[int]:
+def end_token_ids(checkpoint: CheckpointInfo) -> frozenset[int]:
     """Return the tokens that end a completion: generation_config.json's, or config.json's where that has no such field.
 
     null means that no token does, in either file, as in transformers (5.17). A field that is left out does not mean
     that: transformers goes on for ever then, and vLLM takes the tokenizer's end token.
     """
-    found = read(model_dir).get("eos_token_id", getattr(hf_config, "eos_token_id", None))
-    TOKEN_IDS.check(str(model_dir / FILE), "eos_token_id", found)
+    found = read(checkpoint.directory).get("eos_token_id", getattr(checkpoint.hf_config, "eos_token_id", None))
+    TOKEN_IDS.check(str(checkpoint.directory / FILE), "eos_token_id", found)
     if found is None:
         return frozenset()
     return frozenset(found if isinstance(found, list) else [found])
 
 
-def sampling_defaults(model_dir: Path, gguf: GGUFFile | None = None, model: str = "") -> dict[str, Any]:
+def sampling_defaults(checkpoint: CheckpointInfo, model: str = "") -> dict[str, Any]:
     """Return values for fields of SamplingParams that a request leaves out; ValueError if one is not allowed.
 
-    gguf: what a file says, which has them in its metadata. model: the name that a user gave; Ollama keeps the texts
-    that end an answer beside the model of a name.
+    model: the name that a user gave; Ollama keeps the texts that end an answer beside the model of a name.
     """
+    model_dir, gguf = checkpoint.directory, checkpoint.gguf
     content = read(model_dir) if gguf is None else {}
     defaults = {name: content[name] for name in _SAMPLING_FIELDS if content.get(name) is not None}
     if gguf is not None:

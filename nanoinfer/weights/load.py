@@ -239,56 +239,51 @@ def resolve_dtype(dtype: str | torch.dtype, hf_config: PretrainedConfig) -> torc
 
 def load_model(
     checkpoint: CheckpointInfo,
-    dtype: str | torch.dtype,
+    spec: ModelSpec,
     device: torch.device | str,
     *,
-    spec: ModelSpec | None = None,
-    load_format: str = "auto",
-    seed: int = 0,
+    seed: int | None = None,
     max_position: int | None = None,
     context: int | None = None,
     progress: bool = True,
     on_host: OnHost = OnHost(),
-    require_pin: bool = False,
 ) -> Decoder:
     """Build the model on `device` and fill its weights.
 
-    Each weight is allocated once, on the device, and cast to `dtype` while it is loaded. The host holds only pieces of
-    the files, 64 MiB at a time.
+    Each weight is allocated once, on the device, and cast to the spec's dtype while it is loaded. The host holds only
+    pieces of the files, 64 MiB at a time.
 
-    spec: what `read_spec` says of the checkpoint in this dtype, where that is known already.
-    load_format: "auto" reads safetensors; "dummy" makes random weights, the same for the same seed and device kind.
+    spec: what `read_spec` says of the checkpoint.
+    seed: of random weights, which are the same for the same seed and device kind; None: those of the files.
     max_position: number of positions in the position tables; None: the config's. context: as in `Decoder`.
     progress: show a bar if loading takes more than 2 s.
-    on_host: which weights lie in host memory; require_pin: whether it must be pinned.
+    on_host: which weights lie in host memory.
 
     Raises:
         ValueError: the config or the files do not make a supported model; nothing lies on the device then. Or a file
             cannot be read to its end, although its header could be read.
     """
-    model_class, spec = find_class(checkpoint.hf_config.architectures), spec or read_spec(checkpoint, dtype)
+    model_class = find_class(checkpoint.hf_config.architectures)
     if notice := checkpoint.formats.notice:
         warnings.warn(notice, stacklevel=2)
     max_position = spec.max_position if max_position is None else max_position
     options = dict(max_position=max_position, context=context, on_host=on_host)
-    if load_format == "dummy":
+    if seed is not None:
         model = model_class(checkpoint, spec, device=device, **options)
-        fill_with_noise(model, seed, progress, require_pin)
-    elif load_format == "auto":
-        entries, model_dir = tensors_of(checkpoint), checkpoint.directory
-        check_matches(entries, model_class(checkpoint, spec, device="meta", max_position=1), model_dir)
-        model = model_class(checkpoint, spec, device=device, **options)
-        fill_from_files(model, entries, device, progress, require_pin)
-        if checkpoint.is_text_part:
-            say_what_is_skipped(model_dir, check_safetensors(model_dir))
-        for notice in notices(checkpoint, spec.dtype) if checkpoint.gguf is not None else ():
-            warnings.warn(notice, stacklevel=2)
-        drafts = [entries[name].num_bytes for name in model.drafts(entries)]
-        if drafts:
-            size = f"{len(drafts):,} tensors, {sum(drafts) / 2**20:,.0f} MiB"
-            warnings.warn(f"{model_dir} has layers that guess tokens ahead ({size}): they are skipped", stacklevel=2)
-    else:
-        raise ValueError(f'load_format={load_format!r} is not supported: give "auto" or "dummy"')
+        fill_with_noise(model, seed, progress)
+        return model.eval()
+    entries, model_dir = tensors_of(checkpoint), checkpoint.directory
+    check_matches(entries, model_class(checkpoint, spec, device="meta", max_position=1), model_dir)
+    model = model_class(checkpoint, spec, device=device, **options)
+    fill_from_files(model, entries, device, progress)
+    if checkpoint.is_text_part:
+        say_what_is_skipped(model_dir, check_safetensors(model_dir))
+    for notice in notices(checkpoint, spec.dtype) if checkpoint.gguf is not None else ():
+        warnings.warn(notice, stacklevel=2)
+    drafts = [entries[name].num_bytes for name in model.drafts(entries)]
+    if drafts:
+        size = f"{len(drafts):,} tensors, {sum(drafts) / 2**20:,.0f} MiB"
+        warnings.warn(f"{model_dir} has layers that guess tokens ahead ({size}): they are skipped", stacklevel=2)
     return model.eval()
 
 

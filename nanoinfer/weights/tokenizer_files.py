@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from nanoinfer.common.errors import shown
 from nanoinfer.config import EngineConfig
-from nanoinfer.gguf.reader import GGUFFile
 from nanoinfer.gguf.tokenizer import tokenizer_of
+from nanoinfer.models.checkpoint_info import CheckpointInfo
 from nanoinfer.weights.checkpoint import MAX_VOCAB_SIZE
 from nanoinfer.weights.load import read_json_object
 
@@ -23,17 +23,14 @@ _FILES_WITH_IDS = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "add
 _LARGE_VALUE = re.compile(rb":\s*\d{8}")
 
 
-def load_tokenizer(
-    config: EngineConfig, model_dir: Path, gguf: GGUFFile | None = None
-) -> PreTrainedTokenizerBase | None:
+def load_tokenizer(config: EngineConfig, checkpoint: CheckpointInfo) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer, or None if it is not wanted or the checkpoint has none; ValueError if it does not load.
 
-    No code of the checkpoint runs. The chat template is the config's, if that has one. gguf: what the file says, if the
-    checkpoint is one.
+    No code of the checkpoint runs. The chat template is the config's, if that has one.
     """
     if config.skip_tokenizer_init:
         return None
-    tokenizer = _load(config, model_dir, gguf)
+    tokenizer = _load(config.tokenizer, checkpoint)
     if tokenizer is not None and config.chat_template is not None:
         try:
             tokenizer.chat_template = Path(config.chat_template).read_text(encoding="utf-8")
@@ -45,12 +42,12 @@ def load_tokenizer(
     return tokenizer
 
 
-def _load(config: EngineConfig, model_dir: Path, gguf: GGUFFile | None) -> PreTrainedTokenizerBase | None:
-    if config.tokenizer is None and gguf is not None:
-        return tokenizer_of(gguf.metadata)
-    if config.tokenizer is None and not any((model_dir / name).exists() for name in _FILES):
+def _load(given: str | Path | None, checkpoint: CheckpointInfo) -> PreTrainedTokenizerBase | None:
+    if given is None and checkpoint.gguf is not None:
+        return tokenizer_of(checkpoint.gguf.metadata)
+    if given is None and not any((checkpoint.directory / name).exists() for name in _FILES):
         return None
-    source = config.tokenizer or model_dir
+    source = given or checkpoint.directory
     try:
         _check_ids(Path(source))
         # Use the full name, so that transformers imports this class now and not with this module: it takes seconds.

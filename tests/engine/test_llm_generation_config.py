@@ -64,10 +64,10 @@ def test_tokens_that_end_a_completion_are_the_generation_configs_if_it_speaks_of
     (path / "generation_config.json").unlink(missing_ok=True)
     if content is not None:
         write(path, **content)
-    config = read_checkpoint(path).hf_config
-    assert config.eos_token_id == 2 and end_token_ids(path, config) == wanted
-    config.eos_token_id = None
-    assert end_token_ids(path, config) == (wanted if content and "eos_token_id" in content else set())
+    checkpoint = read_checkpoint(path)
+    assert checkpoint.hf_config.eos_token_id == 2 and end_token_ids(checkpoint) == wanted
+    checkpoint.hf_config.eos_token_id = None
+    assert end_token_ids(checkpoint) == (wanted if content and "eos_token_id" in content else set())
 
 
 def test_null_as_end_token_means_none_as_in_transformers(path):

@@ -3,11 +3,12 @@
 import pytest
 import torch
 from engines import random_prompts, some_params
+from loading import loaded
 from online import QUIET, make, packed, quantise
 
 from nanoinfer import LLM
 from nanoinfer.config import QUANTISED
-from nanoinfer.weights.load import load_model, read_checkpoint
+from nanoinfer.weights.load import read_checkpoint
 from nanoinfer.weights.quantize import quantised_while_read
 from nanoinfer.weights.write import quantise_checkpoint
 
@@ -51,7 +52,7 @@ def test_the_wide_model_never_lies_on_the_device_as_a_whole(tmp_path, name):
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    model = load_model(checkpoint, "bfloat16", DEVICE, progress=False, max_position=512)
+    model = loaded(checkpoint, "bfloat16", DEVICE, max_position=512)
     held, peak = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
     planned = model.spec.weight_bytes + model.spec.gpu_scratch_bytes + model.spec.rope_bytes(512)
     assert abs(held - planned) < 0.02 * planned

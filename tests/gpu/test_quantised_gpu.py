@@ -3,11 +3,11 @@
 import pytest
 import torch
 from engines import random_prompts, some_params
+from loading import loaded
 from quantised import CASES, write
 
 from nanoinfer import LLM
 from nanoinfer.layers.linear import Linear
-from nanoinfer.weights.load import load_model, read_checkpoint
 
 DEVICE = "cuda"
 pytestmark = [
@@ -32,7 +32,7 @@ def outcomes(path, prompts, params, **arguments) -> list:
 @pytest.mark.parametrize("name", list(CASES))
 def test_weights_expand_to_the_same_bits_as_on_the_cpu(tmp_path, name):
     packed, _ = write(tmp_path, CASES[name]())
-    models = [load_model(read_checkpoint(packed), "bfloat16", device, progress=False) for device in ("cpu", DEVICE)]
+    models = [loaded(packed, "bfloat16", device) for device in ("cpu", DEVICE)]
     for ours, theirs in zip(*(model.modules() for model in models), strict=True):
         if isinstance(ours, Linear):
             assert torch.equal(ours.weights.matrix(ours), theirs.weights.matrix(theirs).cpu())

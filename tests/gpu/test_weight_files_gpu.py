@@ -5,11 +5,12 @@ import os
 
 import pytest
 import torch
+from loading import loaded
 from safetensors.torch import load_file, save_file
 
 from nanoinfer.weights import read as weight_files
 from nanoinfer.weights.find import PACKAGED
-from nanoinfer.weights.load import check_safetensors, load_model, read_checkpoint
+from nanoinfer.weights.load import check_safetensors
 from nanoinfer.weights.read import read_tensors
 from offload.runtime.cuda import CudaPinner
 
@@ -145,5 +146,5 @@ def test_a_model_holds_the_tensors_of_its_checkpoint():
     model_dir = PACKAGED["recall"]
     saved = load_file(model_dir / "model.safetensors", device="cuda")
     for dtype in (torch.bfloat16, torch.float32):
-        model = load_model(read_checkpoint(model_dir), dtype, "cuda", max_position=16, progress=False)
+        model = loaded(model_dir, dtype, "cuda", max_position=16)
         assert all(torch.equal(view, saved[name].to(dtype)) for name, view in model.checkpoint_views().items())

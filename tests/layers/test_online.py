@@ -6,6 +6,7 @@ import pytest
 import torch
 from engines import assert_pools_as_before, make_engine, random_prompts, run, some_params
 from live_bytes import LiveBytes
+from loading import loaded
 from online import QUIET, equal, load, make, matrices, packed, quantise
 from quantised import CASES, write
 from safetensors.torch import load_file, save_file
@@ -22,7 +23,7 @@ from nanoinfer.layers.formats.scaled import PackedScaled
 from nanoinfer.layers.formats.schemes import stored
 from nanoinfer.layers.linear import Linear
 from nanoinfer.weights import fill
-from nanoinfer.weights.load import load_model, read_checkpoint, read_spec
+from nanoinfer.weights.load import read_checkpoint, read_spec
 from nanoinfer.weights.quantize import quantised_while_read
 from nanoinfer.weights.write import quantise_checkpoint
 
@@ -312,7 +313,7 @@ def test_random_weights_are_packed_noise(tmp_path, fuzz):
     source = make(tmp_path)
     for name, head in BOTH if fuzz else IN_TURN:
         checkpoint = quantised_while_read(read_checkpoint(source), name, head)
-        model = load_model(checkpoint, "auto", "cpu", load_format="dummy", **QUIET)
+        model = loaded(checkpoint, seed=0)
         assert model.spec == load(source, name, head).spec
         found = matrices(model)
         assert all(0.008 < matrix.float().std() < 0.04 for matrix in found.values())

@@ -10,6 +10,7 @@ import pytest
 import torch
 from engines import assert_pools_as_before, make_engine, random_prompts, run, some_params
 from live_bytes import LiveBytes
+from loading import loaded
 from packings import PACKINGS, filled
 from quantised import CASES, gptq, write, written_by_the_package
 from safetensors.torch import load_file, save_file
@@ -24,7 +25,7 @@ from nanoinfer.layers.formats import packed as packed_weights
 from nanoinfer.layers.formats.bits import E2M1_VALUES, unpack
 from nanoinfer.layers.linear import Linear
 from nanoinfer.weights import fill
-from nanoinfer.weights.load import load_model, read_checkpoint, read_spec
+from nanoinfer.weights.load import read_checkpoint, read_spec
 from nanoinfer.weights.quantize import quantised_while_read
 
 pytestmark = pytest.mark.filterwarnings("ignore:the checkpoint was made for quantised activations")
@@ -40,7 +41,7 @@ SPILLING = STREAMING | dict(
 
 
 def load(path, dtype="float32"):
-    return load_model(read_checkpoint(path), dtype, "cpu", progress=False)
+    return loaded(path, dtype)
 
 
 def matrices(model) -> dict[str, torch.Tensor]:
@@ -217,7 +218,7 @@ def test_scales_may_be_of_another_dtype_than_the_model(copied):
 def test_random_weights_of_every_format_have_the_deviation_of_wide_ones(written):
     for name in NAMES:
         packed, _ = written(name)
-        model = load_model(read_checkpoint(packed), "float32", "cpu", load_format="dummy", progress=False)
+        model = loaded(packed, "float32", seed=0)
         for module, matrix in matrices(model).items():
             assert 0.008 < matrix.std() < 0.04, (name, module)
 
@@ -674,7 +675,7 @@ def test_matrices_of_one_name_may_have_groups_of_unlike_sizes(tmp_path):
     groups = checkpoint.quantised_to[0]["config_groups"].values()
     targets = [target for group in groups for target in group["targets"]]
     assert len(targets) == len(set(targets)) and {group["weights"]["group_size"] for group in groups} == {128, 32}
-    model = load_model(checkpoint, torch.float32, "cpu", max_position=64, progress=False)
+    model = loaded(checkpoint, torch.float32, max_position=64)
     dense, sparse = model.layers[0].mlp, model.layers[1].mlp
     assert dense.down_proj.packed.packing.columns == 128
     assert sparse.experts.operands.down.packed.packing.columns == 32

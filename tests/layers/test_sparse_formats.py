@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 import torch
 from engines import make_engine, random_prompts, run, some_params
+from loading import loaded
 from online import expert_matrices, make
 from online import load as load_online
 from quantised import CASES, gptq, write
@@ -24,7 +25,7 @@ from nanoinfer.layers.formats.compressed_tensors import CompressedTensors
 from nanoinfer.layers.formats.online import QuantisedWhileRead
 from nanoinfer.layers.formats.scaled import PackedScaled
 from nanoinfer.weights import fill
-from nanoinfer.weights.load import load_model, read_checkpoint
+from nanoinfer.weights.load import read_checkpoint
 from nanoinfer.weights.quantize import quantised_while_read
 from nanoinfer.weights.write import quantise_checkpoint
 
@@ -36,7 +37,7 @@ QUIET = dict(progress=False)
 
 
 def load(path, dtype="float32"):
-    return load_model(read_checkpoint(path), dtype, "cpu", **QUIET)
+    return loaded(path, dtype)
 
 
 @pytest.fixture(scope="module")

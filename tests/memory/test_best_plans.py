@@ -11,7 +11,8 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.memory.cards import CARDS, card_named
 from nanoinfer.memory.forecaster import plan as forecast
 from nanoinfer.memory.measure import Measure
-from nanoinfer.memory.plan import make_plan
+from nanoinfer.memory.plan import plan_of
+from nanoinfer.memory.planner import Planner
 from nanoinfer.memory.rates import Rates
 from nanoinfer.models.shapes import SHAPES
 
@@ -30,7 +31,7 @@ def makes(card: str, host: float, spec, gib: float | None = None):
 
     def make(config: EngineConfig):
         try:
-            return make_plan(config, spec, **sizes)
+            return plan_of(Planner(config, spec, **sizes))
         except ValueError:
             return None
 

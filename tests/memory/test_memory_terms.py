@@ -9,6 +9,7 @@ import pytest
 import torch
 from engines import SMALL, make_engine
 from live_bytes import LiveBytes, held_bytes
+from loading import loaded
 from tiny_models import FAMILIES, tiny_config
 
 import nanoinfer
@@ -29,7 +30,7 @@ from nanoinfer.models.module_tensors import weight_sizes
 from nanoinfer.models.pieces import Held
 from nanoinfer.models.registry import find_class, supported_architectures
 from nanoinfer.models.step_tensors import StepTensors
-from nanoinfer.weights.load import load_model, read_spec
+from nanoinfer.weights.load import read_spec
 from nanoinfer.weights.quantize import quantised_while_read
 
 pytest.importorskip("triton")
@@ -250,7 +251,7 @@ def test_activations_of_experts_on_a_cpu(family, fields, dtype, quantization, tm
     """Where all rows choose the same experts, of which one at a time is computed."""
     checkpoint = CheckpointInfo(directory=Path(), hf_config=config_of(family, **fields))
     checkpoint = quantised_while_read(checkpoint, quantization, None)
-    model = load_model(checkpoint, dtype, "cpu", load_format="dummy", max_position=16)
+    model = loaded(checkpoint, dtype, seed=0, max_position=16)
     spec, mlp, num_rows = model.spec, model.layers[-1].mlp, 512
     mlp.gate.weight.zero_()
     x, normed = torch.zeros(2, num_rows, spec.hidden_size, dtype=spec.dtype)

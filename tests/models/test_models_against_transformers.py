@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 from dense_model import dense_logits, empty_slots
+from loading import loaded
 from tiny_models import FAMILIES, logits_of, make_checkpoint, random_tokens, read_reference, reference_logits
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gemma3 import modeling_gemma3
 
 from nanoinfer.models.decoder import Decoder
-from nanoinfer.weights.load import load_model, read_checkpoint
 
 LLAMA3_ROPE = dict(
     rope_type="llama3",
@@ -23,7 +23,7 @@ LLAMA3_ROPE = dict(
 
 
 def load(directory, dtype=torch.float32) -> Decoder:
-    return load_model(read_checkpoint(directory), dtype, "cpu", progress=False)
+    return loaded(directory, dtype)
 
 
 def assert_same_logits(directory, num_tokens=40, first_position=0):
@@ -152,7 +152,7 @@ def test_no_weight_takes_a_gradient(tmp_path):
 
 def test_spec_reports_the_rope_tables_it_allocates(tmp_path):
     directory = make_checkpoint("gemma3", tmp_path)
-    model = load_model(read_checkpoint(directory), "float32", "cpu", max_position=100)
+    model = loaded(directory, "float32", max_position=100)
     tables = model.rope_tables
     assert [tuple(table.shape) for table in tables] == [(100, 16), (100, 16)]
     assert model.spec.rope_bytes(100) == sum(table.numel() * table.element_size() for table in tables)

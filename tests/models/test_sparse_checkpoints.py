@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from dense_model import dense_logits
+from loading import loaded
 from online import load
 from published_configs import write_published
 from safetensors.torch import load_file, save_file
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from nanoinfer.layers.norm import RMSNorm
-from nanoinfer.weights.load import load_model, read_checkpoint, read_spec
+from nanoinfer.weights.load import read_checkpoint, read_spec
 
 GROUPS = dict(n_routed_experts=8, n_group=4, topk_group=2, num_experts_per_tok=3)
 APART = {
@@ -157,7 +158,7 @@ def test_the_choice_bias_and_the_router_stay_as_they_are_in_every_format(tmp_pat
     sizes = dict(num_heads=4, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, dtype=torch.bfloat16)
     path = make_checkpoint("glm4_moe", tmp_path, **sizes)
     tensors = load_file(path / "model.safetensors")
-    mlp = load_model(read_checkpoint(path), "float16", "cpu", progress=False).layers[2].mlp
+    mlp = loaded(path, "float16").layers[2].mlp
     assert mlp.choice_bias.dtype == torch.float32
     assert torch.equal(mlp.choice_bias, tensors["model.layers.2.mlp.gate.e_score_correction_bias"].float())
     mlp = load(path, "int4").layers[2].mlp

@@ -3,11 +3,12 @@
 import pytest
 import torch
 from dense_model import dense_logits
+from loading import loaded
 from tiny_models import random_tokens
 
 from nanoinfer.kernels import reference
 from nanoinfer.models.shapes import write_shape
-from nanoinfer.weights.load import load_model, read_checkpoint
+from nanoinfer.weights.load import read_checkpoint
 from nanoinfer.weights.quantize import quantised_while_read
 
 
@@ -15,7 +16,7 @@ from nanoinfer.weights.quantize import quantised_while_read
 def test_tokens_of_one_prompt_choose_about_uniformly(head, tmp_path, monkeypatch):
     write_shape("tiny-sparse", tmp_path)
     checkpoint = quantised_while_read(read_checkpoint(tmp_path), None, head)
-    model, chosen = load_model(checkpoint, "auto", "cpu", load_format="dummy"), []
+    model, chosen = loaded(checkpoint, seed=0), []
     choose = reference.choose_experts
 
     def recorded(*given):

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from loading import loaded
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanoinfer import LLM
@@ -21,7 +22,6 @@ from nanoinfer.recall.formats import (
     prompts_of,
 )  # fmt: skip
 from nanoinfer.weights.find import PACKAGED
-from nanoinfer.weights.load import load_model, read_checkpoint
 
 MODEL = PACKAGED["recall"]
 # Mean KL divergence, in nats: twice what the packaged model has. Scales that are 5 % off exceed those of 8 bits, scales
@@ -96,7 +96,7 @@ def test_the_divergence_is_the_sum_over_the_vocabulary_and_the_mean_over_tokens(
 
 
 def test_the_logits_of_a_prompt_are_those_of_transformers(prompts):
-    model = load_model(read_checkpoint(MODEL), torch.float32, "cpu", max_position=300, progress=False)
+    model = loaded(MODEL, torch.float32, max_position=300)
     ids = prompts[0][:300]  # more than a block
     with torch.inference_mode():
         wanted = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)(torch.tensor([ids])).logits[0]

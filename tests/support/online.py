@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from loading import loaded
 from quantised import SIZES
 from tiny_models import make_checkpoint
 
@@ -11,7 +12,7 @@ from nanoinfer.layers.experts import Experts
 from nanoinfer.layers.formats import schemes
 from nanoinfer.layers.formats.scaled import PackedScaled
 from nanoinfer.layers.linear import Linear
-from nanoinfer.weights.load import load_model, read_checkpoint
+from nanoinfer.weights.load import read_checkpoint
 from nanoinfer.weights.quantize import quantised_while_read
 
 QUIET = dict(progress=False)
@@ -33,7 +34,7 @@ def quantise(weight: torch.Tensor, own: PackedScaled) -> dict[str, torch.Tensor]
 
 def load(path, quantization=None, head=None, dtype="auto"):
     checkpoint = quantised_while_read(read_checkpoint(path), quantization, head)
-    return load_model(checkpoint, dtype, "cpu", **QUIET)
+    return loaded(checkpoint, dtype)
 
 
 def matrices(model) -> dict[str, torch.Tensor]:

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from loading import loaded
 
 from nanoinfer.memory.floors import bytes_read_per_step
 from nanoinfer.models.shapes import write_shape
-from nanoinfer.weights.load import check_safetensors, load_model, read_checkpoint, read_spec
+from nanoinfer.weights.load import check_safetensors, read_checkpoint, read_spec
 from offload.runtime.cpu import CpuRuntime
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
@@ -173,11 +174,10 @@ def test_the_checkpoint_of_the_start_up_is_one_that_loads(tmp_path, monkeypatch)
     assert len(files) > 3 and files[0].name == f"model-00001-of-{len(files):05}.safetensors"
     checkpoint = read_checkpoint(tmp_path)
     assert checkpoint.hf_config.max_position_embeddings == startup.MAX_POSITION
-    arguments = dict(dtype="auto", device="cpu", max_position=16, progress=False)
-    loaded = load_model(checkpoint, **arguments).checkpoint_views()
-    made = load_model(checkpoint, **arguments, load_format="dummy").checkpoint_views()
-    assert set(loaded) == set(made) == set(entries) and sum(view.nbytes for view in made.values()) == num_bytes
-    assert all(torch.equal(loaded[name], made[name]) for name in made)
+    read = loaded(checkpoint, max_position=16).checkpoint_views()
+    made = loaded(checkpoint, max_position=16, seed=0).checkpoint_views()
+    assert set(read) == set(made) == set(entries) and sum(view.nbytes for view in made.values()) == num_bytes
+    assert all(torch.equal(read[name], made[name]) for name in made)
 
 
 def start_once(start):

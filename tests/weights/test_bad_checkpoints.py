@@ -13,6 +13,7 @@ import pytest
 import torch
 from described import without_proposals
 from engines import COMMON, SMALL, make_engine
+from loading import loaded
 from serving import make_served_checkpoint
 from tiny_models import FAMILIES, make_checkpoint, tiny_config
 from transformers import logging
@@ -21,7 +22,7 @@ from nanoinfer import EngineConfig
 from nanoinfer.memory.setup import Specs
 from nanoinfer.models.registry import supported_architectures
 from nanoinfer.weights.generation_config import end_token_ids, sampling_defaults
-from nanoinfer.weights.load import check_safetensors, load_model, read_checkpoint
+from nanoinfer.weights.load import check_safetensors, read_checkpoint
 from nanoinfer.weights.tokenizer_files import load_tokenizer
 
 NUMBERS = [-1, 0, 1, 3, 2**31, 10**12, 10**30, -(10**12), 1.5, 1e308, 1e-320, math.nan, math.inf, -math.inf]
@@ -251,7 +252,7 @@ def test_nesting_that_files_may_have_is_taken(name, tmp_path):
 
 def test_any_value_in_any_field_of_the_generation_config_is_refused_by_name_or_taken(tmp_path):
     make_checkpoint("llama", tmp_path, **SMALL)
-    path, hf_config = tmp_path / "generation_config.json", read_checkpoint(tmp_path).hf_config
+    path, checkpoint = tmp_path / "generation_config.json", read_checkpoint(tmp_path)
     fields = dict(temperature=0.5, top_k=5, top_p=0.5, min_p=0.1, repetition_penalty=1.1, max_new_tokens=5)
     fields |= dict(eos_token_id=[2, 3], do_sample=True)
     taken = refused = 0
@@ -259,7 +260,7 @@ def test_any_value_in_any_field_of_the_generation_config_is_refused_by_name_or_t
         for value in NUMBERS + OTHERS:
             path.write_text(json.dumps(replaced(fields, place, value)))
             try:
-                ids, defaults = end_token_ids(tmp_path, hf_config), sampling_defaults(tmp_path)
+                ids, defaults = end_token_ids(checkpoint), sampling_defaults(checkpoint)
             except ValueError as error:
                 refused += 1
                 name = "max_tokens" if place[0] == "max_new_tokens" else place[0]
@@ -311,14 +312,14 @@ def test_any_value_in_a_file_of_the_tokenizer_is_refused_by_name_or_the_tokenize
     if name == "tokenizer.json":
         content["model"]["vocab"] = {"w0": 0, "w1": 1}
     config, taken, refused = EngineConfig(model=tmp_path, **(COMMON | dict(skip_tokenizer_init=False))), 0, 0
-    fields = TOKENIZER_FIELDS[name]
+    fields, checkpoint = TOKENIZER_FIELDS[name], read_checkpoint(tmp_path)
     cases = [(content, place) for place in [(), *places_in(content)]]
     cases += [(content | {place[0]: fields[place[0]]}, place) for place in places_in(fields)]
     for number, (whole, place) in enumerate(cases):
         for value in SOME_VALUES if fuzz else SOME_VALUES[number % 4 :: 4]:
             path.write_text(json.dumps(replaced(whole, place, value)))
             try:
-                load_tokenizer(config, tmp_path)
+                load_tokenizer(config, checkpoint)
                 taken += 1
             except ValueError as error:
                 refused += 1
@@ -331,8 +332,9 @@ def test_any_value_in_a_file_of_the_tokenizer_is_refused_by_name_or_the_tokenize
 def test_a_tokenizer_without_its_main_file_is_refused_in_one_line(tmp_path):
     (make_served_checkpoint(tmp_path) / "tokenizer.json").unlink()
     said = "cannot be loaded .* check its files .it holds no tokenizer.json., or"
+    config = EngineConfig(model=tmp_path, **(COMMON | dict(skip_tokenizer_init=False)))
     with pytest.raises(ValueError, match=said) as error:
-        load_tokenizer(EngineConfig(model=tmp_path, **(COMMON | dict(skip_tokenizer_init=False))), tmp_path)
+        load_tokenizer(config, read_checkpoint(tmp_path))
     assert "\n" not in str(error.value)
 
 
@@ -398,4 +400,4 @@ def test_a_config_that_does_not_fit_its_weights_allocates_nothing(tmp_path, monk
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | dict(vocab_size=2**24, hidden_size=2**16)))
     with pytest.raises(ValueError, match="does not fit its config.json: model.embed_tokens.weight is"):
-        load_model(read_checkpoint(tmp_path), torch.float32, "cpu", progress=False)
+        loaded(tmp_path, torch.float32)

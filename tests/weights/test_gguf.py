@@ -5,6 +5,7 @@ import pytest
 import torch
 from gguf_bytes import table
 from gguf_models import ARCHITECTURES, FIELDS, llama3_factors, write_gguf
+from loading import loaded
 from tiny_models import make_checkpoint, random_tokens
 from transformers_reference import reference_tokens
 
@@ -12,16 +13,15 @@ from nanoinfer import LLM, SamplingParams
 from nanoinfer.measure.reference import load_in_transformers
 from nanoinfer.recall.formats import prompt_logits
 from nanoinfer.weights.generation_config import sampling_defaults
-from nanoinfer.weights.load import load_model, read_checkpoint
+from nanoinfer.weights.load import read_checkpoint
 from nanoinfer.weights.quantize import quantised_while_read
 from nanoinfer.weights.write import quantise_checkpoint
 
 WIDE = ("F32", "BF16")
-QUIET = dict(progress=False)
 
 
 def load(path, **options):
-    return load_model(read_checkpoint(path), "float32", "cpu", **QUIET, **options)
+    return loaded(path, "float32", **options)
 
 
 def wide_of(name: str) -> str:
@@ -142,7 +142,7 @@ def test_greedy_tokens_are_those_of_transformers_in_every_mode(family, tmp_path)
 def test_norms_lose_no_bits_in_sixteen(tmp_path):
     """1 + w has fewer bits of w in bfloat16: 1 is subtracted before."""
     directory, path = two("gemma3", tmp_path)
-    ours, wanted = (load_model(read_checkpoint(one), "bfloat16", "cpu", **QUIET) for one in (path, directory))
+    ours, wanted = (loaded(one, "bfloat16") for one in (path, directory))
     for (name, one), (_, other) in zip(ours.named_parameters(), wanted.named_parameters(), strict=True):
         assert torch.equal(one, other), name
 
@@ -254,7 +254,7 @@ def test_layers_that_guess_ahead_and_vision_are_skipped_with_a_notice(tmp_path):
 def test_float16_is_rounded_with_a_notice(tmp_path):
     path = written(tmp_path, type_of=lambda name: "F16")
     with pytest.warns(UserWarning, match="holds 23 tensors in float16, which are rounded to bfloat16"):
-        load_model(read_checkpoint(path), "auto", "cpu", **QUIET)
+        loaded(path)
 
 
 def test_a_weight_that_is_put_back_must_be_finite(tmp_path):
@@ -279,8 +279,7 @@ def test_other_commands_refuse_a_file(tmp_path):
 def test_a_wide_file_is_quantised_while_it_is_read(tmp_path):
     directory, path = two("llama", tmp_path)
     ours, wanted = (
-        load_model(quantised_while_read(read_checkpoint(one), "int8", None), "float32", "cpu", **QUIET)
-        for one in (path, directory)
+        loaded(quantised_while_read(read_checkpoint(one), "int8", None), "float32") for one in (path, directory)
     )
     prompt = random_tokens(20)
     assert torch.equal(prompt_logits(ours, prompt), prompt_logits(wanted, prompt))
@@ -288,11 +287,11 @@ def test_a_wide_file_is_quantised_while_it_is_read(tmp_path):
 
 def test_sampling_parameters_that_a_file_recommends(tmp_path):
     own = {"general.sampling.temp": 0.6, "general.sampling.top_k": 20, "general.sampling.penalty_repeat": 1.05}
-    found = sampling_defaults(path := written(tmp_path, **own), read_checkpoint(path).gguf)
+    found = sampling_defaults(read_checkpoint(written(tmp_path, **own)))
     assert found == dict(temperature=0.6, top_k=20, repetition_penalty=1.05)
     path = written(tmp_path, **{"general.sampling.temp": -1.0})
     with pytest.raises(ValueError, match="model.gguf: temperature.* Mend the file, or set generation_config"):
-        sampling_defaults(path, read_checkpoint(path).gguf)
+        sampling_defaults(read_checkpoint(path))
 
 
 def test_overrides_lie_over_what_the_file_says(tmp_path):

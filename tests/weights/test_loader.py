@@ -8,6 +8,7 @@ from dataclasses import FrozenInstanceError
 import huggingface_hub.errors
 import pytest
 import torch
+from loading import loaded
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, make_checkpoint, tiny_config
 from transformers import AutoConfig
@@ -17,12 +18,12 @@ from nanoinfer.models.layer import KVSlots
 from nanoinfer.weights import fill, find
 from nanoinfer.weights import load as loader
 from nanoinfer.weights.find import find_model
-from nanoinfer.weights.load import check_safetensors, load_model, read_checkpoint, resolve_dtype
+from nanoinfer.weights.load import check_safetensors, read_checkpoint, resolve_dtype
 from nanoinfer.weights.quantize import quantised_while_read
 
 
 def load(directory, dtype="auto", **options):
-    return load_model(read_checkpoint(directory), dtype, "cpu", progress=False, **options)
+    return loaded(directory, dtype, **options)
 
 
 def state(model) -> dict[str, torch.Tensor]:
@@ -137,10 +138,10 @@ def test_progress_bar_counts_bytes_and_can_be_switched_off(tmp_path, monkeypatch
     monkeypatch.setattr(fill, "_PROGRESS_DELAY_S", 0.0)
     checkpoint = read_checkpoint(directory)
     capsys.readouterr()
-    model = load_model(checkpoint, "auto", "cpu", progress=True)
+    model = loaded(checkpoint, progress=True)
     kilobytes = f"{sum(view.nbytes for view in model.checkpoint_views().values()) / 1e3:.0f}k"
     assert f"100%|##########| {kilobytes}/{kilobytes}" in capsys.readouterr().err.replace("█", "#")
-    load_model(checkpoint, "auto", "cpu", progress=False)
+    loaded(checkpoint)
     assert capsys.readouterr().err == ""
 
 
@@ -152,23 +153,16 @@ def test_dummy_weights_depend_on_the_seed_alone(family, tmp_path):
     make_checkpoint(family, tmp_path)
     checkpoint = read_checkpoint(tmp_path)
     shutil.rmtree(tmp_path)  # no files are needed
-    first, again, other = (
-        state(load_model(checkpoint, "float32", "cpu", load_format="dummy", seed=seed)) for seed in (1, 1, 2)
-    )
+    first, again, other = (state(loaded(checkpoint, "float32", seed=seed)) for seed in (1, 1, 2))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not any(torch.equal(first[name], other[name]) for name in first)
 
 
 @pytest.mark.parametrize("family, neutral", [("llama", 1.0), ("gemma3", 0.0)])
 def test_dummy_norms_are_near_what_leaves_activations_unchanged(family, neutral, tmp_path):
-    model = load(make_checkpoint(family, tmp_path), load_format="dummy")
+    model = load(make_checkpoint(family, tmp_path), seed=0)
     assert (model.norm.weight - neutral).abs().max() < 0.1
     assert 0.015 < model.layers[0].mlp.down_proj.weight.std() < 0.025
-
-
-def test_unknown_load_format_is_refused(tmp_path):
-    with pytest.raises(ValueError, match='load_format=\'gguf\' is not supported: give "auto" or "dummy"'):
-        load(make_checkpoint("llama", tmp_path), load_format="gguf")
 
 
 # The config
@@ -410,7 +404,7 @@ def test_files_are_checked_before_the_model_is_built(tmp_path, monkeypatch):
 
     monkeypatch.setattr(model_class, "__init__", watch)
     with pytest.raises(ValueError, match="lacks tensors"):
-        load_model(checkpoint, "auto", "cpu")
+        loaded(checkpoint)
     assert set(devices) == {"meta"}
 
 
@@ -420,7 +414,7 @@ def test_what_is_known_of_a_checkpoint_is_made_once_and_nobody_writes_to_its_con
     as_transformers = AutoConfig.from_pretrained(directory).to_dict()
     packed = quantised_while_read(checkpoint, "int8", "int8")
     for one in (checkpoint, packed):
-        load_model(one, "bfloat16", "cpu", progress=False)
+        loaded(one, "bfloat16")
         assert one.hf_config is checkpoint.hf_config and one.tensors is checkpoint.tensors
     assert checkpoint.hf_config.to_dict() == as_transformers
     assert checkpoint.formats is DENSE and packed.formats is not DENSE
