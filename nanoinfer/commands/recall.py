@@ -31,7 +31,7 @@ from nanoinfer.recall.evaluate import Exam, Grid, Scores, evaluate
 from nanoinfer.recall.formats import AS_IT_IS, WeightFormat, divergences, prompts_of
 from nanoinfer.recall.report import figures, plot, report
 from nanoinfer.weights.find import find_model
-from nanoinfer.weights.load import check_safetensors
+from nanoinfer.weights.headers import check_safetensors
 
 DEFAULT_LENGTHS, LENGTHS_ON_HOST = "1k,2k,4k,8k,16k,32k,64k", "1k,2k"
 ANSWER_ROOM = 64

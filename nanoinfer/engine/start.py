@@ -27,7 +27,8 @@ from nanoinfer.models.streamed import OnHost
 from nanoinfer.weights.fill import check_kv_scales
 from nanoinfer.weights.find import find_model
 from nanoinfer.weights.generation_config import end_token_ids, sampling_defaults
-from nanoinfer.weights.load import load_model, tensors_of
+from nanoinfer.weights.headers import tensors_of
+from nanoinfer.weights.load import load_model
 from nanoinfer.weights.tokenizer_files import load_tokenizer
 from offload import BlockLifetimes, BlockPool, Runtime
 from offload.memory.pinned import PinError

@@ -9,7 +9,7 @@ from nanoinfer.gguf.sources import ollama_stops
 from nanoinfer.models.checkpoint_info import CheckpointInfo
 from nanoinfer.sampling_params import Advised, SamplingParams
 from nanoinfer.weights.checkpoint import TOKEN_IDS
-from nanoinfer.weights.load import read_json_object
+from nanoinfer.weights.headers import read_json_object
 
 FILE = "generation_config.json"
 # The fields that vLLM reads. Like vLLM we do not read do_sample: checkpoints often leave it at false although they give

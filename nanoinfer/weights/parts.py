@@ -20,7 +20,8 @@ from nanoinfer.models.checkpoint_info import CheckpointInfo, TensorEntry
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.registry import find_class
 from nanoinfer.weights.fill import read_rows, refusals_of
-from nanoinfer.weights.load import check_matches, read_spec, tensors_of
+from nanoinfer.weights.headers import tensors_of
+from nanoinfer.weights.load import check_matches, read_spec
 from nanoinfer.weights.quantize import EMBEDDINGS
 
 Stored = dict[str, tuple[tuple[int, ...], torch.dtype]]

@@ -15,7 +15,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.gguf.tokenizer import tokenizer_of
 from nanoinfer.models.checkpoint_info import CheckpointInfo
 from nanoinfer.weights.checkpoint import MAX_VOCAB_SIZE
-from nanoinfer.weights.load import read_json_object
+from nanoinfer.weights.headers import read_json_object
 
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 _FILES_WITH_IDS = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "added_tokens.json")

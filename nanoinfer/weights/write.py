@@ -24,7 +24,8 @@ from nanoinfer.layers.formats.mxfp4 import MXFP4
 from nanoinfer.models.checkpoint_info import CheckpointInfo
 from nanoinfer.weights.fill import in_batches
 from nanoinfer.weights.find import CONFIG_AND_TOKENIZER, find_model
-from nanoinfer.weights.load import FILE_DTYPES, read_checkpoint, read_json_object, resolve_dtype
+from nanoinfer.weights.headers import FILE_DTYPES, read_json_object
+from nanoinfer.weights.load import read_checkpoint, resolve_dtype
 from nanoinfer.weights.parts import Part, parts_of
 from nanoinfer.weights.quantize import quantised_while_read, settings_for
 from nanoinfer.weights.read import host_buffers

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from nanoinfer.weights import read as weight_files
 from nanoinfer.weights.find import PACKAGED
-from nanoinfer.weights.load import check_safetensors
+from nanoinfer.weights.headers import check_safetensors
 from nanoinfer.weights.read import read_tensors
 from offload.runtime.cuda import CudaPinner
 

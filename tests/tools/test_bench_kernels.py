@@ -13,7 +13,8 @@ from loading import loaded
 
 from nanoinfer.memory.floors import bytes_read_per_step
 from nanoinfer.models.shapes import write_shape
-from nanoinfer.weights.load import check_safetensors, read_checkpoint, read_spec
+from nanoinfer.weights.headers import check_safetensors
+from nanoinfer.weights.load import read_checkpoint, read_spec
 from offload.runtime.cpu import CpuRuntime
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"

@@ -22,7 +22,8 @@ from nanoinfer import EngineConfig
 from nanoinfer.memory.setup import Specs
 from nanoinfer.models.registry import supported_architectures
 from nanoinfer.weights.generation_config import end_token_ids, sampling_defaults
-from nanoinfer.weights.load import check_safetensors, read_checkpoint
+from nanoinfer.weights.headers import check_safetensors
+from nanoinfer.weights.load import read_checkpoint
 from nanoinfer.weights.tokenizer_files import load_tokenizer
 
 NUMBERS = [-1, 0, 1, 3, 2**31, 10**12, 10**30, -(10**12), 1.5, 1e308, 1e-320, math.nan, math.inf, -math.inf]

@@ -18,7 +18,8 @@ from nanoinfer.models.layer import KVSlots
 from nanoinfer.weights import fill, find
 from nanoinfer.weights import load as loader
 from nanoinfer.weights.find import find_model
-from nanoinfer.weights.load import check_safetensors, read_checkpoint, resolve_dtype
+from nanoinfer.weights.headers import check_safetensors
+from nanoinfer.weights.load import read_checkpoint, resolve_dtype
 from nanoinfer.weights.quantize import quantised_while_read
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from nanoinfer.models.checkpoint_info import TensorEntry
 from nanoinfer.weights import read as weight_files
-from nanoinfer.weights.load import check_safetensors
+from nanoinfer.weights.headers import check_safetensors
 from nanoinfer.weights.read import _cut as cut
 from nanoinfer.weights.read import in_file_order, read_tensors
 
