@@ -19,6 +19,7 @@ from nanoinfer.models.registry import find_class
 from nanoinfer.weights.load import read_spec
 
 _LAYER = re.compile(r".*\.layers\.\d+\.")
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 HEAD = "lm_head"
 EMBEDDINGS = "model.embed_tokens"
 _GROUP_SIZES = (128, 64, 32)
@@ -113,25 +114,24 @@ def _targets(sizes: Mapping[str, int | None]) -> dict[int | None, list[str]]:
     from those of other sizes."""
     if len(set(sizes.values())) == 1:
         return {size: ["Linear"] for size in sizes.values()}
+    kinds = {name: _NUMBER.sub("#", name) for name in sizes}  # of which there are few: any layer, any expert
+    ends = {kind: _ends(kind) for kind in set(kinds.values())}
     by_end: dict[str, set[int | None]] = {}
-    for name, size in sizes.items():
-        for end in _ends(name):
+    for kind, size in {(kinds[name], size) for name, size in sizes.items()}:
+        for end in ends[kind]:
             by_end.setdefault(end, set()).add(size)
-    found: dict[int | None, list[str]] = {}
+    unique = {kind: next((end for end in ends[kind] if len(by_end[end]) == 1), None) for kind in ends}
+    found: dict[int | None, dict[str, None]] = {}
     for name, size in sizes.items():
-        end = next(end for end in _ends(name) if len(by_end[end]) == 1)
-        target = rf"re:.*\.{end}$"
-        if target not in found.setdefault(size, []):
-            found[size].append(target)
-    return found
+        end = unique[kinds[name]] or re.escape(name.partition(".")[2])
+        found.setdefault(size, {})[rf"re:.*\.{end}$"] = None
+    return {size: list(targets) for size, targets in found.items()}
 
 
-def _ends(name: str) -> list[str]:
-    """Return expressions of the ends of a module's name, the shortest first: of any layer and expert; then the name."""
-    parts = name.split(".")
-    ends = (parts[-length:] for length in range(1, len(parts)))
-    any_number = [[r"\d+" if part.isdecimal() else re.escape(part) for part in end] for end in ends]
-    return [r"\.".join(end) for end in any_number] + [re.escape(name.partition(".")[2])]
+def _ends(kind: str) -> list[str]:
+    """Return expressions of the ends of a module's name whose numbers are "#", the shortest first."""
+    parts = [r"\d+" if part == "#" else re.escape(part) for part in kind.split(".")]
+    return [r"\.".join(parts[-length:]) for length in range(1, len(parts))]
 
 
 def _group_size(name: str, columns: int) -> int:
