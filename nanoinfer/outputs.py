@@ -108,6 +108,8 @@ class StreamOutput:
     token_ids_delta: list[int]
     logprobs_delta: list[dict[int, Logprob]] | None = None
     """One entry per token of `token_ids_delta`; None unless log-probabilities were asked for."""
+    text_offsets_delta: list[int] | None = None
+    """Where in the completion's text each token of `token_ids_delta` begins, in characters; with `logprobs_delta`."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """As in `RequestOutput`; only on the first StreamOutput of completion 0."""
     finished: bool = False

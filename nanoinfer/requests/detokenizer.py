@@ -73,6 +73,10 @@ class Detokenizer:
         self._num_read_chars = len(self._decode(self._window))
         self._held = ""  # decoded but not released: the longest end of the text that may begin a stop string
         self._released: list[str] = []
+        self._num_chars = self._num_waiting_chars = 0  # decoded so far; whole ones of tokens that wait
+        self.offsets: list[int] = []
+        """Of each token taken: how many characters of the text come before it. A token that goes on with a character
+        stands where that begins."""
         self.num_tokens = 0
         """Tokens taken so far, including the token that completed the stop string."""
         self.stop_hit: str | None = None
@@ -82,6 +86,11 @@ class Detokenizer:
     def text(self) -> str:
         """All text released so far: the deltas joined."""
         return "".join(self._released)
+
+    @property
+    def num_chars(self) -> int:
+        """Whole characters of all tokens so far, those included that are held back or were cut off by a stop string."""
+        return self._num_chars + self._num_waiting_chars
 
     def append(self, token_ids: Iterable[int]) -> tuple[str, str | None]:
         """Take generated tokens; return the text that they release and the stop string found, if any.
@@ -93,6 +102,7 @@ class Detokenizer:
             if self.stop_hit is not None:
                 break
             self.num_tokens += 1
+            self.offsets.append(self.num_chars)
             if self._tokenizer is not None:
                 self._window.append(token_id)
                 self._release(self._read_window(), search=self.num_tokens > self._min_tokens)
@@ -128,6 +138,7 @@ class Detokenizer:
                 del self._window[self._num_read :]
             return ""
         if text.endswith(REPLACEMENT_CHARACTER) and not is_overdue:
+            self._num_waiting_chars = max(0, len(text.rstrip(REPLACEMENT_CHARACTER)) - self._num_read_chars)
             return ""
         piece = text[self._num_read_chars :]
         self._start_window(at=self._num_read)
@@ -143,6 +154,7 @@ class Detokenizer:
         """Release decoded text up to a stop string if there is one, else up to text that may become one."""
         if not piece:
             return
+        self._num_chars, self._num_waiting_chars = self._num_chars + len(piece), 0
         text = self._held + piece
         found = self._find_stop(text) if search else None
         if found is not None:

@@ -230,6 +230,7 @@ class Request:
             text_delta=delta,
             token_ids_delta=sequence.token_ids[len(self.prompt_token_ids) + begin :],
             logprobs_delta=sequence.logprobs[begin:] if self.params.logprobs is not None else None,
+            text_offsets_delta=self._text_offsets(sequence, begin) if self.params.logprobs is not None else None,
             prompt_logprobs=None if begin or sequence.index else self._known_prompt_logprobs(),
             finished=finished,
             finish_reason=sequence.finish_reason,
@@ -238,6 +239,11 @@ class Request:
         )
         sequence.num_streamed, sequence.text_delta = sequence.num_generated, ""
         return output
+
+    def _text_offsets(self, sequence: Sequence, begin: int) -> list[int]:
+        """Return where each generated token from `begin` on begins in the text; what ends it may be none of it."""
+        offsets, detokenizer = sequence.detokenizer.offsets[begin : sequence.num_generated], sequence.detokenizer
+        return offsets + [detokenizer.num_chars] * (sequence.num_generated - begin - len(offsets))
 
     def _known_metrics(self) -> RequestMetrics | None:
         """Return the metrics; None where a completion has failed, and they cannot be told."""

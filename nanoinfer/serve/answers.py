@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 import uuid
 from collections.abc import Iterable, Iterator
@@ -14,14 +13,15 @@ from typing import Any
 from nanoinfer.outputs import Logprob, StreamOutput
 from nanoinfer.parsers.answer_format import OutputParser
 from nanoinfer.parsers.events import CallArguments, CallBegun, CallEnded, Event, Message, Reasoning, Text, ToolCall
+from nanoinfer.requests.token_bytes import TokenBytes
 from nanoinfer.serve.errors import ApiError
 from nanoinfer.serve.protocol import GenerationRequest
 from nanoinfer.serve.request_stream import Output
-from nanoinfer.serve.tokenizing import Prompt
+from nanoinfer.serve.shown_logprobs import ShownLogprobs, of_prompt, values
+from nanoinfer.serve.tokenizing import Echo, Prompt
 
 DONE = b"data: [DONE]\n\n"
-_LOWEST_LOGPROB = -9999.0  # vLLM's; JSON has no -inf
-_encode = json.JSONEncoder(separators=(",", ":")).encode
+_encode = json.JSONEncoder(separators=(",", ":"), default=list).encode  # an iterator is a list
 _PIECE_ENTRIES = 256  # some milliseconds of work
 PromptLogprobs = list[dict[int, Logprob] | None]
 
@@ -33,7 +33,8 @@ class Answer:
         model: the model's name as the client gave it.
         prompts: (text or None, token ids) of each prompt.
         has_text: whether there is a tokenizer.
-        echoed: as `PromptTokenizer.echo_of`, of each prompt, if the client wants them in front of the completions.
+        echoed: of each prompt, if the client wants them in front of the completions.
+        token_bytes: what single tokens are made of.
     """
 
     wants_deltas = False
@@ -50,7 +51,8 @@ class Answer:
         model: str,
         prompts: list[Prompt],
         has_text: bool,
-        echoed: list[tuple[str, str | None]] | None = None,
+        echoed: list[Echo] | None = None,
+        token_bytes: TokenBytes | None = None,
     ) -> None:
         self.request, self.prompts, self.n = request, prompts, request.n or 1
         self.name = f"{self.id_prefix}-{request.request_id or uuid.uuid4().hex}"
@@ -61,7 +63,7 @@ class Answer:
             "model": model,
         }
         self._event_head = b"data: " + _encode({**self._head, "object": self.chunk_object_name})[:-1].encode()
-        self._echoed = echoed
+        self._echoed, self._shown = echoed, ShownLogprobs(TokenBytes(None) if token_bytes is None else token_bytes)
         self._may_be_silent = has_text and echoed is None and not request.return_token_ids
         self._num_generated = 0
         self._num_cached = [0] * len(prompts)
@@ -116,21 +118,22 @@ class Answer:
     def _choices(self, outputs: Iterable[Output], is_whole: bool) -> Iterator[dict]:
         """Yield a choice for each output that is not empty."""
         for place, output in outputs:
-            index, token_ids, entries = place * self.n + output.index, output.token_ids_delta, output.logprobs_delta
+            index, token_ids = place * self.n + output.index, output.token_ids_delta
+            has_logprobs = output.logprobs_delta is not None
             self._num_generated += len(token_ids)
             if output.finished:
                 self._num_cached[place] = output.metrics.num_cached_tokens
             if output.prompt_logprobs is not None:
                 self._prompt_logprobs[place] = output.prompt_logprobs
             said = self.said(output)
-            if not output.finished and self._may_be_silent and not said and entries is None:
+            if not output.finished and self._may_be_silent and not said and not has_logprobs:
                 continue  # part of a character, or of what may be a stop string or the begin of a call
             is_first = index not in self._started
             self._started.add(index)
             if is_first and self._echoed:
-                said = self._echoed[place][0] + said
+                said = self._echoed[place].text + said
             choice = {"index": index, **self.content(said, is_whole), "finish_reason": self.finish_reason(output)}
-            choice["logprobs"] = None if entries is None else self.logprobs(index, token_ids, entries)
+            choice["logprobs"] = self.logprobs(place, output, is_first) if has_logprobs else None
             if output.finished:
                 choice["stop_reason"] = output.stop_reason
             if self.request.return_token_ids:
@@ -138,20 +141,9 @@ class Answer:
                 if is_first:
                     choice["prompt_token_ids"] = self.prompts[place][1]
             if self.request.prompt_logprobs is not None:
-                choice["prompt_logprobs"] = self._shown_prompt_logprobs(place)
+                known, top = self._prompt_logprobs[place], self.request.prompt_logprobs
+                choice["prompt_logprobs"] = of_prompt(self.prompts[place][1], known, top)
             yield choice
-
-    def _shown_prompt_logprobs(self, place: int) -> list[dict[int, dict] | None]:
-        """Return log-probabilities of a prompt as vLLM shows them."""
-        top = self.request.prompt_logprobs
-        return [
-            entry
-            and {
-                one_id: {"logprob": _finite(one), "rank": one.rank, "decoded_token": one.decoded_token}
-                for one_id, one in _likeliest(entry, token_id, top).items()
-            }
-            for token_id, entry in zip(self.prompts[place][1], self._prompt_logprobs[place], strict=True)
-        ]
 
     def said(self, output: StreamOutput) -> Any:
         """Return what a completion gained, for `content`; nothing is false."""
@@ -180,8 +172,13 @@ class Answer:
         calls = output.index in self._called and output.finish_reason == "stop" and not is_cut_off
         return "tool_calls" if calls else output.finish_reason
 
-    def logprobs(self, index: int, token_ids: list[int], entries: list[dict[int, Logprob]]) -> dict:
-        """Return the log-probabilities of a choice's next tokens."""
+    def logprobs(self, place: int, output: StreamOutput, is_first: bool) -> dict:
+        """Return the log-probabilities of a choice's next tokens.
+
+        Args:
+            place: of the prompt.
+            is_first: whether these are the choice's first ones.
+        """
         raise NotImplementedError
 
     def _usage(self) -> dict:
@@ -202,7 +199,6 @@ class CompletionAnswer(Answer):
 
     def __init__(self, *arguments) -> None:
         super().__init__(*arguments)
-        self._offsets: dict[int, int] = {}  # by choice: characters of the tokens so far
         self._held: dict[int, list[Output]] = {}  # by prompt
 
     def _choices(self, outputs: Iterable[Output], is_whole: bool) -> Iterator[dict]:
@@ -213,7 +209,8 @@ class CompletionAnswer(Answer):
         for place, output in outputs:
             if self.request.only_echoes:
                 output = replace(output, text_delta="", token_ids_delta=[], finish_reason="length", stop_reason=None)
-                output.logprobs_delta = None if output.logprobs_delta is None else []
+                if output.logprobs_delta is not None:
+                    output.logprobs_delta, output.text_offsets_delta = [], []
             is_known = output.prompt_logprobs is not None or place in self._prompt_logprobs
             if self.request.echoes_logprobs and not is_known:
                 self._held.setdefault(place, []).append((place, output))
@@ -224,27 +221,21 @@ class CompletionAnswer(Answer):
     def content(self, said: str, is_whole: bool) -> dict:
         return {"text": said}
 
-    def logprobs(self, index: int, token_ids: list[int], entries: list[dict[int, Logprob]]) -> dict:
-        if self.request.echo and index not in self._offsets:
-            place = index // self.n
-            token_ids = [*self.prompts[place][1], *token_ids]
-            entries = [*self._prompt_logprobs[place], *entries]
-        offset = self._offsets.get(index, 0)
-        result: dict[str, list] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
-        for token_id, entry in zip(token_ids, entries, strict=True):
-            if entry is None:  # the first token of the prompt
-                name, logprob, top = _token_name(token_id, self._echoed[index // self.n][1]), None, None
-            else:
-                entry = _likeliest(entry, token_id, self.request.logprobs)
-                name, logprob = _token_name(token_id, entry[token_id].decoded_token), _finite(entry[token_id])
-                top = {_token_name(one_id, one.decoded_token): _finite(one) for one_id, one in entry.items()}
-            result["text_offset"].append(offset)
-            result["token_logprobs"].append(logprob)
-            result["tokens"].append(name)
-            result["top_logprobs"].append(top)
-            offset += len(name)
-        self._offsets[index] = offset
-        return result
+    def logprobs(self, place: int, output: StreamOutput, is_first: bool) -> dict:
+        token_ids, entries, offsets = output.token_ids_delta, output.logprobs_delta, output.text_offsets_delta
+        first = None
+        if self._echoed:
+            echo = self._echoed[place]
+            first, offsets = echo.first, [len(echo.text) + offset for offset in offsets]
+            if is_first:
+                token_ids, offsets = [*self.prompts[place][1], *token_ids], [*echo.offsets, *offsets]
+                entries = [*self._prompt_logprobs[place], *entries]
+        return {
+            "text_offset": offsets,
+            "token_logprobs": values(token_ids, entries),
+            "tokens": self._shown.names(token_ids, entries, first),
+            "top_logprobs": self._shown.likeliest(token_ids, entries, self.request.logprobs),
+        }
 
 
 class ChatAnswer(Answer):
@@ -284,15 +275,9 @@ class ChatAnswer(Answer):
             fields["tool_calls"] = calls
         return {"delta": {"content": text, **fields} if text or not said else fields}
 
-    def logprobs(self, index: int, token_ids: list[int], entries: list[dict[int, Logprob]]) -> dict:
+    def logprobs(self, place: int, output: StreamOutput, is_first: bool) -> dict:
         top = self.request.num_logprobs
-        return {
-            "content": [
-                _chat_logprob(token_id, entry[token_id])
-                | {"top_logprobs": [_chat_logprob(*item) for item in list(entry.items())[:top]]}
-                for token_id, entry in zip(token_ids, entries, strict=True)
-            ]
-        }
+        return {"content": self._shown.of_chat(output.token_ids_delta, output.logprobs_delta, top)}
 
 
 def _call(call: ToolCall) -> dict:
@@ -311,34 +296,12 @@ def _call_deltas(events: Iterable[Event]) -> list[dict]:
     return list(deltas.values())
 
 
-def _token_name(token_id: int, text: str | None) -> str:
-    """Return the token's text; without a tokenizer, the name that vLLM gives to the token."""
-    return f"token_id:{token_id}" if text is None else text
-
-
-def _likeliest(entry: dict[int, Logprob], token_id: int, top: int) -> dict[int, Logprob]:
-    """Return of an entry, which may have more, a token and the `top` likeliest ones."""
-    if len(entry) <= top:
-        return entry
-    return {one_id: one for one_id, one in entry.items() if one_id == token_id or one.rank <= top}
-
-
-def _finite(logprob: Logprob) -> float:
-    """Return a number that JSON has. NaN is none and stands for no other: an error of the request."""
-    if math.isnan(logprob.logprob):
-        raise ApiError("a log-probability is NaN: check the checkpoint's weights", code="engine_error")
-    return max(_LOWEST_LOGPROB, logprob.logprob)
-
-
-def _chat_logprob(token_id: int, logprob: Logprob) -> dict:
-    name = _token_name(token_id, logprob.decoded_token)
-    return {"token": name, "logprob": _finite(logprob), "bytes": list(name.encode())}
-
-
 def encode_in_pieces(value: Any) -> str:
     """Return the value as JSON, long lists in pieces: one call of the `json` module holds Python's lock."""
     if isinstance(value, dict):
         return "{" + ",".join(f"{_encode(str(name))}:{encode_in_pieces(one)}" for name, one in value.items()) + "}"
+    if isinstance(value, Iterator):
+        value = list(value)
     if not isinstance(value, list):
         return _encode(value)
     if len(value) <= _PIECE_ENTRIES:

@@ -150,10 +150,11 @@ def _add_generation(app: FastAPI, responder: Responder) -> None:
         model = responder.model_name(asked.model)
         params = asked.sampling_params(engine.sampling_defaults | {"max_tokens": DEFAULT_MAX_TOKENS})
         prompts = [await engine.prompts.tokenize(prompt) for prompt in asked.prompts]
-        echoed, with_first = None, asked.echoes_logprobs
+        echoed, has_logprobs = None, asked.echoes_logprobs
         if asked.echo:
-            echoed = [await engine.prompts.echo_of(prompt, with_first=with_first) for prompt in prompts]
-        return CompletionAnswer(asked, model, prompts, engine.prompts.has_text, echoed), params
+            echoed = [await engine.prompts.echo_of(prompt, has_logprobs=has_logprobs) for prompt in prompts]
+        has_text, token_bytes = engine.prompts.has_text, engine.prompts.token_bytes
+        return CompletionAnswer(asked, model, prompts, has_text, echoed, token_bytes), params
 
     async def chat_answer(body: bytes) -> Prepared:
         return await responder.chat(await responder.parsed(ChatRequest, body), len(body), ChatAnswer)

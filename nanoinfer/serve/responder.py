@@ -108,7 +108,7 @@ class Responder:
             return self.template.encode(asked.conversation(), **arguments, **how)
 
         prompt = await prompts.tokenize_chat(templated, num_bytes)
-        made = answer(asked, model, [prompt], prompts.has_text)
+        made = answer(asked, model, [prompt], prompts.has_text, None, prompts.token_bytes)
         end = await prompts.text_of((None, prompt[1][-PROMPT_END_TOKENS:]))
         constrained = use.constrained(params, form, end)
         if constrained is not params:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
 from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -16,6 +18,8 @@ from nanoinfer.requests import text_pieces
 from nanoinfer.requests.detokenizer import TokenTexts
 from nanoinfer.requests.prompts import encode, too_long
 from nanoinfer.requests.spelled import is_spelled, spell
+from nanoinfer.requests.text_offsets import text_offsets
+from nanoinfer.requests.token_bytes import TokenBytes
 from nanoinfer.sampling.limits import TokenLimits
 from nanoinfer.sampling_params import SamplingParams
 
@@ -24,7 +28,23 @@ Prompt = tuple[str | None, list[int]]
 """The prompt's text, if it was given as text, and its token ids."""
 _HUGE_PIECE_CHARS = 200_000
 _HUGE_BODY_BYTES = 2**20
+_TURN_TOKENS = 512  # whose texts are found one by one: some 20 ms
 _WORD_CHARS = 100  # a bad word takes as long as a text of so many more characters
+
+
+@dataclass(frozen=True)
+class Echo:
+    """A prompt in front of its completions.
+
+    Attributes:
+        text: "" without a tokenizer.
+        first: the text of its first token, which has no log-probability that names it; None without a tokenizer.
+        offsets: how many characters of the text come before each token; none unless log-probabilities are shown.
+    """
+
+    text: str
+    first: str | None = None
+    offsets: Sequence[int] = ()
 
 
 class PromptTokenizer:
@@ -53,6 +73,7 @@ class PromptTokenizer:
             name: ThreadPoolExecutor(1, f"nanoinfer-tokenizer-{name}")
             for name in ("short", "long", "huge", "grammars", "aside", "bodies", "huge-bodies")
         }
+        self.token_bytes = TokenBytes(self.tokenizer)
 
     @property
     def has_text(self) -> bool:
@@ -96,13 +117,16 @@ class PromptTokenizer:
             return text or ""
         return await self._on(_lane(len(token_ids)), lambda: self.tokenizer.decode(token_ids))
 
-    async def echo_of(self, prompt: Prompt, *, with_first: bool) -> tuple[str, str | None]:
-        """Return the prompt as text, and if it is wanted that of its first token alone, which has no log-probability
-        that names it; "" and None without a tokenizer."""
-        text = await self.text_of(prompt)
-        if not (with_first and self.has_text):
-            return text, None
-        return text, await self._on("short", lambda: TokenTexts(self.tokenizer)[prompt[1][0]])
+    async def echo_of(self, prompt: Prompt, *, has_logprobs: bool) -> Echo:
+        """Return the prompt as it is put in front of its completions, with or without log-probabilities."""
+        text, token_ids, offsets = await self.text_of(prompt), prompt[1], []
+        if not has_logprobs:
+            return Echo(text)
+        first = await self._on("short", lambda: TokenTexts(self.tokenizer)[token_ids[0]])
+        found = text_offsets(self.tokenizer, text, token_ids)
+        while more := await self._on("long", lambda: list(islice(found, _TURN_TOKENS))):
+            offsets += more
+        return Echo(text, first, offsets)
 
     def shown(self, token_ids: list[int]) -> str:
         """Return tokens as text for a person, special ones included; their ids without a tokenizer. On any thread."""

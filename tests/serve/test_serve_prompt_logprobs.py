@@ -12,6 +12,7 @@ from nanoinfer import LLM, SamplingParams
 from nanoinfer.outputs import Logprob, StreamOutput
 from nanoinfer.serve.answers import CompletionAnswer, encode_in_pieces
 from nanoinfer.serve.protocol import CompletionRequest
+from nanoinfer.serve.tokenizing import Echo
 
 GREEDY = dict(temperature=0, ignore_eos=True)
 IDS = random_prompts(3, 20, 70, seed=8)
@@ -61,8 +62,9 @@ def test_echo_with_logprobs_is_what_lm_eval_reads(path, llm):
         assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
         assert found["token_logprobs"][1:] == [one[token].logprob for token, one in zip(tokens[1:], entries[1:])]
         assert found["top_logprobs"][1:] == [shown(entry) for entry in entries[1:]]
-        lengths = [len(token) for token in found["tokens"]]
-        assert found["text_offset"] == [sum(lengths[:place]) for place in range(len(lengths))]
+        ends = [*found["text_offset"][1:], len(choice["text"])]
+        pieces = [choice["text"][begin:end] for begin, end in zip(found["text_offset"], ends, strict=True)]
+        assert pieces == [" " * (place > 0) + token for place, token in enumerate(found["tokens"])]
         assert sum(found["token_logprobs"][7:-1]) < 0 and "prompt_logprobs" not in choice
     assert answer["usage"]["completion_tokens"] == 3
 
@@ -110,13 +112,13 @@ def test_a_completion_that_is_ahead_of_its_prompts_first_one_waits_for_it():
     """Its blocks were in the cache, where the first one looks for none."""
     entries = {"prompt": [None, {6: Logprob(logprob=-1.0, rank=1, decoded_token="b")}]}
     asked = CompletionRequest(prompt=[5, 6], echo=True, logprobs=0, n=2)
-    answer = CompletionAnswer(asked, "m", [(None, [5, 6])], True, [("ab", "a")])
+    answer = CompletionAnswer(asked, "m", [(None, [5, 6])], True, [Echo("ab", "a", [0, 1])])
 
     def output(index, token, prompt=None):
         delta = [{token: Logprob(logprob=-2.0, rank=1, decoded_token="c")}]
         return StreamOutput(
             request_id="r", index=index, text_delta="c", token_ids_delta=[token], logprobs_delta=delta,
-            prompt_logprobs=prompt,
+            text_offsets_delta=[{7: 0, 8: 1, 9: 0, 10: 2}[token]], prompt_logprobs=prompt,
         )  # fmt: skip
 
     assert answer.events([(0, output(1, 7)), (0, output(1, 8))]) == b""
@@ -124,6 +126,7 @@ def test_a_completion_that_is_ahead_of_its_prompts_first_one_waits_for_it():
     choices = [json.loads(line[6:])["choices"][0] for line in sent.decode().split("\n\n") if line]
     assert [(choice["index"], choice["text"]) for choice in choices] == [(0, "abc"), (1, "abc"), (1, "c"), (1, "c")]
     assert [choice["logprobs"]["tokens"] for choice in choices[:3]] == [["a", "b", "c"], ["a", "b", "c"], ["c"]]
+    assert [choice["logprobs"]["text_offset"] for choice in choices] == [[0, 1, 2], [0, 1, 2], [3], [4]]
 
 
 def test_prompt_logprobs_are_those_of_vllm(path, llm):
