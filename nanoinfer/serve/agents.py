@@ -49,4 +49,4 @@ def add_agents(app: FastAPI, responder: Responder) -> None:
         _, chat = await responder.parsed_chat(CountRequest, body)
         responder.model_name(chat.model)
         prompts = responder.engine.prompts
-        return await prompts.aside(lambda: counted(chat, prompts, responder.template))
+        return await prompts.aside(len(body), lambda: counted(chat, prompts, responder.template))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import time
 import uuid
 from collections.abc import Iterable, Iterator
@@ -15,14 +15,15 @@ from nanoinfer.parsers.answer_format import OutputParser
 from nanoinfer.parsers.events import CallArguments, CallBegun, CallEnded, Event, Message, Reasoning, Text, ToolCall
 from nanoinfer.requests.token_bytes import TokenBytes
 from nanoinfer.serve.errors import ApiError
+from nanoinfer.serve.json_pieces import encode, in_turns, json_pieces
 from nanoinfer.serve.protocol import GenerationRequest
 from nanoinfer.serve.request_stream import Output
 from nanoinfer.serve.shown_logprobs import ShownLogprobs, of_prompt, values
 from nanoinfer.serve.tokenizing import Echo, Prompt
 
 DONE = b"data: [DONE]\n\n"
-_encode = json.JSONEncoder(separators=(",", ":"), default=list).encode  # an iterator is a list
-_PIECE_ENTRIES = 256  # some milliseconds of work
+LOOP_WORK = 1024  # some milliseconds
+_OUTPUT_WORK = 8
 PromptLogprobs = list[dict[int, Logprob] | None]
 
 
@@ -62,7 +63,7 @@ class Answer:
             "created": int(time.time()),
             "model": model,
         }
-        self._event_head = b"data: " + _encode({**self._head, "object": self.chunk_object_name})[:-1].encode()
+        self._event_head = b"data: " + encode({**self._head, "object": self.chunk_object_name})[:-1].encode()
         self._echoed, self._shown = echoed, ShownLogprobs(TokenBytes(None) if token_bytes is None else token_bytes)
         self._may_be_silent = has_text and echoed is None and not request.return_token_ids
         self._num_generated = 0
@@ -72,16 +73,29 @@ class Answer:
         self._called: dict[int, bool] = {}  # completions that call tools, and whether the last call is whole
         self.parsers: list[OutputParser] = []  # of a conversation: one for each completion
 
-    @property
-    def may_be_long(self) -> bool:
-        """Whether the whole answer may take so long to write that nothing else should wait for it."""
-        return self.request.num_prompt_logprobs is not None
+    def work(self, outputs: Iterable[Output]) -> int:
+        """Return how much work it is to read outputs and to write what they say, about in log-probabilities. What is
+        more than `LOOP_WORK` is not done on the event loop, on which everybody waits for it."""
+        return sum(self._work(place, output) for place, output in outputs)
 
-    def whole(self, outputs: Iterable[Output]) -> bytes:
-        """Return the body of the whole answer; each output is a whole completion."""
-        choices = sorted(self._choices(outputs, is_whole=True), key=itemgetter("index"))
-        encode = encode_in_pieces if self.may_be_long else _encode
-        return encode({**self._head, **self.body(choices), "usage": self._usage()}).encode()
+    def _work(self, place: int, output: StreamOutput) -> int:
+        per_token = 1 if output.logprobs_delta is None else 2 + (self.request.num_logprobs or 0)
+        work, top = _OUTPUT_WORK + per_token * len(output.token_ids_delta), self.request.num_prompt_logprobs
+        if top is not None and place * self.n + output.index not in self._started:
+            work += (2 + top) * len(self.prompts[place][1])
+        return work
+
+    def whole(self, outputs: Iterable[Output]) -> Iterator[bytes]:
+        """Yield parts of the body of the whole answer, b"" where others may have their turn in between.
+
+        outputs: each is a whole completion.
+        """
+        choices: list[dict] = []
+        for output in outputs:
+            choices += self._choices([output], is_whole=True)
+            yield b""
+        body = self.body(sorted(choices, key=itemgetter("index")))
+        yield from in_turns(json_pieces({**self._head, **body, "usage": self._usage()}))
 
     def body(self, choices: list[dict]) -> dict:
         return {"choices": choices}
@@ -93,6 +107,26 @@ class Answer:
     def events(self, outputs: Iterable[Output]) -> bytes:
         """Return one event for each output that is not empty."""
         return b"".join(map(self._event, self._choices(outputs, is_whole=False)))
+
+    def events_in_turns(self, outputs: Iterable[Output]) -> Iterator[bytes]:
+        """Yield what `events` returns in parts, each of whole events, and b"" within a large one."""
+        few, work = [], 0
+        for output in outputs:
+            more = self._work(*output)
+            if few and work + more > LOOP_WORK:
+                yield self.events(few)
+                few, work = [], 0
+            if more > LOOP_WORK:
+                yield from self._large_events(output)
+            else:
+                few.append(output)
+                work += more
+        yield self.events(few)
+
+    def _large_events(self, output: Output) -> Iterator[bytes]:
+        for choice in self._choices([output], is_whole=False):
+            head = self._event_head.decode() + ',"choices":['
+            yield from in_turns(itertools.chain([head], json_pieces(choice), ["]}\n\n"]))
 
     def ping(self, done: int, total: int) -> bytes:
         """Return what is sent while there is nothing to send, so that nobody takes the server for dead: a comment.
@@ -110,10 +144,10 @@ class Answer:
         options = self.request.stream_options
         if options is None or not options.include_usage:
             return DONE
-        return self._event_head + b',"choices":[],"usage":' + _encode(self._usage()).encode() + b"}\n\n" + DONE
+        return self._event_head + b',"choices":[],"usage":' + encode(self._usage()).encode() + b"}\n\n" + DONE
 
     def _event(self, choice: dict) -> bytes:
-        return self._event_head + b',"choices":[' + _encode(choice).encode() + b"]}\n\n"
+        return self._event_head + b',"choices":[' + encode(choice).encode() + b"]}\n\n"
 
     def _choices(self, outputs: Iterable[Output], is_whole: bool) -> Iterator[dict]:
         """Yield a choice for each output that is not empty."""
@@ -200,6 +234,10 @@ class CompletionAnswer(Answer):
     def __init__(self, *arguments) -> None:
         super().__init__(*arguments)
         self._held: dict[int, list[Output]] = {}  # by prompt
+
+    def _work(self, place: int, output: StreamOutput) -> int:
+        released = self._held.get(place, ()) if output.prompt_logprobs is not None else ()
+        return super()._work(place, output) + sum(super(CompletionAnswer, self)._work(*held) for held in released)
 
     def _choices(self, outputs: Iterable[Output], is_whole: bool) -> Iterator[dict]:
         return super()._choices(self._in_order(outputs), is_whole)
@@ -294,17 +332,3 @@ def _call_deltas(events: Iterable[Event]) -> list[dict]:
             delta = deltas.setdefault(event.index, {"index": event.index, "function": {"arguments": ""}})
             delta["function"]["arguments"] += event.text
     return list(deltas.values())
-
-
-def encode_in_pieces(value: Any) -> str:
-    """Return the value as JSON, long lists in pieces: one call of the `json` module holds Python's lock."""
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{_encode(str(name))}:{encode_in_pieces(one)}" for name, one in value.items()) + "}"
-    if isinstance(value, Iterator):
-        value = list(value)
-    if not isinstance(value, list):
-        return _encode(value)
-    if len(value) <= _PIECE_ENTRIES:
-        return "[" + ",".join(map(encode_in_pieces, value)) + "]"
-    pieces = [value[begin : begin + _PIECE_ENTRIES] for begin in range(0, len(value), _PIECE_ENTRIES)]
-    return "[" + ",".join(_encode(piece)[1:-1] for piece in pieces) + "]"

@@ -173,7 +173,7 @@ def _add_tokenizing(app: FastAPI, responder: Responder) -> None:
         async def answer(body: bytes) -> bytes:
             asked, prompts = await responder.parsed(kind, body), responder.engine.prompts
             responder.model_name(asked.model)
-            return await prompts.aside(lambda: work(asked, prompts, responder.template))
+            return await prompts.aside(len(body), lambda: work(asked, prompts, responder.template))
 
         return await responder.reply(request, answer, MAX_TOKENIZING_BYTES)
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal
 
 from nanoinfer.parsers.events import CallArguments, CallBegun, CallEnded, Event, Reasoning, Text
 from nanoinfer.serve.answers import Answer
 from nanoinfer.serve.errors import ApiError
+from nanoinfer.serve.json_pieces import encode
 from nanoinfer.serve.request_stream import Output
 
 Fields = dict[str, Any]
-encode = json.JSONEncoder(separators=(",", ":")).encode
+_TURN_OUTPUTS = 64  # some milliseconds
 
 
 @dataclass
@@ -67,16 +68,22 @@ class BlockAnswer(Answer):
     def num_generated_tokens(self) -> int:
         return self._num_generated
 
-    def whole(self, outputs: Iterable[Output]) -> bytes:
-        for _ in self._advance(outputs):
-            pass
-        return encode(self.message()).encode()
+    def whole(self, outputs: Iterable[Output]) -> Iterator[bytes]:
+        remaining = iter(outputs)
+        while some := list(islice(remaining, _TURN_OUTPUTS)):
+            for _ in self._advance(some):
+                pass
+            yield b""
+        yield encode(self.message()).encode()
 
     def first_events(self) -> bytes:
         return self._sse(self._begun_message())
 
     def events(self, outputs: Iterable[Output]) -> bytes:
         return self._sse(self._advance(outputs))
+
+    def _large_events(self, output: Output) -> Iterator[bytes]:
+        yield self.events([output])
 
     def last_events(self) -> bytes:
         return self._sse(self._ended_message())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from nanoinfer.serve.answers import Answer
+from nanoinfer.serve.answers import LOOP_WORK, Answer
 from nanoinfer.serve.connection import mark_event_stream
 from nanoinfer.serve.errors import ApiError, BadRequestError
 from nanoinfer.serve.request_stream import ReaderLeft, RequestStream
@@ -19,6 +19,7 @@ from nanoinfer.serve.waiting_bytes import MAX_BODY_BYTES, WaitingBytes
 
 T = TypeVar("T")
 DEFAULT_BODY_SECONDS = 60.0
+Write = Callable[[Callable[[], bytes | None]], Awaitable[bytes | None]]
 PING_SECONDS = 15.0  # clients, and proxies before the server, give up what is silent for minutes
 
 
@@ -93,18 +94,21 @@ async def whole_answer(
     stream: RequestStream,
     answer: Answer,
     receive: Receive,
-    aside: Callable[[Callable[[], bytes]], Awaitable[bytes]],
+    write: Write,
 ) -> Response:
     """Wait for the last token and return the whole answer. Raises as `RequestStream.next` and `while_client_stays`.
 
-    aside: runs work on another thread.
+    write: runs a piece of the work that a large answer takes, not on the event loop.
     """
 
     async def body() -> bytes:
         outputs = []
         while items := await stream.next():
             outputs += items
-        return await aside(lambda: answer.whole(outputs)) if answer.may_be_long else answer.whole(outputs)
+        parts = answer.whole(outputs)
+        if answer.work(outputs) <= LOOP_WORK:
+            return b"".join(parts)
+        return b"".join([part async for part in _in_turns(parts, write)])
 
     try:
         return Response(await while_client_stays(receive, body()), media_type="application/json")
@@ -119,6 +123,7 @@ class EventStream(StreamingResponse):
 
     Args:
         prompt_tokens: returns how many tokens of the prompts are read, and of how many.
+        write: as for `whole_answer`.
         sleep: waits for so many seconds.
     """
 
@@ -127,9 +132,10 @@ class EventStream(StreamingResponse):
         stream: RequestStream,
         answer: Answer,
         prompt_tokens: Callable[[], tuple[int, int]],
+        write: Write,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        events = _events(stream, answer, prompt_tokens)
+        events = _events(stream, answer, prompt_tokens, write)
         super().__init__(events, headers={"Cache-Control": "no-cache"}, media_type="text/event-stream")
         self._stream, self._pause = stream, sleep
 
@@ -151,14 +157,24 @@ class EventStream(StreamingResponse):
 
 
 async def _events(
-    stream: RequestStream, answer: Answer, prompt_tokens: Callable[[], tuple[int, int]]
+    stream: RequestStream, answer: Answer, prompt_tokens: Callable[[], tuple[int, int]], write: Write
 ) -> AsyncIterator[bytes]:
     try:
         if first := answer.first_events():
             yield first
         while (outputs := await stream.next()) or not stream.has_ended:
-            if events := answer.events(outputs) if outputs else answer.ping(*prompt_tokens()):
+            if answer.work(outputs) > LOOP_WORK:
+                async for events in _in_turns(answer.events_in_turns(outputs), write):
+                    yield events
+            elif events := answer.events(outputs) if outputs else answer.ping(*prompt_tokens()):
                 yield events
         yield answer.last_events()
     except ApiError as error:
         yield answer.failure(error)
+
+
+async def _in_turns(parts: Iterator[bytes], write: Write) -> AsyncIterator[bytes]:
+    """Yield parts that are not empty; each is made by `write`, behind those of other answers."""
+    while (part := await write(lambda: next(parts, None))) is not None:
+        if part:
+            yield part

@@ -150,8 +150,9 @@ class Responder:
             stream = RequestStream(answer.prompts, params, limits, **how)
             await engine.submit(stream)
             if is_streamed:
-                return EventStream(stream, answer, partial(engine.requests.prompt_tokens, stream), self._pause)
-            return await whole_answer(stream, answer, request.receive, engine.prompts.aside)
+                num_read = partial(engine.requests.prompt_tokens, stream)
+                return EventStream(stream, answer, num_read, engine.prompts.write, self._pause)
+            return await whole_answer(stream, answer, request.receive, engine.prompts.write)
 
     async def reply(
         self, request: Request, prepare: Callable[[bytes], Coroutine[Any, Any, bytes]], max_bytes: int

@@ -26,6 +26,7 @@ from nanoinfer.sampling_params import SamplingParams
 T = TypeVar("T")
 Prompt = tuple[str | None, list[int]]
 """The prompt's text, if it was given as text, and its token ids."""
+SIZES = ("short", "long", "huge")
 _HUGE_PIECE_CHARS = 200_000
 _HUGE_BODY_BYTES = 2**20
 _TURN_TOKENS = 512  # whose texts are found one by one: some 20 ms
@@ -52,8 +53,9 @@ class PromptTokenizer:
 
     Each thread does one piece of work after another. A long text is cut into pieces where that is possible, and each
     piece is queued when the one before it is done, so several long texts take turns. If no cut is known, a text is one
-    piece, and huge texts have a separate thread, as have grammars. Work whose caller was cancelled is not begun. One
-    more thread serves /tokenize and /detokenize, which are no part of a generation, and two threads read large bodies.
+    piece, and huge texts have a separate thread, as have grammars. Work whose caller was cancelled is not begun. Three
+    more threads serve what is no part of a generation (/tokenize, /detokenize, count_tokens), by its size: short texts
+    do not wait for long ones there either. One writes large answers, which take turns; two read large bodies.
 
     Args:
         tokenizer: the engine's tokenizer. It is copied, because tokenizers of the Rust library refuse to be changed on
@@ -71,7 +73,7 @@ class PromptTokenizer:
         self._renders_first = text_pieces.renders_first(self.tokenizer)
         self.threads = {
             name: ThreadPoolExecutor(1, f"nanoinfer-tokenizer-{name}")
-            for name in ("short", "long", "huge", "grammars", "aside", "bodies", "huge-bodies")
+            for name in (*SIZES, *map(_aside, SIZES), "grammars", "answers", "bodies", "huge-bodies")
         }
         self.token_bytes = TokenBytes(self.tokenizer)
 
@@ -124,7 +126,7 @@ class PromptTokenizer:
             return Echo(text)
         first = await self._on("short", lambda: TokenTexts(self.tokenizer)[token_ids[0]])
         found = text_offsets(self.tokenizer, text, token_ids)
-        while more := await self._on("long", lambda: list(islice(found, _TURN_TOKENS))):
+        while more := await self.write(lambda: list(islice(found, _TURN_TOKENS))):
             offsets += more
         return Echo(text, first, offsets)
 
@@ -132,9 +134,17 @@ class PromptTokenizer:
         """Return tokens as text for a person, special ones included; their ids without a tokenizer. On any thread."""
         return " ".join(map(str, token_ids)) if self.tokenizer is None else self.tokenizer.decode(token_ids)
 
-    async def aside(self, work: Callable[[], T]) -> T:
-        """Run work that is no part of a generation, on a thread that no prompt waits for."""
-        return await self._on("aside", work)
+    async def aside(self, size: int, work: Callable[[], T]) -> T:
+        """Run work that is no part of a generation, on a thread that no prompt waits for.
+
+        Args:
+            size: how many characters or tokens it is about: it waits for work of its size alone.
+        """
+        return await self._on(_aside(_lane(size)), work)
+
+    async def write(self, work: Callable[[], T]) -> T:
+        """Run a piece of the work that a large answer takes. Answers take turns with their pieces."""
+        return await self._on("answers", work)
 
     async def read(self, num_bytes: int, work: Callable[[Callable[[], bool]], T]) -> T:
         """Read a large body on a thread that serves only large bodies.
@@ -183,3 +193,7 @@ class PromptTokenizer:
 
 def _lane(size: int) -> str:
     return "short" if size <= text_pieces.LONG_CHARS else "long" if size <= _HUGE_PIECE_CHARS else "huge"
+
+
+def _aside(lane: str) -> str:
+    return f"aside-{lane}"

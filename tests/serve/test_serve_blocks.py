@@ -65,7 +65,7 @@ def streamed(kind, events, reason="stop", **asked):
 
 
 def whole(kind, events, reason="stop", **asked):
-    return answer_of(kind, events, **asked).whole([(0, output) for output in outputs(events, reason)])
+    return b"".join(answer_of(kind, events, **asked).whole([(0, output) for output in outputs(events, reason)]))
 
 
 def sent(library, body, is_stream):
@@ -157,6 +157,19 @@ def test_messages_have_thinking_text_and_calls_in_their_order():
         assert one.to_dict() == other.to_dict()
     assert final.stop_reason == "tool_use" and final.usage.output_tokens == len(EVENTS)
     assert final.usage.cache_read_input_tokens == 2 and final.usage.input_tokens == 1
+
+
+@pytest.mark.parametrize("kind", [ResponsesAnswer, MessagesAnswer])
+def test_outputs_that_are_much_work_are_told_in_parts(kind):
+    said = [f"{place} " for place in range(300)]
+    given = [(0, output) for output in outputs([[Text(text)] for text in said])]
+    given[7][1].token_ids_delta = [5] * 2000
+    answer = answer_of(kind, [[Text(text)] for text in said])
+    answer.first_events()
+    parts = list(answer.events_in_turns(given))
+    told = [json.loads(line[6:]) for line in b"".join(parts).decode().splitlines() if line.startswith("data: ")]
+    deltas = [one["delta"] for one in told if one["type"].endswith(("output_text.delta", "block_delta"))]
+    assert len(parts) > 3 and said == [one if isinstance(one, str) else one["text"] for one in deltas]
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 4])

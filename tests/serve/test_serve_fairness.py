@@ -144,7 +144,7 @@ def test_work_whose_caller_has_gone_is_not_begun():
             prompts.tokenizer.encode = slow
             calls = [asyncio.create_task(prompts.tokenize(letter + PROSE * 3000)) for letter in "AB"]
             calls += [asyncio.create_task(prompts.tokenize(letter)) for letter in "CD"]
-            calls += [asyncio.create_task(prompts.aside(lambda: texts.append("aside")))]
+            calls += [asyncio.create_task(prompts.aside(1, lambda: texts.append("aside")))]
             for _ in ("long", "short"):  # each lane is at its first text, so that the second one cannot begin
                 assert await asyncio.to_thread(begun.acquire, timeout=30)
             for call in calls:
@@ -260,7 +260,7 @@ def test_a_client_that_leaves_while_its_text_is_tokenised_ends_the_work(path, ur
         async with serving(path) as served:
             prompts, may_go_on, begun, done = served.async_engine.prompts, threading.Event(), [], []
             inner = prompts.tokenizer.encode
-            queue = prompts.threads["aside" if url == "/tokenize" else "short"]._work_queue
+            queue = prompts.threads["aside-short" if url == "/tokenize" else "short"]._work_queue
 
             def slow(text, **arguments):
                 begun.append(1)

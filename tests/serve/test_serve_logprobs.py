@@ -114,7 +114,7 @@ def answer_of(entry, token_bytes, *, logprobs=5):
         request_id="r", index=0, text_delta="", token_ids_delta=[next(iter(entry))], logprobs_delta=[entry],
         text_offsets_delta=[0], finished=True, finish_reason="length", metrics=RequestMetrics(arrival_time=0.0),
     )  # fmt: skip
-    body = json.loads(answer.whole([(0, output)]))
+    body = json.loads(b"".join(answer.whole([(0, output)])))
     return body["choices"][0]["logprobs"]
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import threading
 
 import pytest
 from engines import COMMON, random_prompts
@@ -10,7 +9,7 @@ from serving import events, make_served_checkpoint, serving
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.outputs import Logprob, StreamOutput
-from nanoinfer.serve.answers import CompletionAnswer, encode_in_pieces
+from nanoinfer.serve.answers import CompletionAnswer
 from nanoinfer.serve.protocol import CompletionRequest
 from nanoinfer.serve.tokenizing import Echo
 
@@ -122,7 +121,9 @@ def test_a_completion_that_is_ahead_of_its_prompts_first_one_waits_for_it():
         )  # fmt: skip
 
     assert answer.events([(0, output(1, 7)), (0, output(1, 8))]) == b""
-    sent = answer.events([(0, output(0, 9, entries["prompt"]))]) + answer.events([(0, output(1, 10))])
+    first = (0, output(0, 9, entries["prompt"]))
+    assert answer.work([first]) > 2 * answer.work([(0, output(0, 9))]), "the ones that it releases are work, too"
+    sent = answer.events([first]) + answer.events([(0, output(1, 10))])
     choices = [json.loads(line[6:])["choices"][0] for line in sent.decode().split("\n\n") if line]
     assert [(choice["index"], choice["text"]) for choice in choices] == [(0, "abc"), (1, "abc"), (1, "c"), (1, "c")]
     assert [choice["logprobs"]["tokens"] for choice in choices[:3]] == [["a", "b", "c"], ["a", "b", "c"], ["c"]]
@@ -168,21 +169,3 @@ def test_prompt_logprobs_are_those_of_vllm(path, llm):
 def test_without_a_tokenizer_tokens_have_their_ids_as_names(path):
     (answer,) = post_all(path, dict(prompt=[20, 21], echo=True, logprobs=0, max_tokens=0), skip_tokenizer_init=True)
     assert answer["choices"][0]["logprobs"]["tokens"] == ["token_id:20", "token_id:21"]
-
-
-def test_long_answers_are_written_beside_the_event_loop(path, monkeypatch):
-    threads, whole = [], CompletionAnswer.whole
-
-    def watched(self, outputs):
-        threads.append(threading.current_thread().name.rpartition("_")[0])
-        return whole(self, outputs)
-
-    monkeypatch.setattr(CompletionAnswer, "whole", watched)
-    with_some, without = post_all(path, dict(prompt=IDS[0], prompt_logprobs=1), dict(prompt=IDS[0]))
-    assert threads == ["nanoinfer-tokenizer-aside", ""]
-    assert with_some["choices"][0]["text"] == without["choices"][0]["text"]
-
-
-def test_json_in_pieces_is_json():
-    value = {"list": [{5: [1, None, "ä\n", 2.5]}, {}, []] * 200, "short": [[], {}, {"a": True}], "n": None}
-    assert encode_in_pieces(value) == json.dumps(value, separators=(",", ":"))
