@@ -17,6 +17,13 @@ if TYPE_CHECKING:  # it imports torch
 QUANTISED = ("int4", "int4-symmetric", "int8", "fp8")
 """What the weights of a wide checkpoint can be quantised to."""
 _BACKENDS = ("auto", "triton", "torch", "flash_attn")
+_CHOICES = dict(
+    dtype=("auto", "bfloat16", "float16", "float32", "half", "float"),
+    kv_cache_dtype=("auto", "fp8"),
+    generation_config=("auto", "vllm"),
+    load_format=("auto", "dummy"),
+    pin_host_memory=("auto", "require"),
+)
 METHODS = (
     "awq", "gptq", "auto-round", "compressed-tensors", "fp8", "modelopt", "mxfp4", "gguf",
     "compressed_tensors", "finegrained_fp8", "deepseek_fp8", "modelopt_fp4", "modelopt_fp8", "nvfp4", "awq_marlin",
@@ -149,20 +156,24 @@ class EngineConfig:
     progress_bar: bool = True
 
     def __post_init__(self) -> None:
-        # Other names of the same: torch.float32 in Python, and vLLM's word for the one kind of fp8 that KV can have.
+        self._take_other_words()
+        self._check_choices()
+        self._check_values()
+        self._parse_sizes()
+        self._check_together()
+
+    def _take_other_words(self) -> None:
+        """Take other names of the same: torch.float32 in Python, and vLLM's words."""
         if type(self.dtype).__name__ == "dtype":
             object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
-        if self.kv_cache_dtype == "fp8_e4m3":
+        if self.kv_cache_dtype == "fp8_e4m3":  # the one kind of fp8 that KV can have
             object.__setattr__(self, "kv_cache_dtype", "fp8")
-        self._check(
-            "model", isinstance(self.model, str | Path) and str(self.model), "a checkpoint's directory or a hub id"
-        )
-        self._check("device", isinstance(self.device, str), 'text: "auto", "cuda", "cuda:1" or "cpu"')
-        overrides = self.hf_overrides
-        is_right = overrides is None or isinstance(overrides, dict) and all(isinstance(name, str) for name in overrides)
-        self._check("hf_overrides", is_right, "None or a dict of the config's fields")
-        self._one_of("dtype", ("auto", "bfloat16", "float16", "float32", "half", "float"))
-        self._one_of("kv_cache_dtype", ("auto", "fp8"))
+        if self.max_model_len == -1:  # what fits
+            object.__setattr__(self, "max_model_len", None)
+
+    def _check_choices(self) -> None:
+        for name, allowed in _CHOICES.items():
+            self._one_of(name, allowed)
         self._check("quantization", isinstance(self.quantization, str | None), 'None or text, such as "int4" or "awq"')
         if self.quantization not in (None, *QUANTISED, *METHODS):
             raise ValueError(
@@ -171,15 +182,24 @@ class EngineConfig:
             )
         if self.head_quantization is not None:
             self._one_of("head_quantization", ("int8",))
-        self._one_of("generation_config", ("auto", "vllm"))
-        self._one_of("load_format", ("auto", "dummy"))
         if self.attention_backend not in _BACKENDS:
             from nanoinfer.devices.registry import brought_backends  # it imports torch, and few ask for others
 
             self._one_of("attention_backend", (*_BACKENDS, *brought_backends()))
-        self._one_of("pin_host_memory", ("auto", "require"))
-        if self.max_model_len == -1:  # vLLM's word for what fits
-            object.__setattr__(self, "max_model_len", None)
+        offloads = isinstance(self.enable_cpu_offload, bool) or self.enable_cpu_offload == "auto"
+        self._check("enable_cpu_offload", offloads, 'True, False or "auto"')
+        for name in ("enforce_eager", "enable_prefix_caching", "skip_tokenizer_init"):
+            self._check(name, isinstance(getattr(self, name), bool), "True or False")
+
+    def _check_values(self) -> None:
+        is_model = isinstance(self.model, str | Path) and str(self.model)
+        self._check("model", is_model, "a checkpoint's directory or a hub id")
+        self._check("device", isinstance(self.device, str), 'text: "auto", "cuda", "cuda:1" or "cpu"')
+        is_path = isinstance(self.chat_template, str | Path | None)
+        self._check("chat_template", is_path, "the path of a file with a template in Jinja")
+        overrides = self.hf_overrides
+        is_right = isinstance(overrides, dict | None) and all(isinstance(name, str) for name in overrides or ())
+        self._check("hf_overrides", is_right, "None or a dict of the config's fields")
         counts = "max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override", "expert_slots"
         for name in counts:
             if getattr(self, name) is not None:
@@ -188,12 +208,19 @@ class EngineConfig:
         self._check("block_size", self.block_size % 16 == 0, "a multiple of 16, such as 256")
         self._count("num_ring_slots", minimum=2, reason=": one slot is filled while another is read")
         self._count("seed", minimum=0)
-        offloads = isinstance(self.enable_cpu_offload, bool) or self.enable_cpu_offload == "auto"
-        self._check("enable_cpu_offload", offloads, 'True, False or "auto"')
-        is_path = isinstance(self.chat_template, str | Path | None)
-        self._check("chat_template", is_path, "the path of a file with a template in Jinja")
-        for name in ("enforce_eager", "enable_prefix_caching", "skip_tokenizer_init"):
-            self._check(name, isinstance(getattr(self, name), bool), "True or False")
+        gib, share = self.cpu_offload_gb, self.gpu_memory_utilization
+        is_right = gib is None or _is_number(gib) and 0 <= gib < 2**20
+        self._check("cpu_offload_gb", is_right, "None, or a number of GiB, such as 4")
+        is_right = _is_number(share) and 0 < share <= 1
+        self._check("gpu_memory_utilization", is_right, "above 0 and at most 1, such as 0.9")
+        sizes, counts = self.cuda_graph_batch_sizes, self.capture_num_tokens
+        what = "list of whole numbers of at least 1"
+        is_right = sizes is None or sizes == "staged" or sizes and _are_counts(sizes)
+        self._check("cuda_graph_batch_sizes", is_right, f'None, "staged" or a {what}')
+        is_right = counts is None or _are_counts(counts)
+        self._check("capture_num_tokens", is_right, f"None, [] for none, or a {what}, such as [16, 64, 256]")
+
+    def _parse_sizes(self) -> None:
         limits = "gpu_memory_limit", "host_memory_limit", "resident_kv_limit", "resident_weights_limit"
         for name in (*limits, "ring_slot_bytes"):
             value = getattr(self, name)
@@ -202,35 +229,24 @@ class EngineConfig:
             parse = parse_memory if name.endswith("memory_limit") else parse_bytes
             is_zero = name.startswith("resident") and value == 0 and not isinstance(value, bool)
             object.__setattr__(self, name, 0 if is_zero else parse(value, name))
-        gib = self.cpu_offload_gb
-        is_number = isinstance(gib, int | float) and not isinstance(gib, bool)
-        self._check(
-            "cpu_offload_gb", gib is None or is_number and 0 <= gib < 2**20, "None, or a number of GiB, such as 4"
-        )
-        if gib == 0 and self.resident_weights_limit is not None:
+
+    def _check_together(self) -> None:
+        limit, gib = self.resident_weights_limit, self.cpu_offload_gb
+        if gib == 0 and limit is not None:
             raise ValueError(
-                f"resident_weights_limit={self.resident_weights_limit!r} has weights streamed that are more, and "
-                f"cpu_offload_gb={gib!r} has none: leave one of them out"
+                f"resident_weights_limit={limit!r} has weights streamed that are more, and cpu_offload_gb={gib!r} has "
+                "none: leave one of them out"
             )
-        streams = self.resident_weights_limit is not None or gib is not None
-        if self.expert_slots is not None and streams:
+        if self.expert_slots is not None and (limit is not None or gib is not None):
             raise ValueError(
                 f"expert_slots={self.expert_slots} brings experts one by one, and resident_weights_limit or "
                 "cpu_offload_gb whole layers: leave one of them out"
             )
-        share = self.gpu_memory_utilization
-        is_number = isinstance(share, int | float) and not isinstance(share, bool)
-        self._check("gpu_memory_utilization", is_number and 0 < share <= 1, "above 0 and at most 1, such as 0.9")
-        sizes, counts, limit = self.cuda_graph_batch_sizes, self.capture_num_tokens, self.max_num_batched_tokens
-        is_right = sizes is None or sizes == "staged" or sizes and _are_counts(sizes)
-        what = "list of whole numbers of at least 1"
-        self._check("cuda_graph_batch_sizes", is_right, f'None, "staged" or a {what}')
-        is_right = counts is None or _are_counts(counts)
-        self._check("capture_num_tokens", is_right, f"None, [] for none, or a {what}, such as [16, 64, 256]")
-        if counts and limit is not None and max(counts) > limit:
+        counts, most = self.capture_num_tokens, self.max_num_batched_tokens
+        if counts and most is not None and max(counts) > most:
             raise ValueError(
                 f"capture_num_tokens={counts!r} holds {max(counts)}, and a prefill step has at most "
-                f"max_num_batched_tokens={limit} tokens: lower the one or raise the other"
+                f"max_num_batched_tokens={most} tokens: lower the one or raise the other"
             )
 
     @property
@@ -270,6 +286,10 @@ class EngineConfig:
     def _check(self, name: str, is_right: object, what: str) -> None:
         if not is_right:
             raise ValueError(f"{name}={getattr(self, name)!r} must be {what}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _are_counts(values: object) -> bool:
