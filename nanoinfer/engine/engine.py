@@ -268,7 +268,7 @@ class LLMEngine:
                 for sequence in batch.sequences:
                     self.work.requests[sequence.request_id].mark_scheduled()
             copied = self.runner.offload.counters
-            streamed_before, timeline = copied.streamed_bytes, self.meter.timeline(batch)
+            streamed_before, timeline = copied.streamed_bytes, self.meter.timeline(not batch.chunks)
             plan = self.planner.begin_step(batch)
             layers = self.runner.execute(plan, timeline)
             launched = LaunchedStep(batch, layers, begin, copied.streamed_bytes - streamed_before, timeline)

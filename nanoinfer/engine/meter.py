@@ -151,11 +151,11 @@ class StepMeter:
     _experts_read: int = 0  # of all steps until then
     _open: list[tuple[Timeline, float]] = field(default_factory=list)  # with the step's seconds; copies may still run
 
-    def timeline(self, batch: Batch[Sequence]) -> Timeline | None:
+    def timeline(self, is_decode: bool) -> Timeline | None:
         """Return a timeline for the step about to be launched, or None if that step is not to be timed."""
         # The first step is not representative: it may compile kernels, and nothing was prefetched for it.
-        is_sample = not batch.chunks and self._num_launched % SAMPLE_EVERY == 1
-        self._num_launched += not batch.chunks
+        is_sample = is_decode and self._num_launched % SAMPLE_EVERY == 1
+        self._num_launched += is_decode
         timeline = Timeline(self.runtime) if is_sample or self.trace is not None else None
         if self.trace is not None and timeline is not None:
             self.trace.timelines.append(timeline)

@@ -41,15 +41,30 @@ def statistics(engine: Engine) -> dict[str, int | float | str | dict | list[str]
     `expert_hits`, `expert_fetches`, `expert_evictions`, `expert_fetched_bytes` say what steps of few rows found on
     the GPU with `expert_slots`, and `expert_slots_by_layer` for each layer, of steps that have run.
     """
-    runner, meter, decoded = engine.runner, engine.meter, engine.runner.decode_program.counters
-    decode, prefill = meter.times, engine.runner.prefill_program.pieces.counters
-    gpu_blocks, host_blocks = engine.kv_cache.tables.gpu_blocks, engine.kv_cache.tables.lifetimes.host_blocks
-    kept, transfer = engine.mover.kept, runner.offload.counters
+    meter, decode = engine.meter, engine.meter.times
     return {
         "mode": engine.mode,
         "num_waiting": len(engine.scheduler.waiting),
         "num_running": len(engine.scheduler.running),
         "num_preemptions": engine.scheduler.num_preemptions,
+        **_of_blocks(engine),
+        **_of_transfers(engine),
+        **_of_steps(engine),
+        "kv_resident_share": meter.resident_share,
+        "link_busy_fraction": decode.link_busy_fraction,
+        "compute_busy_fraction": decode.compute_busy_fraction,
+        "copy_wait_seconds": decode.wait_fraction * decode.seconds,
+        "host_seconds": decode.host_seconds,
+        "bound": decode.bound,
+        "advice": advice(engine, decode),
+        "notes": notes(engine),
+    }
+
+
+def _of_blocks(engine: Engine) -> dict[str, int]:
+    kept, prefixes, copies = engine.mover.kept, engine.kv_cache.prefixes, engine.kv_cache.copies
+    gpu_blocks, host_blocks = engine.kv_cache.tables.gpu_blocks, engine.kv_cache.tables.lifetimes.host_blocks
+    return {
         "gpu_blocks_total": gpu_blocks.num_blocks,
         "gpu_blocks_used": gpu_blocks.num_used,
         "gpu_blocks_free": gpu_blocks.num_free,
@@ -58,16 +73,29 @@ def statistics(engine: Engine) -> dict[str, int | float | str | dict | list[str]
         "host_blocks_used": host_blocks.num_used + kept.num_used,
         "host_blocks_free": host_blocks.num_free + kept.num_free,
         "host_blocks_cached": host_blocks.num_cached,
-        "prefix_cache_queried_tokens": engine.kv_cache.prefixes.num_queried_tokens,
-        "prefix_cache_hit_tokens": engine.kv_cache.prefixes.num_hit_tokens,
-        "kv_blocks_resident": engine.kv_cache.copies.num_resident,
-        "kv_blocks_streamed": engine.kv_cache.copies.num_streamed,
-        "streamed_bytes": transfer.streamed_bytes + meter.fetched_bytes,
+        "prefix_cache_queried_tokens": prefixes.num_queried_tokens,
+        "prefix_cache_hit_tokens": prefixes.num_hit_tokens,
+        "kv_blocks_resident": copies.num_resident,
+        "kv_blocks_streamed": copies.num_streamed,
+    }
+
+
+def _of_transfers(engine: Engine) -> dict[str, int | float]:
+    decode, transfer = engine.meter.times, engine.runner.offload.counters
+    return {
+        "streamed_bytes": transfer.streamed_bytes + engine.meter.fetched_bytes,
         "streamed_weight_bytes": engine.plan.streamed_bytes,
         "discarded_prefetch_bytes": transfer.discarded_bytes,
         "written_bytes": transfer.written_bytes,
         "decode_streamed_bytes": decode.streamed_bytes,
         "link_gbps": decode.streamed_bytes / decode.streaming_seconds / 1e9 if decode.streamed_bytes else 0.0,
+    }
+
+
+def _of_steps(engine: Engine) -> dict[str, Any]:
+    runner, meter, decode = engine.runner, engine.meter, engine.meter.times
+    decoded, prefill = runner.decode_program.counters, runner.prefill_program.pieces.counters
+    return {
         "num_prefill_steps": meter.num_prefill_steps,
         "num_prefill_tokens": meter.num_prefill_tokens,
         "num_mixed_steps": meter.num_mixed_steps,
@@ -80,7 +108,7 @@ def statistics(engine: Engine) -> dict[str, int | float | str | dict | list[str]
         "num_decode_steps": decode.num_steps,
         "num_decode_tokens": meter.num_decode_tokens,
         "decode_seconds": decode.seconds,
-        **experts_read(engine.runner.spec.sparse, decode),
+        **experts_read(runner.spec.sparse, decode),
         "prefill_experts_read": meter.prefill_experts_read,
         **slot_figures(runner.model.streamed.slot_counts()),
         "graph_replays": decoded.graph_replays,
@@ -88,14 +116,6 @@ def statistics(engine: Engine) -> dict[str, int | float | str | dict | list[str]
         "padded_rows": decoded.padded_rows,
         "graph_bytes": 0 if runner.graph_memory is None else runner.graph_memory[1] - runner.graph_memory[0],
         "products_in_own_tiles": {shape: counts for shape, counts in runner.product_checks.items() if counts},
-        "kv_resident_share": meter.resident_share,
-        "link_busy_fraction": decode.link_busy_fraction,
-        "compute_busy_fraction": decode.compute_busy_fraction,
-        "copy_wait_seconds": decode.wait_fraction * decode.seconds,
-        "host_seconds": decode.host_seconds,
-        "bound": decode.bound,
-        "advice": advice(engine, decode),
-        "notes": notes(engine),
     }
 
 

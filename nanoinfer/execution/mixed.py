@@ -41,7 +41,7 @@ class MixedStep(OffloadStep):
     @property
     def readers(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """For each window two parallel arrays: a sequence's number (prompt chunks first), a host block it reads."""
-        result, first = [], self._prefill.num_chunks
+        result, first = [], len(self._prefill.lengths)
         for (chunks, theirs), (rows, ours) in zip(self._prefill.readers, self._decode.readers, strict=True):
             result.append((np.concatenate([chunks, first + rows]), np.concatenate([theirs, ours])))
         return result

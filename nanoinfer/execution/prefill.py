@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -60,60 +61,42 @@ class PrefillProgram:
 
         logits: [sampled rows, vocab_size], which the step fills.
         """
-        chunks, num_decoding, block_size = step.chunks, len(step.rows), self.block_size
+        chunks = step.chunks
         gpu_blocks, host_blocks = step.gpu_blocks[: len(chunks)], step.host_blocks[: len(chunks)]
-        num_live = sum(chunk.end - chunk.begin for chunk in chunks) + num_decoding
-        packer, inputs = pack_inputs(self._table, [*self._inputs(chunks, gpu_blocks, step.rows)], num_live)
-        begun = packer.add([chunk.row for chunk in chunks if self.resources.states.of_layer and chunk.begin == 0])
         lengths = np.array([chunk.end - chunk.begin for chunk in chunks])
-        cu_seqlens = packer.add(np.concatenate([[0], np.cumsum(lengths)]))
-        finished = [i for i, chunk in enumerate(chunks) if chunk.is_last]
-        num_tokens = int(lengths.sum())
-        last = packer.add(np.concatenate([np.cumsum(lengths)[finished] - 1, num_tokens + np.arange(num_decoding)]))
-        last_rows = packer.add(step.sampled_rows)
-        next_ids, begins = [chunk.next_token_ids for chunk in chunks], np.cumsum(lengths) - lengths
-        indices = [begin + np.arange(len(ids)) for begin, ids in zip(begins, next_ids, strict=True)]
-        scored, scored_by = packer.add(np.concatenate(indices)), packer.add(np.concatenate(next_ids))
-        query_pos = packer.add([chunk.begin for chunk in chunks])
-        kv_end = packer.add([chunk.end for chunk in chunks])
-        num_blocks = [-(-chunk.end // block_size) for chunk in chunks]
-        first_blocks = [_first_gpu_block(blocks[:count]) for blocks, count in zip(gpu_blocks, num_blocks)]
-        first_block = packer.add(first_blocks)
-        width = max(count - first for count, first in zip(num_blocks, first_blocks, strict=True))
-        table = np.zeros((len(chunks), width), dtype=np.int32)
-        for line, blocks, first, count in zip(table, gpu_blocks, first_blocks, num_blocks, strict=True):
-            line[: count - first] = blocks[first:count]
-        block_table = packer.add(table)
+        ends = np.cumsum(lengths)
+        num_tokens, num_live = int(ends[-1]), int(ends[-1]) + len(step.rows)
+        packer, inputs = pack_inputs(self._table, self._inputs(chunks, gpu_blocks, step.rows), num_live)
+        begun = packer.add([chunk.row for chunk in chunks if self.resources.states.of_layer and chunk.begin == 0])
+        scored, scored_by = map(packer.add, _scored(chunks, lengths))
+        ended = ends[[chunk.is_last for chunk in chunks]] - 1
+        last, last_rows = packer.add([*ended, *range(num_tokens, num_live)]), packer.add(step.sampled_rows)
+        first_blocks, table = self._on_gpu(chunks, gpu_blocks)
+        on_gpu = partial(
+            KeyRange,
+            cu_seqlens_q=packer.add(np.concatenate([[0], ends])),
+            query_pos=packer.add([chunk.begin for chunk in chunks]),
+            first_block=packer.add(first_blocks),
+            kv_end=packer.add([chunk.end for chunk in chunks]),
+            block_table=packer.add(table),
+            max_query_len=int(lengths.max()),
+            query_rows=(0, num_tokens),
+            store_state=False,
+        )
         histories = [self._history(chunks, host_blocks, first_blocks, each, packer) for each in self.resources.windows]
         passing, load_states, slot_tables, readers = zip(*histories, strict=True)
         packer.upload(self.resources.compute)
-        if num_decoding:
+        if len(step.rows):
             self._table.forget()  # `MixedStep` writes there, too
-        gpu_ranges = [
-            KeyRange(
-                cu_seqlens_q=cu_seqlens,
-                query_pos=query_pos,
-                first_block=first_block,
-                kv_end=kv_end,
-                load_state=load_state,
-                block_table=block_table,
-                max_query_len=int(lengths.max()),
-                query_rows=(0, num_tokens),
-                store_state=False,
-            )
-            for load_state in load_states
-        ]
-        tensors = self.pieces.begin(num_tokens + num_decoding, inputs)
+        tensors = self.pieces.begin(num_live, inputs)
         pieces, samples = self.resources.pieces, len(logits) > 0
         # Log-probabilities of prompts are made behind the step, with the head in the places.
         takes_places = len(scored) > 0 and self.resources.model.streamed.head is not None
-        plan = pieces.plan(passing, len(tensors), samples)
         return PrefillStep(
             program=self,
-            num_chunks=len(chunks),
             write_through=step.write_through,
             chunks=passing,
-            plan=plan,
+            plan=pieces.plan(passing, len(tensors), samples),
             # A decode step or another prompt follows: no KV can be guessed, nor whether that will be large.
             ahead=None if any(passing) or takes_places else pieces.plan(passing, samples=samples),
             section_ends=tuple(pieces.numbers(samples)),
@@ -126,7 +109,7 @@ class PrefillProgram:
             scored=scored,
             scored_by=scored_by,
             takes_places=takes_places,
-            gpu_ranges=gpu_ranges,
+            gpu_ranges=[on_gpu(load_state=load_state) for load_state in load_states],
             slot_tables=slot_tables,
             lengths=lengths,
             readers=readers,
@@ -156,6 +139,16 @@ class PrefillProgram:
         for columns, value in zip((token_ids, positions, slots, [*rows, decoding]), self._padding, strict=False):
             known = np.concatenate(columns)
             yield np.concatenate([known, np.full(count - len(known), value)])
+
+    def _on_gpu(self, chunks: Sequence[PromptChunk], gpu_blocks: np.ndarray) -> tuple[list[int], np.ndarray]:
+        """Return for each chunk its first logical block on the GPU, and a line of the blocks from there on."""
+        num_blocks = [-(-chunk.end // self.block_size) for chunk in chunks]
+        first_blocks = [_first_gpu_block(blocks[:count]) for blocks, count in zip(gpu_blocks, num_blocks)]
+        width = max(count - first for count, first in zip(num_blocks, first_blocks, strict=True))
+        table = np.zeros((len(chunks), width), dtype=np.int32)
+        for line, blocks, first, count in zip(table, gpu_blocks, first_blocks, num_blocks, strict=True):
+            line[: count - first] = blocks[first:count]
+        return first_blocks, table
 
     def _history(
         self,
@@ -191,6 +184,13 @@ class PrefillProgram:
         return found, load_state, packer.add(np.array(rows, dtype=np.int32).reshape(-1, 3).T), readers
 
 
+def _scored(chunks: Sequence[PromptChunk], lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return which of the step's tokens are scored, and by which tokens."""
+    next_ids, begins = [chunk.next_token_ids for chunk in chunks], np.cumsum(lengths) - lengths
+    indices = [begin + np.arange(len(ids)) for begin, ids in zip(begins, next_ids, strict=True)]
+    return np.concatenate(indices), np.concatenate(next_ids)
+
+
 def _first_gpu_block(blocks: np.ndarray) -> int:
     """Return the place from which on all of a row's blocks lie on the GPU; the blocks before it lie on the host."""
     missing = np.flatnonzero(blocks == NO_BLOCK)
@@ -224,7 +224,6 @@ class PrefillStep(OffloadStep):
     """
 
     program: PrefillProgram
-    num_chunks: int
     write_through: Sequence[tuple[int, int]]
     chunks: Sequence[list[Chunk]]
     plan: StreamPlan

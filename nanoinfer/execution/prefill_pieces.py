@@ -10,7 +10,7 @@ a larger step is padded to a number of rows at which the matrix library may be c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -110,7 +110,7 @@ class PrefillPieces:
         return pack_inputs(self._table, columns, num_live=0)
 
 
-def pack_inputs(table: DeviceTable, columns: list[np.ndarray], num_live: int) -> tuple[Packer, list[Tensor]]:
+def pack_inputs(table: DeviceTable, columns: Iterable[np.ndarray], num_live: int) -> tuple[Packer, list[Tensor]]:
     """Begin a step's table with its padded inputs, at addresses that depend on their length alone: graphs read them.
 
     columns: token ids, positions, slots and, if a layer asks for them, rows; num_live: how many of these are tokens.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -35,7 +36,7 @@ class PendingTokens:
         values, ids: [places, 1 + top] float32 and int64, pinned, as `copy_logprobs` writes them.
         prompts: log-probabilities of the prompts of the step; None: nobody wants any.
         fault: why logits are unsound, as far as it is known.
-        counts: pinned copies of what `ReadBack` counts: of experts that were read, then of each of `slots`.
+        count_experts: returns `experts_read` and `fetched_bytes`, once the step has run.
 
     Attributes:
         done: recorded behind the step.
@@ -53,11 +54,10 @@ class PendingTokens:
         prompts: PendingPrompts | None,
         done: Event,
         fault: str,
-        counts: Sequence[torch.Tensor],
-        slots: Sequence[SlotSet],
+        count_experts: Callable[[], tuple[int, int]],
     ) -> None:
         self._tokens, self._places, self._values, self._ids, self._fault = tokens, places, values, ids, fault
-        self.done, self._counts, self._slots, self._prompts = done, counts, slots, prompts
+        self.done, self._count_experts, self._prompts = done, count_experts, prompts
         self.made: float | None = None
         self.experts_read = self.fetched_bytes = 0
 
@@ -65,9 +65,7 @@ class PendingTokens:
         """Wait until the step has run, and return what it sampled, for each sampled row."""
         self.done.synchronize("host.read_after_step")
         tokens = self._tokens.tolist()
-        if self._counts:
-            self.experts_read, own = self._counts[0].item(), zip(self._slots, self._counts[1:], strict=True)
-            self.fetched_bytes = sum(one.fetched_bytes(counts) for one, counts in own)
+        self.experts_read, self.fetched_bytes = self._count_experts()
         logprobs: list[Logprobs | None] = [None] * len(tokens)
         for place, values, ids in zip(self._places, self._values.tolist(), self._ids.tolist(), strict=True):
             logprobs[place] = values[0], ids[0], values[1:], ids[1:]
@@ -142,7 +140,15 @@ class ReadBack:
         for host, device in zip(counts, self._counts, strict=True):
             self._compute.copy(host, device.view(-1))
         self._compute.record(done)
-        return PendingTokens(tokens_host, places, values, ids, prompts, done, self._fault, counts, self._slots)
+        count = partial(self._count_experts, counts)
+        return PendingTokens(tokens_host, places, values, ids, prompts, done, self._fault, count)
+
+    def _count_experts(self, counts: Sequence[torch.Tensor]) -> tuple[int, int]:
+        """Return what copies of the counts say: how many experts were read, and the bytes that came one by one."""
+        if not counts:
+            return 0, 0
+        own = zip(self._slots, counts[1:], strict=True)
+        return counts[0].item(), sum(one.fetched_bytes(count) for one, count in own)
 
     def forget(self) -> None:
         """Have the table uploaded again: after an exception, the one on the device may hold anything."""

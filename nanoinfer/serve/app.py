@@ -80,6 +80,23 @@ def create_app(
     engine.requests.on_finished, engine.requests.on_load = finished, log_load
     engine.log.on_parted = metrics.observe_parting
     app = FastAPI(title="nanoinfer", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    _add_gates(app, metrics, api_key, allowed_origins)
+    tokenizer = engine.prompts.tokenizer
+    form = AnswerFormat.of_tokenizer(tokenizer, tool_parser=tool_call_parser, reasoning_parser=reasoning_parser)
+    engine.prompts.intake.form = form  # budgets of thinking go by it
+    template = ChatTemplate(tokenizer, form, spells_special=special_tokens == "text")
+    fields = Fields(refuses_unknown=strict, replaces_images=images == "replace")
+    responder = Responder(engine, served_model_names, fields, template, body_timeout, sleep)
+    _add_generation(app, responder)
+    add_agents(app, responder)
+    _add_tokenizing(app, responder)
+    _add_models(app, responder)
+    _add_health(app, engine, metrics)
+    return app
+
+
+def _add_gates(app: FastAPI, metrics: ServerMetrics, api_key: str | None, allowed_origins: Sequence[str]) -> None:
+    """Add what a request passes before its path is looked at, and what becomes of errors."""
     # A request passes the middleware added last first. CORS comes before the API key, because a browser's preflight
     # request has no key, and browsers must be able to read errors, too.
     app.add_middleware(Gate, refusal=partial(check_request, api_key=api_key))
@@ -101,17 +118,9 @@ def create_app(
     app.add_exception_handler(ReaderLeft, _client_left)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _unexpected_error)
-    tokenizer = engine.prompts.tokenizer
-    form = AnswerFormat.of_tokenizer(tokenizer, tool_parser=tool_call_parser, reasoning_parser=reasoning_parser)
-    engine.prompts.intake.form = form  # budgets of thinking go by it
-    template = ChatTemplate(tokenizer, form, spells_special=special_tokens == "text")
-    fields = Fields(refuses_unknown=strict, replaces_images=images == "replace")
-    responder = Responder(engine, served_model_names, fields, template, body_timeout, sleep)
-    _add_generation(app, responder)
-    add_agents(app, responder)
-    _add_tokenizing(app, responder)
-    _add_models(app, responder)
 
+
+def _add_health(app: FastAPI, engine: AsyncEngine, metrics: ServerMetrics) -> None:
     @app.get("/health")
     @app.get("/ping")
     @app.post("/ping")
@@ -130,8 +139,6 @@ def create_app(
     @app.get("/metrics")
     async def prometheus() -> Response:
         return Response(metrics.render(await engine.stats()), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    return app
 
 
 def _add_generation(app: FastAPI, responder: Responder) -> None:

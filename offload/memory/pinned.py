@@ -62,7 +62,6 @@ class HostArena:
         last_segment_bytes: size of the last segment, if it is smaller.
         pinner: pins the memory. None maps it only: its pages come when they are first written.
         require_pin: raise where the system refuses to pin, instead of going on with pageable memory.
-        num_register_threads: threads that register; the driver serialises part of the work.
         progress: called from the background with (segments ready, segments in all).
         available_bytes: host memory that may be taken; None asks the system.
         remedy: what a message advises so that less memory is wanted.
@@ -70,6 +69,8 @@ class HostArena:
     Raises:
         MemoryError: more than is available, or than the system maps; nothing was mapped.
     """
+
+    num_register_threads = 2  # the driver serialises part of the work
 
     def __init__(
         self,
@@ -79,7 +80,6 @@ class HostArena:
         pinner: Pinner | None,
         last_segment_bytes: int | None = None,
         require_pin: bool = False,
-        num_register_threads: int = 2,
         progress: Callable[[int, int], None] | None = None,
         available_bytes: int | None = None,
         remedy: str = "lower host_memory_limit",
@@ -124,9 +124,7 @@ class HostArena:
         self._thread: threading.Thread | None = None
         if pinner is not None:
             cores = min(os.cpu_count() or 1, 8)  # threads that touch pages; more only queue up in the kernel
-            self._thread = threading.Thread(
-                target=self._pin_all, args=(cores, num_register_threads), name="pin-host-memory", daemon=True
-            )
+            self._thread = threading.Thread(target=self._pin_all, args=(cores,), name="pin-host-memory", daemon=True)
             self._thread.start()
 
     @property
@@ -198,11 +196,11 @@ class HostArena:
 
     # Background
 
-    def _pin_all(self, num_threads: int, num_register_threads: int) -> None:
+    def _pin_all(self, num_threads: int) -> None:
         try:
             with (
                 ThreadPoolExecutor(num_threads, "touch") as touchers,
-                ThreadPoolExecutor(num_register_threads, "register") as registrars,
+                ThreadPoolExecutor(self.num_register_threads, "register") as registrars,
             ):
                 touched = [self._touch(touchers, index, num_threads) for index in range(self.num_segments)]
                 pinned = [registrars.submit(self._pin, index, touched[index]) for index in range(self.num_segments)]

@@ -177,7 +177,7 @@ def test_the_time_per_token_is_that_of_a_step_though_steps_run_ahead(path, monke
             tokens.done.synchronize(None)
         return tokens
 
-    monkeypatch.setattr("nanoinfer.engine.engine.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr("nanoinfer.engine.meter.time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(engine.runner, "sample", one_second)
     for length in (1, 2, 3, 7):
         params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)

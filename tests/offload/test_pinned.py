@@ -36,8 +36,14 @@ class Driver(Pinner):
         del self.sizes[address]
 
 
+class InTurn(HostArena):
+    """One that registers its segments one after the other."""
+
+    num_register_threads = 1
+
+
 def arena(driver: Driver, num_segments: int = 4, segment_bytes: int = 3 * PAGE_BYTES, **arguments) -> HostArena:
-    return HostArena(num_segments, segment_bytes, **(dict(pinner=driver, num_register_threads=1) | arguments))
+    return InTurn(num_segments, segment_bytes, **(dict(pinner=driver) | arguments))
 
 
 def test_exactly_the_page_rounded_bytes_are_mapped_and_registered():

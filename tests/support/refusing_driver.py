@@ -27,7 +27,7 @@ class RefusingDriver(Pinner):
         self.changed, self.num_wanted = threading.Condition(), 0
 
     def arena(self, *args, pinner, **kwargs) -> HostArena:
-        return RefusedArena(self, *args, pinner=self, num_register_threads=1, **kwargs)
+        return RefusedArena(self, *args, pinner=self, **kwargs)
 
     def want(self, num_segments: int) -> None:
         with self.changed:
@@ -49,6 +49,8 @@ class RefusingDriver(Pinner):
 
 
 class RefusedArena(HostArena):
+    num_register_threads = 1
+
     def __init__(self, driver: RefusingDriver, *args, **kwargs) -> None:
         self._driver = driver
         super().__init__(*args, **kwargs)
