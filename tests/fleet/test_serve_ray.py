@@ -1,5 +1,6 @@
 """`nanoinfer serve --ray` as a process: it answers, and finishes what runs when a signal comes."""
 
+import asyncio
 import os
 import re
 import signal
@@ -18,9 +19,9 @@ OPTIONS = "--ray --replicas 2 --replica-cpus 0.1 --port 0 --device cpu --dtype f
 
 
 @pytest.fixture
-def server(tmp_path):
+def server(tmp_path, request):
     path = make_served_checkpoint(tmp_path)
-    words = [*OPTIONS.split(), "--max-model-len", "384", "--served-model-name", MODEL]
+    words = [*OPTIONS.split(), "--max-model-len", "384", "--served-model-name", MODEL, *getattr(request, "param", ())]
     process = subprocess.Popen(
         [sys.executable, "-m", "nanoinfer.commands.main", "serve", str(path), *words],
         stderr=subprocess.PIPE, text=True, start_new_session=True,
@@ -55,3 +56,27 @@ def test_a_stream_ends_well_while_the_replicas_shut_down(server):
     with pytest.raises(httpx.ConnectError):
         time.sleep(0.1)
         httpx.get(f"{url}/health")
+
+
+@pytest.mark.parametrize("server", [["--shutdown-timeout", "0"]], indirect=True)
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_what_has_not_ended_in_time_is_told_that_the_server_shuts_down(server, is_streamed):
+    process, url = server
+    body = dict(model=MODEL, prompt="w20 w21", max_tokens=370, ignore_eos=True, stream=is_streamed)
+
+    async def run():
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            asking = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(6)]
+            while "num_requests_running" not in (metrics := (await client.get("/metrics")).text) or not re.search(
+                r"num_requests_running{.*} [1-9]", metrics
+            ):
+                await asyncio.sleep(0.01)
+            process.send_signal(signal.SIGTERM)
+            return await asyncio.gather(*asking)
+
+    answers = asyncio.run(run())
+    assert process.wait(60) == 0
+    found = [events(one.text)[-1] if is_streamed else one.json() for one in answers]
+    codes = [one["error"]["code"] for one in found if "error" in one]
+    assert set(codes) == {"shutting_down"}, "none ended late"
+    assert all(one.status_code == (200 if is_streamed else 503) for one, told in zip(answers, found) if "error" in told)

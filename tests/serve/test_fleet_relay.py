@@ -228,6 +228,20 @@ def test_a_replica_that_says_that_it_is_dead_is_passed_over_and_heard_where_all_
     assert response.status_code == 503 and response.text == "dead, too" and replicas.chosen == ["a", "a"]
 
 
+def test_while_all_shut_down_what_a_replica_says_is_the_answer():
+    replicas = Scripted(*[[whole(b"shutting down", 503)]] * 3)
+    relay = Relay(replicas, settings())
+    relay.is_shutting_down = True
+
+    async def run():
+        transport = httpx.ASGITransport(relay)
+        async with httpx.AsyncClient(transport=transport, base_url="http://fleet") as client:
+            return await client.post("/v1/completions", json=ASKED)
+
+    response = asyncio.run(run())
+    assert (response.status_code, response.text, len(replicas.calls)) == (503, "shutting down", 1)
+
+
 def test_a_client_that_leaves_ends_its_call():
     async def run():
         replicas = Scripted([[head(headers=STREAM), part(b"data: 1\n\n")], None])

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 from serving import MODEL, make_served_checkpoint
@@ -15,6 +16,7 @@ from nanoinfer.options.serve import add_arguments, check_alone, replicas_of, ser
 from nanoinfer.serve.errors import UnavailableError
 from nanoinfer.serve.ray import replica as replica_module
 from nanoinfer.serve.ray.replica import Replica, get_scope
+from nanoinfer.serve.served_requests import ServedRequests
 
 WORDS = "--device cpu --dtype float32 --block-size 16 --max-num-seqs 8 --max-model-len 384 --served-model-name tiny"
 
@@ -62,6 +64,44 @@ def test_a_replica_answers_and_is_healthy_until_its_engine_ends(path, monkeypatc
     monkeypatch.setattr(replica_module, "Exchange", Hanging)
     monkeypatch.setattr(replica_module, "_ASK_SECONDS", 0.01)
     assert asyncio.run(replica.ask("/metrics")) == ("r1", 504, b"")
+
+
+def test_a_replica_that_drains_refuses_what_is_new_and_ends_what_runs_on(path, monkeypatch):
+    step, begun, may_go_on = ServedRequests.step, threading.Event(), threading.Event()
+
+    def slow(self):
+        begun.set()
+        assert may_go_on.wait(30)
+        step(self)
+
+    monkeypatch.setattr(ServedRequests, "step", slow)
+    replica = Replica(server_options(options_of(WORDS, path)), "1", "r1")
+    scope = get_scope("/v1/completions") | {"method": "POST", "headers": [(b"content-type", b"application/json")]}
+    body = json.dumps(dict(model=MODEL, prompt="w20 w21", max_tokens=9, ignore_eos=True)).encode()
+
+    async def answered():
+        messages = [message async for some in replica.answer(scope, body) for message in some]
+        return messages[0]["status"], json.loads(messages[1]["body"])["error"]
+
+    async def run():
+        running = asyncio.create_task(answered())
+        assert await asyncio.to_thread(begun.wait, 30)
+        draining = asyncio.create_task(replica.drain(60))
+        await asyncio.sleep(0)
+        refused = await answered()
+        assert not running.done() and not draining.done(), "it has its time"
+        await replica.drain(0)  # a second signal
+        await asyncio.wait_for(draining, 30)
+        may_go_on.set()
+        return refused, await running
+
+    try:
+        found = asyncio.run(run())
+    finally:
+        may_go_on.set()
+        replica.close()
+    assert [(status, error["code"]) for status, error in found] == [(503, "shutting_down")] * 2
+    assert "had not ended within 0 s" in found[1][1]["message"]
 
 
 def test_the_threads_of_an_engine_are_those_of_one_server_whatever_ray_says():

@@ -18,6 +18,7 @@ from nanoinfer.serve.ray.replica import Replica
 from nanoinfer.serve.ray.router import PrefixRouter
 from nanoinfer.serve.settings import settings_of
 
+REPLICA, INGRESS = "Replica", "Ingress"
 # An engine has a queue of its own, and says 429: nobody should wait before it, where nobody sees it.
 _MOST_REQUESTS = 100_000
 _TARGET_REQUESTS = 16  # of each replica, where their number follows the load
@@ -53,7 +54,7 @@ def application(options: argparse.Namespace, replicas: Replicas) -> serve.Applic
     )
     replica = serve.deployment(
         _Named,
-        name="Replica",
+        name=REPLICA,
         max_constructor_retry_count=_LOADS,
         ray_actor_options=dict(num_cpus=replicas.num_cpus, num_gpus=num_gpus),
         request_router_config=RequestRouterConfig(
@@ -62,7 +63,7 @@ def application(options: argparse.Namespace, replicas: Replicas) -> serve.Applic
         **number,
         **shared,
     )
-    ingress = serve.deployment(Ingress, name="Ingress", ray_actor_options=dict(num_cpus=0), **shared)
+    ingress = serve.deployment(Ingress, name=INGRESS, ray_actor_options=dict(num_cpus=0), **shared)
     return ingress.bind(replica.bind(told, os.environ.get("OMP_NUM_THREADS")), told)
 
 

@@ -38,6 +38,10 @@ class Ingress:
     async def __call__(self, request: Request) -> Response:
         return _Relayed(self._relay)
 
+    async def drain(self, seconds: float) -> None:
+        """Note that all replicas shut down. They have these seconds, and what they say then is the answer."""
+        self._relay.is_shutting_down = True
+
 
 class _Relayed(Response):
     """An answer that is made while it is sent."""

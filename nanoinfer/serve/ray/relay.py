@@ -59,7 +59,12 @@ class Relay:
     """An ASGI application without an engine.
 
     What the server of a replica would refuse by a request's head reaches it without the body, which is not read.
+
+    Attributes:
+        is_shutting_down: whether all replicas are: none could answer in the place of one that refuses.
     """
+
+    is_shutting_down = False
 
     def __init__(self, replicas: Replicas, settings: ServerSettings) -> None:
         self._replicas, self._body_timeout = replicas, settings.body_timeout
@@ -96,7 +101,7 @@ class Relay:
                 try:
                     async with aclosing(self._replicas.answer(known, body, routed)) as parts:
                         async for messages in parts:
-                            if _is_unavailable(messages) and routed.replica not in routed.refused_by:
+                            if self._may_go_elsewhere(messages, routed):
                                 raise LostError(f"it says {messages[-1].get('body', b'')[:200]!r}")
                             await sender.pass_on(messages)
                     return
@@ -109,6 +114,10 @@ class Relay:
                         return
         finally:
             routed.leave()
+
+    def _may_go_elsewhere(self, messages: list[Message], routed: RoutedRequest) -> bool:
+        is_refused = any(message.get("status") == UnavailableError.status for message in messages)
+        return is_refused and not self.is_shutting_down and routed.replica not in routed.refused_by
 
     async def _of_all(self, path: str) -> Response:
         try:
@@ -191,10 +200,6 @@ def _read(body: bytes, parse: Callable[[bytes], object]) -> RoutedRequest:
         asked = value.get(name) if isinstance(value, dict) else None
         limit = min(limit, asked) if isinstance(asked, int) and asked >= 0 else limit
     return RoutedRequest(digests_of(text), len(text) // CHARS_PER_TOKEN, limit)
-
-
-def _is_unavailable(messages: list[Message]) -> bool:
-    return any(message.get("status") == UnavailableError.status for message in messages)
 
 
 def _is_stream(head: Message) -> bool:

@@ -71,6 +71,12 @@ class Replica:
         """Raise if requests would not be answered: Ray starts another replica then."""
         self._engine.check_health()
 
+    async def drain(self, seconds: float) -> None:
+        """Refuse new requests, and return when all others have ended. Those that run for longer than these seconds end
+        with the error that one server has for them: Ray would kill the replica, and nobody would know why."""
+        self._engine.begin_shutdown()
+        await self._engine.drain(seconds)
+
     def close(self) -> None:
         """End what still runs, and give back the memory. Blocks."""
         if self._engine is not None:

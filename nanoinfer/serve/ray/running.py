@@ -10,15 +10,18 @@ import threading
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.config import HTTPOptions
+from ray.serve.exceptions import RayServeException
 
 from nanoinfer.options.serve import Replicas
 from nanoinfer.serve.connection import IDLE_SECONDS
 from nanoinfer.serve.log import START
-from nanoinfer.serve.ray.application import application
+from nanoinfer.serve.ray.application import INGRESS, REPLICA, application
 
 logger = logging.getLogger("nanoinfer.serve")
 NAME = "nanoinfer"
+_CALL_SECONDS = 5.0
 
 
 def serve_replicas(options: argparse.Namespace, replicas: Replicas, port: int) -> int:
@@ -39,6 +42,10 @@ def serve_replicas(options: argparse.Namespace, replicas: Replicas, port: int) -
         logging.getLogger(START).info("serving on http://%s:%d", shown, port)
         _wait_for_signal()
         logger.info("shutting down; requests may run for %g s, Ctrl-C again ends them now", options.shutdown_timeout)
+        try:
+            _drain(options.shutdown_timeout)
+        except KeyboardInterrupt:
+            _drain(0.0)
         serve.delete(NAME)
     except KeyboardInterrupt:
         logger.info("interrupted")
@@ -47,6 +54,16 @@ def serve_replicas(options: argparse.Namespace, replicas: Replicas, port: int) -
             serve.shutdown()
         ray.shutdown()
     return 0
+
+
+def _drain(seconds: float) -> None:
+    """Have the replicas end their requests, as one server does: Ray would wait for all, and then kill who answers."""
+    for name in (INGRESS, REPLICA):
+        try:
+            told = serve.get_deployment_handle(name, NAME).broadcast("drain", seconds)
+            told.results(timeout_s=seconds + _CALL_SECONDS)
+        except (RayError, RayServeException, TimeoutError) as error:
+            logger.warning("%s: not all requests may have ended: %s", name, error)
 
 
 def _wait_for_signal() -> None:
