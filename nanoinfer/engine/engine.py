@@ -294,13 +294,10 @@ class LLMEngine:
         with self.work.risking(step.batch.sampled):
             self.work.in_flight = None
             self._read_tokens(step)
-            with self.meter.span("give back and publish"):
+            with self.meter.span("give back"):
                 # In their order: in which order blocks are given back decides which cached ones are evicted first.
                 names = dict.fromkeys(one.request_id for one in step.batch.sequences if one.finish_reason is not None)
                 self.work.remove_ended([self.work.requests[name] for name in names if name in self.work.requests])
-                for sequence in step.batch.sampled:  # the last token of a block makes it known what the block holds
-                    if not len(sequence.token_ids) % self.config.block_size and sequence.row is not None:
-                        self.kv_cache.prefixes.publish(sequence)
 
     def _read_tokens(self, step: LaunchedStep) -> None:
         """Wait for a step and hand out its tokens. Tokens of sequences that have ended meanwhile are dropped."""

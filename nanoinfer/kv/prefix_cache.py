@@ -1,4 +1,8 @@
-"""Equal beginnings share blocks: full blocks are published under a key made of all tokens up to their end."""
+"""Equal beginnings share blocks: full blocks of prompts are published under a key made of all tokens up to their end.
+
+Blocks that decode wrote belong to their sequence alone: its attention rounds otherwise than that of prefill, so an answer
+that began with them would differ from one that begins with nothing.
+"""
 
 from __future__ import annotations
 
@@ -74,8 +78,8 @@ class PrefixCache:
         return self._is_enabled and sequence.num_prompt_logprobs is None
 
     def publish(self, sequence: Sequence) -> None:
-        """Publish the full blocks of an admitted sequence whose tokens are known, for equal beginnings to share."""
-        known = min(sequence.num_computed, len(sequence.token_ids)) // self._block_size
+        """Publish the full blocks of an admitted sequence that prefill has computed, for equal beginnings to share."""
+        known = min(sequence.num_computed, len(sequence.prompt_token_ids)) // self._block_size
         if not self._is_enabled or known <= sequence.num_published:
             return
         (table, pool), keys = self._tables.home, self._keys(sequence, known)

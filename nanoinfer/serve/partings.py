@@ -45,11 +45,13 @@ class _Recent:
     """A prompt with its output.
 
     Attributes:
+        num_prompt: how many of the tokens are the prompt.
         marks: hashes of some windows of tokens, chosen by what these contain, and so the same ones wherever they stand.
         places: where these windows begin, ascending.
     """
 
     tokens: np.ndarray
+    num_prompt: int
     marks: np.ndarray
     places: np.ndarray
 
@@ -79,7 +81,7 @@ class RecentPrompts:
             num_prompt: how many of them are the prompt.
             num_found: how many of these were found in the prefix cache.
         """
-        new = _remembered(token_ids)
+        new = _remembered(token_ids, num_prompt)
         shared = [num_shared(new.tokens, one.tokens) for one in self.recent]
         parting = self._parting(new, num_prompt, num_found, [min(length, num_prompt) for length in shared])
         # One that the new one continues has nothing more to say.
@@ -92,7 +94,9 @@ class RecentPrompts:
     def _parting(self, new: _Recent, num_prompt: int, num_found: int, shared: list[int]) -> Parting | None:
         longest = max(shared, default=0)
         block = longest // self._block_size
-        if num_found != block * self._block_size:
+        # Of an answer the cache has what was computed ahead.
+        known = max((min(n, one.num_prompt) for one, n in zip(self.recent, shared, strict=True)), default=0)
+        if not known // self._block_size <= num_found // self._block_size <= block:
             return None  # the cache had more than the recent ones, or not all of it any more
         if any(n == longest == len(one.tokens) for one, n in zip(self.recent, shared, strict=True)):
             return None  # it goes on where a recent one ended
@@ -148,13 +152,13 @@ def _num_again(tokens: np.ndarray, others: np.ndarray) -> int:
     return int(np.count_nonzero(np.cumsum(edges)))
 
 
-def _remembered(token_ids: Several[int]) -> _Recent:
+def _remembered(token_ids: Several[int], num_prompt: int) -> _Recent:
     tokens = np.empty(len(token_ids), dtype=np.int32)
     for begin in range(0, len(tokens), _SLICE):
         tokens[begin : begin + _SLICE] = token_ids[begin : begin + _SLICE]
     hashes = _hashes(tokens)
     places = _chosen(hashes)
-    return _Recent(tokens, hashes[places], places.astype(np.int32))
+    return _Recent(tokens, num_prompt, hashes[places], places.astype(np.int32))
 
 
 def _chosen(hashes: np.ndarray) -> np.ndarray:
