@@ -1,7 +1,7 @@
 """Equal beginnings share blocks: full blocks of prompts are published under a key made of all tokens up to their end.
 
-Blocks that decode wrote belong to their sequence alone: its attention rounds otherwise than that of prefill, so an answer
-that began with them would differ from one that begins with nothing.
+Blocks that decode wrote belong to their sequence alone: its attention rounds otherwise than that of prefill, so an
+answer that began with them would differ from one that begins with nothing.
 """
 
 from __future__ import annotations

@@ -505,19 +505,3 @@ def test_a_sequence_preempted_with_a_token_that_was_not_read_goes_on_with_that_t
     assert 1 in pending, "nobody was preempted with a token in flight"
     give_back()
     assert_pools_as_before(engine)
-
-
-@BOTH_MODES
-@pytest.mark.parametrize("length", [30, 31, 32, 33])
-@pytest.mark.sampled("30-resident", "31-None", "31-32768", "32-32768", "33-None")
-def test_the_next_turn_finds_every_full_block_of_an_answer_that_was_read_late(path_of, budget, length):
-    """A block becomes full one step before its last token is known; only then can it be offered."""
-    engine = engine_with(path_of("qwen3"), budget)
-    prompt = random_prompts(1, length, length)[0]
-    ((answer, _, _),) = run(engine, [prompt], [greedy(19)])[0]
-    computed = length + 18  # the last token's KV was not needed
-    request = engine.add_request("next turn", [*prompt, *answer, 5, 6], greedy(3))
-    while engine.has_work:
-        engine.step()
-    assert request.output().metrics.num_cached_tokens == computed // 16 * 16
-    assert_pools_as_before(engine)

@@ -55,13 +55,13 @@ def test_an_equal_block_at_another_place_is_not_shared(path):
 def test_the_turns_of_a_chat_are_those_of_a_cold_start_to_the_bit(path, mode, temperature):
     """What decode has computed is not found: its attention rounds otherwise than that of prefill."""
     params = SamplingParams(temperature=temperature, seed=5, max_tokens=20, ignore_eos=True, logprobs=3)
-    engine, prompt = make_engine(path, **mode), FIRST + OTHER
-    for turn, message in enumerate(random_prompts(4, 7, 30, seed=3)):
+    engine, prompt, last = make_engine(path, **mode), FIRST + OTHER, 0
+    for message in random_prompts(4, 7, 30, seed=3):
         prompt = prompt + message
         known = engine.stats()["prefix_cache_hit_tokens"]
         (answer,), (cold,) = (run(each, [prompt], [params]) for each in (engine, make_engine(path, **mode)))
         assert answer == cold
         found = engine.stats()["prefix_cache_hit_tokens"] - known
-        assert found == (last // 16 * 16 if turn else 0), "up to the last prompt's end"
+        assert found == last // 16 * 16, "up to the last prompt's end"
         last, prompt = len(prompt), prompt + answer[0][0]
     assert_pools_as_before(engine)
