@@ -55,7 +55,7 @@ def build(config: EngineConfig, runtime: Runtime | None) -> BuiltEngine:
     """
     place = resolve_device(config.device) if runtime is None else runtime.device
     setup = _known(config, place)
-    checkpoint, spec, device = setup.checkpoint, setup.spec, setup.device
+    checkpoint, device = setup.checkpoint, setup.device
     try:
         plan = setup.plan()
     except TooSmall as error:
@@ -66,7 +66,7 @@ def build(config: EngineConfig, runtime: Runtime | None) -> BuiltEngine:
     if runtime is None:
         runtime = device.runtime()
     model, plan = _loaded(setup, plan)
-    runner = ModelRunner(config, plan, runtime, model, setup.backend, spec, memory_before)
+    runner = ModelRunner(config, plan, runtime, model, setup.backend, memory_before)
     kv = kv_side(config, runner)
     return BuiltEngine(config, runner, tokenizer=tokenizer, end_token_ids=end_ids, sampling_defaults=defaults, **kv)
 

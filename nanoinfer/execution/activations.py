@@ -9,20 +9,17 @@ from types import SimpleNamespace
 import torch
 from tqdm import tqdm
 
-from nanoinfer.attention.base import AttentionBackend, KeyRange
+from nanoinfer.attention.base import KeyRange
 from nanoinfer.common.units import GIB, format_size
-from nanoinfer.devices.registry import device_of
-from nanoinfer.execution.memory import MemoryPlan
 from nanoinfer.execution.pieces import Around, Pieces
 from nanoinfer.execution.products import check_products, run_ours
 from nanoinfer.execution.prompt_logprobs import score
 from nanoinfer.execution.recurrent import RecurrentStates
+from nanoinfer.execution.resources import Resources
 from nanoinfer.kernels.linear.counts import MAX_ROWS, padded_rows
-from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.pieces import Held
 from nanoinfer.models.step_tensors import StepTensors
 from nanoinfer.sampling_params import MAX_LOGPROBS
-from offload import KVLayout, Places, Stream
 
 
 @dataclass(frozen=True)
@@ -30,22 +27,15 @@ class Activations:
     """Memory of prefill steps.
 
     Attributes:
-        places: of the model's cuts.
         memory_before: bytes that the allocator held before the engine allocated any.
     """
 
-    compute: Stream
-    model: Decoder
-    backend: AttentionBackend
-    layout: KVLayout
-    plan: MemoryPlan
-    device: torch.device
-    places: Places
+    resources: Resources
     memory_before: int
 
     def peak_bytes(self) -> int | None:
         """Peak bytes of torch's allocator, less what it held before this engine; None where it does not count."""
-        peak = device_of(self.device).peak_bytes()
+        peak = self.resources.device.peak_bytes()
         return None if peak is None else peak - self.memory_before
 
     def measure(self, progress_bar: bool) -> tuple[int, dict[str, list[int]]]:
@@ -56,61 +46,65 @@ class Activations:
         Returns:
             How many GPU blocks to give up because the step took more than was planned, and what `check_products` found.
         """
-        device, plan, described = self.device, self.plan, device_of(self.device)
-        with self.compute.current():
+        resources, device = self.resources, self.resources.device
+        plan, compute, model = resources.plan, resources.compute, resources.model
+        with compute.current():
             # Make the matrix library take the stream's workspace now. Later it would take it out of the segment of the
             # activations, which could then never be given back.
-            some = torch.ones(16, 16, dtype=self.model.spec.dtype, device=device)
+            some = torch.ones(16, 16, dtype=model.spec.dtype, device=device.place)
             torch.nn.functional.linear(some, some)
-            checks = check_products(self.model, plan.max_num_batched_tokens)
-        held = described.held_bytes() - self.memory_before  # weights, ring and workspace
+            checks = check_products(model, plan.max_num_batched_tokens)
+        held = device.held_bytes() - self.memory_before  # weights, ring and workspace
         self.reserve()
-        described.forget_peak()
+        device.forget_peak()
         what = "compiling kernels, measuring memory"
-        with tqdm(total=1, desc=what, delay=2, disable=not progress_bar) as bar, self.compute.current():
+        with tqdm(total=1, desc=what, delay=2, disable=not progress_bar) as bar, compute.current():
             self._run_prefill(padded_rows(plan.max_num_batched_tokens))
-            described.synchronize()
+            device.synchronize()
             bar.update()
         peak = self.peak_bytes()
-        described.held_bytes()  # gives back the segment, and what came beside it
+        device.held_bytes()  # gives back the segment, and what came beside it
         # Of what is fixed, buffers and graphs come later.
         over = peak - (plan.fixed_bytes - plan.workspace_bytes - plan.graph_bytes)
-        blocks = max(0, -(-over // self.layout.block_bytes))
+        blocks = max(0, -(-over // resources.layout.block_bytes))
         if blocks:
             weights = plan.weight_bytes + plan.ring_bytes + plan.place_bytes
             warnings.warn(
                 f"memory use is {over / GIB:.3f} GiB above the plan (weights and ring {held / GIB:.3f} instead of "
                 f"{weights / GIB:.3f} GiB, prefill {(peak - held) / GIB:.3f} instead of "
-                f"{plan.activation_bytes / GIB:.3f}): {format_size(blocks * self.layout.block_bytes)} less of the KV "
-                "cache on the GPU",
+                f"{plan.activation_bytes / GIB:.3f}): {format_size(blocks * resources.layout.block_bytes)} less of the "
+                "KV cache on the GPU",
                 stacklevel=2,
             )
         return blocks, checks
 
     def run_each_kind(self) -> None:
         """Run prefill steps that together use all kernels of larger steps, and the products that are checked."""
-        for tokens in sorted({min(count, self.plan.max_num_batched_tokens) for count in (128, MAX_ROWS)}):
+        most = self.resources.plan.max_num_batched_tokens
+        for tokens in sorted({min(count, most) for count in (128, MAX_ROWS)}):
             self._run_prefill(tokens)
-        if self.plan.max_num_batched_tokens > MAX_ROWS:
-            run_ours(self.model)
+        if most > MAX_ROWS:
+            run_ours(self.resources.model)
 
     def reserve(self) -> None:
         """Leave one free segment in the allocator, from which all activations are cut.
 
         In segments of their own sizes the activations would take up to 40 % more.
         """
-        with self.compute.current():
-            torch.empty(self.plan.activation_bytes, dtype=torch.uint8, device=self.device)
+        with self.resources.compute.current():
+            size = self.resources.plan.activation_bytes
+            torch.empty(size, dtype=torch.uint8, device=self.resources.runtime.device)
 
     def _run_prefill(self, tokens: int) -> None:
         """Run a piece of each kind of a prefill step, and its head, on a pool of one block that all tokens share."""
-        device, spec, layout = self.device, self.model.spec, self.layout
-        self.places.clear()
+        resources, model, plan = self.resources, self.resources.model, self.resources.plan
+        device, spec, layout = resources.runtime.device, model.spec, resources.layout
+        resources.places.clear()
         kv = torch.zeros(1, *layout.block_shape, dtype=layout.dtype, device=device)
         held = Held([kv] * layout.num_layers, RecurrentStates(spec, 1, device).of_layer)
-        pieces = Pieces(self.model, held)
+        pieces = Pieces(model, held)
         numbers = torch.arange(tokens, device=device)
-        inputs = torch.zeros_like(numbers), numbers % self.plan.max_model_len, numbers % layout.block_size
+        inputs = torch.zeros_like(numbers), numbers % plan.max_model_len, numbers % layout.block_size
         rows = torch.ones_like(numbers, dtype=torch.int32)
         tensors = StepTensors(*inputs, torch.full_like(rows[:1], tokens), rows)
         around = self._around(kv, tokens)
@@ -119,22 +113,22 @@ class Activations:
             pieces.run_around(index, tensors, around)
         normed = tensors.x
         del tensors, around
-        self.model.logits(normed[: self.plan.max_num_seqs]).argmax(dim=-1)
-        some = numbers[: self.plan.slice_rows]
+        model.logits(normed[: plan.max_num_seqs]).argmax(dim=-1)
+        some = numbers[: plan.slice_rows]
         shape = len(some), 1 + min(MAX_LOGPROBS, spec.vocab_size)
         results = (torch.empty(shape, dtype=dtype, device=device) for dtype in (torch.float32, torch.int64))
-        score(self.model, normed.index_select(0, some), torch.zeros_like(some), *results)
-        self.places.clear()  # of slices of the head, if it is streamed
+        score(model, normed.index_select(0, some), torch.zeros_like(some), *results)
+        resources.places.clear()  # of slices of the head, if it is streamed
 
     def _around(self, kv: torch.Tensor, tokens: int) -> Around:
         """Return what the step does around pieces: one sequence of `tokens` tokens attends to one block."""
         table = torch.zeros(1, -(-tokens // kv.shape[2]), dtype=torch.int32, device=kv.device)
         key_range = KeyRange.of_one(tokens, table)
-        state, windows = self.backend.prefill_state(tokens), self.model.spec.windows
-        sinks = self.model.attention_sinks()
+        backend, model = self.resources.backend, self.resources.model
+        state, windows, sinks = backend.prefill_state(tokens), model.spec.windows, model.attention_sinks()
 
         def end_attention(layer: int, tensors: StepTensors) -> None:
-            self.backend.prefill(tensors.q, kv, key_range, state, tensors.attention, windows[layer], sinks[layer])
+            backend.prefill(tensors.q, kv, key_range, state, tensors.attention, windows[layer], sinks[layer])
 
         nothing = dict.fromkeys(("begin", "attend", "end"), lambda *given: None)
         return SimpleNamespace(end_attention=end_attention, **nothing)

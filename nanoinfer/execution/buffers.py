@@ -67,10 +67,9 @@ def _count(
         backend=TorchBackend(spec.attention, "meta"),
         layout=spec.layout,
         ring=Ring(runtime, spec.layout, num_ring_slots, sizes.blocks_per_slot),
-        gpu_kv=None,
-        states=RecurrentStates(spec, sizes.max_num_seqs, runtime.device),
         places=Places(runtime, []),
         graphs={},
+        states=RecurrentStates(spec, sizes.max_num_seqs, runtime.device),
     )
     decode = DecodeProgram(resources)
     read_back = ReadBack(runtime, None, len(decode.tokens), fault="")

@@ -16,7 +16,6 @@ from itertools import product
 import numpy as np
 import torch
 
-from nanoinfer.devices.registry import device_of
 from nanoinfer.execution.decode_attention import DecodeAttention
 from nanoinfer.execution.graphs import GraphWork
 from nanoinfer.execution.resources import Resources
@@ -53,7 +52,7 @@ class DecodeProgram:
     def __init__(self, resources: Resources) -> None:
         spec, device, self._block_size = resources.model.spec, resources.runtime.device, resources.layout.block_size
         self.resources, self._compute = resources, resources.compute
-        self.batch_sizes = resources.config.graph_batch_sizes(resources.plan.max_num_seqs, device_of(device))
+        self.batch_sizes = resources.config.graph_batch_sizes(resources.plan.max_num_seqs, resources.device)
         max_batch = max(self.batch_sizes[-1], resources.plan.max_num_seqs)
         self.rows = rows = RowState(resources.runtime, resources.plan.max_num_seqs, resources.max_blocks_per_seq)
         self.sampling = SamplingState(resources.runtime, rows, spec.vocab_size, max_batch)

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from nanoinfer.attention.base import KeyRange, PrefillState
-from nanoinfer.devices.registry import device_of
 from nanoinfer.execution.prefill_pieces import PrefillPieces, pack_inputs
 from nanoinfer.execution.resources import Resources
 from nanoinfer.execution.splits import first_visible_block
@@ -43,7 +42,7 @@ class PrefillProgram:
         # the step may have a history on the host (a shared prefix, a switch), with each of its blocks in a separate
         # ring slot.
         blocks = min(plan.max_splits, max_seqs * resources.max_blocks_per_seq)
-        num_rows = padded_rows(max_tokens) if device_of(runtime.device).pads_rows else max_tokens
+        num_rows = padded_rows(max_tokens) if resources.device.pads_rows else max_tokens
         size = 4 + len(self._padding) * num_rows + 2 * max_tokens + 1 + max_seqs * resources.max_blocks_per_seq
         size += (6 + bool(states.of_layer) + len(resources.windows)) * max_seqs
         # Each array begins at a multiple of 4.

@@ -17,7 +17,6 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from nanoinfer.devices.registry import device_of
 from nanoinfer.execution.graphs import GraphWork
 from nanoinfer.execution.resources import Resources
 from nanoinfer.execution.tables import DeviceTable, Packer
@@ -54,9 +53,8 @@ class PrefillPieces:
 
     def __init__(self, resources: Resources, table: DeviceTable, padding: tuple[int, ...]) -> None:
         device, max_tokens = resources.runtime.device, resources.plan.max_num_batched_tokens
-        described = device_of(device)
-        self._pads = described.pads_rows
-        self.capture_num_tokens = capture_num_tokens = resources.config.graph_num_tokens(max_tokens, described)
+        self._pads = resources.device.pads_rows
+        self.capture_num_tokens = capture_num_tokens = resources.config.graph_num_tokens(max_tokens, resources.device)
         assert max(capture_num_tokens, default=0) <= max_tokens, "a padded step must fit into the table"
         self.counters = PrefillCounters()
         self._resources, self._table, self._padding = resources, table, padding

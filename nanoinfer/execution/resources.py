@@ -9,6 +9,8 @@ import torch
 
 from nanoinfer.attention.base import AttentionBackend
 from nanoinfer.config import EngineConfig
+from nanoinfer.devices.base import Device
+from nanoinfer.devices.registry import device_of
 from nanoinfer.execution.graphs import Graphs
 from nanoinfer.execution.memory import MemoryPlan
 from nanoinfer.execution.pieces import Pieces
@@ -23,9 +25,10 @@ class Resources:
     """The resources of one engine with which steps are carried out. Layers without attention do not count.
 
     Attributes:
-        gpu_kv: `[num_layers, num_gpu_blocks, 2, block_size, num_kv_heads, head_dim]`, the GPU pool.
-        states: what rows keep besides blocks.
         places: where transfers lie that do not pass through the ring.
+        gpu_kv: `[num_layers, num_gpu_blocks, 2, block_size, num_kv_heads, head_dim]`, the GPU pool, once memory was
+            measured.
+        states: what rows keep besides blocks.
         windows: the distinct windows of layers; None: full attention.
         window_of: layer -> index into `windows`.
     """
@@ -38,10 +41,14 @@ class Resources:
     backend: AttentionBackend
     layout: KVLayout
     ring: Ring
-    gpu_kv: torch.Tensor
-    states: RecurrentStates
     places: Places
     graphs: Graphs
+    gpu_kv: torch.Tensor | None = None
+    states: RecurrentStates | None = None
+
+    @property
+    def device(self) -> Device:
+        return device_of(self.runtime.device)
 
     @cached_property
     def pieces(self) -> Pieces:

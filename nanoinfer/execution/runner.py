@@ -8,7 +8,7 @@ import os
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -35,7 +35,6 @@ from nanoinfer.execution.stream_shares import stream_shares
 from nanoinfer.execution.token_masks import TokenMasks
 from nanoinfer.layers.expert_pools import reads_of
 from nanoinfer.layers.linear import Head, Linear, keep_matrices
-from nanoinfer.models.base import ModelSpec
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.step.plan import StepPlan
 from offload import HostPool, OffloadEngine, Places, Ring, Runtime, Stream, Timeline
@@ -71,7 +70,6 @@ class ModelRunner:
 
     Args:
         plan: what the memory budget is spent on.
-        spec: the model's numbers, with the block size and the KV dtype of this engine.
         memory_before: bytes that the allocator held before this engine allocated any.
 
     Attributes:
@@ -90,19 +88,20 @@ class ModelRunner:
         runtime: Runtime,
         model: Decoder,
         backend: AttentionBackend,
-        spec: ModelSpec,
         memory_before: int = 0,
     ) -> None:
         self.config, self.plan, self.runtime, self.model, self.backend = config, plan, runtime, model, backend
-        self.spec, self.layout = spec, spec.layout
+        self.spec, self.layout = spec, layout = model.spec, model.spec.layout
         self.compute: Stream = runtime.stream("compute")
         self.ring = Ring(runtime, self.layout, config.num_ring_slots, plan.blocks_per_slot)
         self.num_gpu_blocks = plan.num_gpu_blocks
         self.places = Places(runtime, model.streamed.places)
-        memory = plan, runtime.device, self.places, memory_before
-        self._activations = Activations(self.compute, model, backend, self.layout, *memory)
-        self.product_checks: dict[str, list[int]] = {}  # as `check_products` returns
         self.graphs = Graphs(runtime, self.compute)
+        self._resources = Resources(
+            config, plan, runtime, self.compute, model, backend, layout, self.ring, self.places, self.graphs
+        )
+        self._activations = Activations(self._resources, memory_before)
+        self.product_checks: dict[str, list[int]] = {}  # as `check_products` returns
         self.device = device = device_of(runtime.device)
         self._num_threads = _num_threads(model) if device.is_host else None
         self._has_graphs = not config.enforce_eager and (backend.graph_safe or not device.records_graphs)
@@ -137,20 +136,7 @@ class ModelRunner:
         runtime.synchronize()  # tables were filled on another stream than the one that will write them
 
     def _programs(self, gpu_kv: torch.Tensor, states: RecurrentStates) -> tuple[DecodeProgram, PrefillProgram]:
-        resources = Resources(
-            config=self.config,
-            plan=self.plan,
-            runtime=self.runtime,
-            compute=self.compute,
-            model=self.model,
-            backend=self.backend,
-            layout=self.layout,
-            ring=self.ring,
-            gpu_kv=gpu_kv,
-            states=states,
-            places=self.places,
-            graphs=self.graphs,
-        )
+        resources = replace(self._resources, gpu_kv=gpu_kv, states=states)
         return DecodeProgram(resources), PrefillProgram(resources)
 
     def compile_kernels(self) -> None:
@@ -351,7 +337,7 @@ class ModelRunner:
         self._forget_tables()  # a step that may be repeated refers to its program
         arena, streamed = self.offload.host.arena, self.model.streamed
         del self.decode_program, self.prefill_program, self.gpu_kv, self.kept, self.block_copies, self.ring, self.model
-        del self._activations, self._prompt_logprobs, self.token_masks, self.graphs, self.offload
+        del self._resources, self._activations, self._prompt_logprobs, self.token_masks, self.graphs, self.offload
         if arena is not None:
             arena.close()
         streamed.close()

@@ -1,6 +1,6 @@
 """What fits and how fast it can be, from a model's config alone: no weights, no GPU.
 
-The bytes come from `plan_of`, the same function that the engine spends its budget with. The time of a decode step is
+The bytes come from `best_plan`, the same function that the engine spends its budget with. The time of a decode step is
 its floor: streamed bytes over the link's bandwidth or, if a device bandwidth is stated, bytes read on the device over
 that, whichever takes longer; of a sparse model with what its layers take besides.
 """
@@ -28,10 +28,10 @@ from nanoinfer.memory.floors import bytes_read_per_step, sparse_layers_seconds
 from nanoinfer.memory.forecast import Forecast
 from nanoinfer.memory.machine import device_memory
 from nanoinfer.memory.measure import DEFAULT_CONTEXT
-from nanoinfer.memory.plan import plan_of
 from nanoinfer.memory.planner import Planner
 from nanoinfer.memory.proposals import Proposal, Proposer
 from nanoinfer.memory.rates import DEFAULT_LINK_GBPS, Rates
+from nanoinfer.memory.search import best_plan
 from nanoinfer.memory.setup import Specs
 from nanoinfer.memory.streamed import missed_bytes, num_blocks, num_streamed, streamed_bytes
 from nanoinfer.models.base import ModelSpec
@@ -236,7 +236,7 @@ class Forecaster:
         batch, context = config.max_num_seqs or 1, config.max_model_len
         asked, layout = replace(self.asked, context=context or self.asked.context, batch=batch), self.spec.layout
         try:
-            memory = plan_of(self._planner(config, is_quick))
+            memory = best_plan(self._planner(config, is_quick))
         except ValueError as error:
             return replace(asked, problem=str(error))
         context = context or min(asked.context, memory.max_model_len)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from nanoinfer.execution.memory import MemoryPlan
 from nanoinfer.memory.candidates import Candidate, Streamed, choices
@@ -20,11 +21,15 @@ _GRID = 6
 
 
 def best_plan(planner: Planner) -> MemoryPlan:
-    """Return the plan to take; where none fits, `TooSmall` says what works."""
-    planner.spec.check_context(planner.config.max_model_len)
+    """Divide the memory among the parts of the engine. Where there is too little, `TooSmall` says what works."""
+    spec, device = planner.spec, planner.device
+    spec.check_context(planner.config.max_model_len)
     planner.check_host_limit()
-    search = Search(planner, checked_slots(planner.config, planner.spec))
-    return planner.plan(search.best())
+    plan = planner.plan(Search(planner, checked_slots(planner.config, spec)).best())
+    # Without kernels that read packed weights as they lie, their matrices are kept where there is room for all.
+    room = plan.budget_bytes - plan.total_bytes
+    keeps_matrices = not device.is_fused and not plan.streamed_bytes and 0 < spec.matrix_bytes <= room
+    return replace(plan, matrix_bytes=spec.matrix_bytes) if keeps_matrices else plan
 
 
 class Search:

@@ -12,9 +12,9 @@ from nanoinfer.devices.registry import device_of
 from nanoinfer.execution.memory import MemoryPlan
 from nanoinfer.memory.budget import gpu_budget
 from nanoinfer.memory.machine import device_memory
-from nanoinfer.memory.plan import plan_of
 from nanoinfer.memory.planner import Planner
 from nanoinfer.memory.rates import Rates
+from nanoinfer.memory.search import best_plan
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.models.checkpoint_info import CheckpointInfo
 from nanoinfer.weights.load import read_checkpoint, read_spec
@@ -49,7 +49,7 @@ class Setup:
         """
         config, available = config or self.config, memory_available_bytes()
         budget, rates = self.budget(config, available), Rates.of(self.device)
-        return plan_of(Planner(config, self.spec, self.device, budget, available, may_pin, rates))
+        return best_plan(Planner(config, self.spec, self.device, budget, available, may_pin, rates))
 
     def budget(self, config: EngineConfig, host_available: int) -> int:
         """Return the bytes that an engine with this config may take on the device now."""

@@ -74,7 +74,7 @@ class StepTensors:
 
 
 class FixedBuffers:
-    """Buffers of `num_tokens` rows; see `StepTensors`. `memory.plan` counts their bytes."""
+    """Buffers of `num_tokens` rows; see `StepTensors`. `memory.working` counts their bytes."""
 
     def __init__(self, spec: ModelSpec, num_tokens: int, device: torch.device) -> None:
         heads = (num_tokens, spec.attention.num_q_heads, spec.attention.head_dim)

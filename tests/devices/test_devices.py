@@ -16,8 +16,8 @@ from nanoinfer.devices.registry import accelerator, class_of, device_of, planned
 from nanoinfer.devices.target import INTERPRETER, Target
 from nanoinfer.kernels import reference
 from nanoinfer.kernels.operations import operations_of
-from nanoinfer.memory.plan import plan_of
 from nanoinfer.memory.planner import Planner
+from nanoinfer.memory.search import best_plan
 from offload import CpuRuntime
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -168,7 +168,7 @@ def test_the_plan_follows_the_rules_of_the_device(tmp_path):
     config = EngineConfig(model="unused", max_num_seqs=5, max_model_len=4096)
     sizes = dict(budget_bytes=24 * 2**30, host_available_bytes=64 * 2**30)
     own, gpu, cpu = (
-        plan_of(Planner(config, spec, device=device, **sizes))
+        best_plan(Planner(config, spec, device=device, **sizes))
         for device in (Accelerated(torch.device("cuda")), planned_device(), device_of(torch.device("cpu")))
     )
     assert (own.max_num_batched_tokens, cpu.max_num_batched_tokens) == (512, 2048)

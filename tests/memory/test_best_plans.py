@@ -11,9 +11,9 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.memory.cards import CARDS, card_named
 from nanoinfer.memory.forecaster import plan as forecast
 from nanoinfer.memory.measure import Measure
-from nanoinfer.memory.plan import plan_of
 from nanoinfer.memory.planner import Planner
 from nanoinfer.memory.rates import Rates
+from nanoinfer.memory.search import best_plan
 from nanoinfer.models.shapes import SHAPES
 
 GIB = 2**30
@@ -31,7 +31,7 @@ def makes(card: str, host: float, spec, gib: float | None = None):
 
     def make(config: EngineConfig):
         try:
-            return plan_of(Planner(config, spec, **sizes))
+            return best_plan(Planner(config, spec, **sizes))
         except ValueError:
             return None
 

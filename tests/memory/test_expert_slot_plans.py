@@ -8,10 +8,9 @@ from nanoinfer.devices.base import Device
 from nanoinfer.execution.memory import MemoryPlan
 from nanoinfer.memory.limits import TooSmall
 from nanoinfer.memory.measure import Measure
-from nanoinfer.memory.plan import plan_of
 from nanoinfer.memory.planner import Planner
 from nanoinfer.memory.rates import Rates
-from nanoinfer.memory.search import CLOSE
+from nanoinfer.memory.search import CLOSE, best_plan
 from nanoinfer.memory.setup import Specs
 from nanoinfer.memory.streamed import missed_bytes
 
@@ -25,7 +24,7 @@ def plan(specs_of):
     def make(shape: str, gib: float, host: int = 64, *, device: Device = GPU, may_pin: bool = True, **arguments):
         config = EngineConfig(model="unused", **arguments)
         sizes = dict(budget_bytes=int(gib * GIB), host_available_bytes=host * GIB, device=device, may_pin=may_pin)
-        found = plan_of(Planner(config, specs_of(shape).of(config), **sizes))
+        found = best_plan(Planner(config, specs_of(shape).of(config), **sizes))
         assert found.total_bytes <= found.budget_bytes
         assert found.host_weight_bytes + found.host_bytes <= host * GIB
         return found

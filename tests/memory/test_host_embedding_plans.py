@@ -9,8 +9,8 @@ from nanoinfer.devices.base import Device
 from nanoinfer.devices.cpu import CpuDevice
 from nanoinfer.memory.forecaster import plan as forecast
 from nanoinfer.memory.limits import TooSmall
-from nanoinfer.memory.plan import plan_of
 from nanoinfer.memory.planner import Planner
+from nanoinfer.memory.search import best_plan
 
 GIB = 2**30
 
@@ -20,7 +20,7 @@ def plan(specs_of):
     def make(shape: str, gib: float, *, device: Device = GPU, may_pin: bool = True, **arguments):
         config, sizes = EngineConfig(model="unused", **arguments), dict(device=device, may_pin=may_pin)
         spec = specs_of(shape).of(config)
-        found = plan_of(Planner(config, spec, budget_bytes=int(gib * GIB), host_available_bytes=64 * GIB, **sizes))
+        found = best_plan(Planner(config, spec, budget_bytes=int(gib * GIB), host_available_bytes=64 * GIB, **sizes))
         assert found.total_bytes <= found.budget_bytes
         assert found.embedding_bytes in (0, spec.embedding_bytes)
         return found

@@ -15,8 +15,8 @@ from tiny_models import make_checkpoint, tiny_config
 import nanoinfer
 from nanoinfer import EngineConfig, SamplingParams
 from nanoinfer.common.units import GIB, parse_bytes
-from nanoinfer.memory.plan import plan_of
 from nanoinfer.memory.planner import Planner
+from nanoinfer.memory.search import best_plan
 from nanoinfer.models.shapes import SHAPES, UNLIMITED, write_shape
 from nanoinfer.weights.load import read_checkpoint, read_spec
 
@@ -34,7 +34,7 @@ COUNTED = {}  # a shape is the same each time
 def plan(tmp_path, budget_gib, **arguments):
     spec = spec_of(tmp_path, overrides=UNLIMITED)
     config = EngineConfig(model="unused", **arguments)
-    return plan_of(
+    return best_plan(
         Planner(config, spec, budget_bytes=int(budget_gib * GIB), host_available_bytes=100 * GIB, device=GPU)
     )
 
@@ -131,7 +131,7 @@ def test_a_refusal_names_the_least_memory_that_streamed_weights_need(tmp_path, e
         given = dict(gpu_memory_limit=gpu, host_memory_limit=host, max_num_seqs=4)
         config = EngineConfig(model="unused", enable_cpu_offload=enable_cpu_offload, **given)
         budget = dict(budget_bytes=int(config.gpu_memory_limit), host_available_bytes=100 * GIB)
-        return plan_of(Planner(config, spec, device=GPU, **budget))
+        return best_plan(Planner(config, spec, device=GPU, **budget))
 
     with pytest.raises(ValueError, match="gpu_memory_limit='200MiB' .* too small: weights .* GiB that are") as refused:
         made("200MiB", "90GiB")
@@ -150,11 +150,11 @@ def test_a_smaller_step_is_taken_where_the_host_cannot_hold_what_a_larger_one_ma
     """And more is streamed where KV finds no room on the host, and would on the GPU."""
     wanted = dict(max_model_len=32_768, enable_cpu_offload="auto", cpu_offload_gb=1.5, max_num_batched_tokens=2048)
     config, spec = EngineConfig(model="unused", **wanted), spec_of(tmp_path, "qwen3-8b")
-    made = plan_of(Planner(config, spec, budget_bytes=16 * GIB, host_available_bytes=8 * GIB, device=GPU))
+    made = best_plan(Planner(config, spec, budget_bytes=16 * GIB, host_available_bytes=8 * GIB, device=GPU))
     assert made.streamed_bytes and (made.num_gpu_blocks - 1) * 256 >= 32_768
     config = EngineConfig(model="unused")
     sizes = [
-        plan_of(
+        best_plan(
             Planner(config, spec, budget_bytes=12 * GIB, host_available_bytes=host, device=GPU)
         ).max_num_batched_tokens
         for host in (9 * GIB, 5 * GIB)
@@ -167,7 +167,7 @@ def test_on_the_cpu_streamed_weights_count_beside_those_that_stay(tmp_path):
 
     def made(gib):
         budget = dict(budget_bytes=int(0.4 * gib * GIB), host_available_bytes=gib * GIB)
-        return plan_of(Planner(EngineConfig(model="unused"), spec, device=CPU, **budget))
+        return best_plan(Planner(EngineConfig(model="unused"), spec, device=CPU, **budget))
 
     assert made(20).streamed_bytes
     with pytest.raises(ValueError, match="of weights are to be streamed from host memory, and .* GiB are available"):

@@ -6,8 +6,8 @@ from described import GPU
 from nanoinfer.config import EngineConfig
 from nanoinfer.memory.forecaster import plan as forecast
 from nanoinfer.memory.limits import TooSmall
-from nanoinfer.memory.plan import plan_of
 from nanoinfer.memory.planner import Planner
+from nanoinfer.memory.search import best_plan
 
 GIB = 2**30
 SMALL_STEPS = dict(max_model_len=2048, max_num_seqs=1, max_num_batched_tokens=256)
@@ -18,7 +18,7 @@ def plan(specs_of):
     def make(shape: str, gib: float, *, may_pin: bool = True, **arguments):
         config = EngineConfig(model="unused", **SMALL_STEPS | arguments)
         spec, sizes = specs_of(shape).of(config), dict(device=GPU, may_pin=may_pin)
-        found = plan_of(Planner(config, spec, budget_bytes=int(gib * GIB), host_available_bytes=64 * GIB, **sizes))
+        found = best_plan(Planner(config, spec, budget_bytes=int(gib * GIB), host_available_bytes=64 * GIB, **sizes))
         assert found.total_bytes <= found.budget_bytes
         assert found.head_bytes in (0, spec.head_bytes)
         return found

@@ -139,8 +139,7 @@ def test_pieces_that_run_outside_of_steps_find_zeros_in_their_places(path_of, mo
 
     soil()
     with torch.inference_mode():
-        memory = runner.layout, runner.plan, runner.runtime.device, runner.places, 0
-        Activations(runner.compute, runner.model, runner.backend, *memory).run_each_kind()
+        Activations(runner.decode_program.resources, memory_before=0).run_each_kind()
     assert is_clear()
     soil()
     seen = []
