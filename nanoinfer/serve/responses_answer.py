@@ -10,6 +10,7 @@ from typing import Any
 
 from nanoinfer.serve.blocks import Block, BlockAnswer, Fields
 from nanoinfer.serve.errors import ApiError
+from nanoinfer.serve.response_tools import Tool
 from nanoinfer.serve.responses_request import ResponsesRequest
 
 _PREFIX = {"reasoning": "rs", "text": "msg", "call": "fc"}
@@ -26,7 +27,7 @@ class ResponsesAnswer(BlockAnswer):
 
     def __init__(self, asked: ResponsesRequest, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._asked, self._custom = asked, asked.custom_tools
+        self._asked, self._tools = asked, asked.known_tools
         self._numbers = itertools.count()
         self._created = int(time.time())
 
@@ -66,7 +67,7 @@ class ResponsesAnswer(BlockAnswer):
 
     def _grown(self, block: Block, text: str) -> Iterator[Fields]:
         if block.kind == "call":
-            if block.name not in self._custom:  # which is text, but comes as JSON: it is sent when it is whole
+            if not self._tool(block).is_custom:  # which is text, but comes as JSON: it is sent when it is whole
                 yield {"type": "response.function_call_arguments.delta", **_at(block), "delta": text}
         elif block.kind == "reasoning":
             yield {"type": "response.reasoning_text.delta", **_at(block), "content_index": 0, "delta": text}
@@ -76,12 +77,12 @@ class ResponsesAnswer(BlockAnswer):
 
     def _ended(self, block: Block) -> Iterator[Fields]:
         where = _at(block)
-        if block.kind == "call" and block.name in self._custom:
+        if block.kind == "call" and self._tool(block).is_custom:
             text = _input(block)
             yield {"type": "response.custom_tool_call_input.delta", **where, "delta": text}
             yield {"type": "response.custom_tool_call_input.done", **where, "input": text}
         elif block.kind == "call":
-            done = {"name": block.name, "arguments": block.text}
+            done = {"name": self._tool(block).name, "arguments": block.text}
             yield {"type": "response.function_call_arguments.done", **where, **done}
         else:
             where["content_index"] = 0
@@ -96,6 +97,10 @@ class ResponsesAnswer(BlockAnswer):
         response = self.message()
         yield {"type": f"response.{response['status']}", "response": response}
 
+    def _tool(self, block: Block) -> Tool:
+        """Return the tool that a call is of, as the client knows it."""
+        return self._tools.get(block.name) or Tool(block.name, is_custom=False)
+
     def _lifecycle(self, name: str) -> Fields:
         return {"type": f"response.{name}", "response": self._response("in_progress")}
 
@@ -106,8 +111,11 @@ class ResponsesAnswer(BlockAnswer):
         status = status or ("completed" if block.is_whole else "incomplete")
         item = {"id": _item_id(block), "status": status}
         if block.kind == "call":
-            item |= {"call_id": block.id, "name": block.name}
-            if block.name in self._custom:
+            tool = self._tool(block)
+            item |= {"call_id": block.id, "name": tool.name}
+            if tool.namespace is not None:
+                item["namespace"] = tool.namespace
+            if tool.is_custom:
                 return {"type": "custom_tool_call", **item, "input": "" if status == "in_progress" else _input(block)}
             return {"type": "function_call", **item, "arguments": block.text}
         content = [] if status == "in_progress" else [_part(block)]

@@ -14,7 +14,8 @@ from nanoinfer.common.unsupported import by_advice
 from nanoinfer.serve.errors import BadRequestError
 from nanoinfer.serve.fields import Fields
 from nanoinfer.serve.protocol import INT32_MAX, NESTED, Count, SampledRequest
-from nanoinfer.serve.translation import SAMPLING_FIELDS, fields_of_chats, leave_out_tool, need, refuse
+from nanoinfer.serve.response_tools import Tool, chosen, functions_of, known_as, tools_by_name
+from nanoinfer.serve.translation import SAMPLING_FIELDS, fields_of_chats, need, refuse
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _ITEMS = "message, reasoning, function_call, function_call_output, custom_tool_call or custom_tool_call_output"
@@ -85,17 +86,18 @@ class ResponsesRequest(SampledRequest):
         return ENCRYPTED in (self.include or ())
 
     @property
-    def custom_tools(self) -> set[str]:
-        """Names of the tools whose input is text; the model knows them as functions with one argument, `input`."""
-        return {tool["name"] for tool in self.tools or () if tool.get("type") == "custom"}
+    def known_tools(self) -> dict[str, Tool]:
+        """The tools by the names that the model knows."""
+        return tools_by_name(self.tools or ())
 
     def chat(self, fields: Fields) -> dict[str, Any]:
         """Return the fields of a chat request. Raises BadRequestError."""
         given = {name: getattr(self, name, None) for name in SAMPLING_FIELDS}
         given |= {"messages": self._messages(), "max_completion_tokens": self.max_output_tokens}
         given |= {"reasoning": self.reasoning, "response_format": self._response_format()}
-        if tools := self._tools(fields):
-            given |= {"tools": tools, "tool_choice": self._tool_choice()}
+        if tools := functions_of(self.tools or (), fields):
+            choice = self.tool_choice
+            given |= {"tools": tools, "tool_choice": chosen(choice, self.tools) if isinstance(choice, dict) else choice}
             given |= {"parallel_tool_calls": self.parallel_tool_calls}
         elif self.tool_choice not in (None, "none", "auto"):
             raise BadRequestError(
@@ -109,30 +111,6 @@ class ResponsesRequest(SampledRequest):
             return form or None
         names = ("name", "description", "schema", "strict")
         return {"type": "json_schema", "json_schema": {name: form[name] for name in names if name in form}}
-
-    def _tools(self, fields: Fields) -> list[dict[str, Any]]:
-        tools = []
-        for place, tool in enumerate(self.tools or ()):
-            kind = need(tool, dict, f"tools[{place}]", "an object", "tools").get("type")
-            if kind in ("function", "custom"):
-                need(tool.get("name"), str, f"tools[{place}].name", "a text", "tools")
-                need(tool.get("description") or "", str, f"tools[{place}].description", "a text", "tools")
-                tools.append(_function(tool))
-            else:
-                leave_out_tool(f"tools[{place}]", kind, '"function" or "custom"', fields)
-        return tools
-
-    def _tool_choice(self) -> Any:
-        choice = self.tool_choice
-        if not isinstance(choice, dict):
-            return choice
-        if choice.get("type") not in ("function", "custom"):
-            raise BadRequestError(
-                f'tool_choice is {shown(choice)}: give "none", "auto", "required" or '
-                '{"type": "function", "name": ...}',
-                param="tool_choice",
-            )
-        return {"type": "function", "function": {"name": choice.get("name")}}
 
     def _messages(self) -> list[dict[str, Any]]:
         if isinstance(self.input, str):
@@ -196,7 +174,10 @@ class _Conversation:
                 arguments = need(item.get("arguments"), str, f"{where}.arguments", "JSON as text", "input")
             else:
                 arguments = as_arguments(need(item.get("input"), str, f"{where}.input", "a text", "input"))
-            function = {"name": name, "arguments": arguments}
+            namespace = item.get("namespace")
+            if namespace is not None:
+                need(namespace, str, f"{where}.namespace", "a text", "input")
+            function = {"name": known_as(name, namespace), "arguments": arguments}
             last = self.messages[-1] if self.messages and not self._reasoning else None
             self._assistant(last).setdefault("tool_calls", []).append(
                 {"id": call_id, "type": "function", "function": function}
@@ -223,20 +204,6 @@ class _Conversation:
 def as_arguments(text: str) -> str:
     """Return the input of a tool that takes text as the arguments of a function."""
     return json.dumps({"input": text}, ensure_ascii=False)
-
-
-def _function(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool in the form that chat requests have."""
-    if tool["type"] == "custom":
-        description, form = tool.get("description") or "", tool.get("format") or {}
-        if isinstance(form, dict) and isinstance(form.get("definition"), str):
-            description += f"\n\nThe input follows this grammar:\n{form['definition']}"
-        parameters = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
-        function = {"name": tool["name"], "description": description, "parameters": parameters}
-    else:
-        names = ("name", "description", "parameters", "strict")
-        function = {name: tool[name] for name in names if tool.get(name) is not None}
-    return {"type": "function", "function": function}
 
 
 def _text(where: str, content: Any) -> str:

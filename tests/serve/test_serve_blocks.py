@@ -323,9 +323,7 @@ def test_fields_of_chats_are_refused_with_their_names_there():
     assert checked(MessagesRequest, dict(max_tokens=5, messages=[]) | harmless, Fields(refuses_unknown=True))
 
 
-@pytest.mark.parametrize(
-    "kind", ["namespace", "local_shell", "shell", "apply_patch", "bash_20250124", "memory_20250818"]
-)
+@pytest.mark.parametrize("kind", ["local_shell", "shell", "apply_patch", "bash_20250124", "memory_20250818"])
 def test_tools_that_clients_run_in_a_form_of_their_own_are_refused_by_name(kind):
     tools = [{"type": kind, "name": "x"}]
     for request, body in ((ResponsesRequest, {"input": "a"}), (CountRequest, {"messages": []})):
