@@ -60,9 +60,7 @@ def test_tools_of_a_namespace_are_functions_with_its_name_in_front():
     assert found[0]["parameters"] == {"type": "object"} and "About" not in found[1]["description"]
     assert found[1]["parameters"]["required"] == ["input"]
     for name, wanted in (("look", "look"), ("read", "mcp__files__read"), ("crm__find", "crm__find")):
-        chosen = chat_of(
-            ResponsesRequest, input="a", tools=[CRM, FIND, FILES], tool_choice={"type": "function", "name": name}
-        )
+        chosen = chat_of(input="a", tools=[CRM, FIND, FILES], tool_choice={"type": "function", "name": name})
         assert chosen["tool_choice"]["function"]["name"] == wanted
     odd = dict(input="a", tools=[CRM], tool_choice={"type": "function", "name": ["find"]})
     with pytest.raises(RequestError, match="tool_choice"):
