@@ -12,6 +12,7 @@ from typing import Any
 from nanoinfer.common.errors import shown
 from nanoinfer.common.missing import UnsupportedArchitectureError, why_not
 from nanoinfer.gguf.keys import Keys
+from nanoinfer.gguf.ollama import REFUSED, as_of_llama_cpp
 from nanoinfer.gguf.reader import GGUFFile
 from nanoinfer.gguf.rotation import rotation
 
@@ -24,7 +25,7 @@ _OTHER_NORMS = ("nemotron", "starcoder2")
 def raw_config(file: GGUFFile) -> dict[str, Any]:
     """Return what config.json would hold; ValueError if the architecture, or something of it, is not supported."""
     name = architecture_of(file)
-    keys = Keys(file)
+    keys = Keys(as_of_llama_cpp(file))
     common = _common(keys)
     found = common | CONFIGS[name](keys, common)
     keys.check_all_asked()
@@ -38,7 +39,7 @@ def architecture_of(file: GGUFFile) -> str:
         raise ValueError(f"{file.path} says no general.architecture: the file is not whole, or holds no model")
     if name not in CONFIGS:
         what = f"{file.path} has architecture {shown(name)}, which is not supported"
-        raise UnsupportedArchitectureError(f"{what}: {why_not(name)}", name)
+        raise UnsupportedArchitectureError(f"{what}: {REFUSED.get(name) or why_not(name)}", name)
     return name
 
 
