@@ -77,7 +77,7 @@ def test_every_name_of_ours_exists(exists):
     assert [name for _, ours in rows() for name in ours if not exists(name)] == []
     new = re.search(r"New here: (.*?)\n\n", TEXT, re.DOTALL)[1]
     assert [name for name in names(new) if not exists(name)] == []
-    assert not exists("--gpu-layers") and not exists("nanoinfer run") and not exists("llm.engine.abort_request")
+    assert not exists("--gpu-layers") and not exists("nanoinfer pull") and not exists("llm.engine.abort_request")
 
 
 def test_a_name_that_messages_understand_means_the_same_in_the_tables():

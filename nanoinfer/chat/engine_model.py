@@ -19,6 +19,7 @@ from nanoinfer.parsers.answer_format import AnswerFormat
 from nanoinfer.requests.chats import ChatTemplate
 from nanoinfer.requests.prompts import conversation
 from nanoinfer.requests.request import Request
+from nanoinfer.weights.other_kinds import no_template
 
 
 class EngineModel:
@@ -32,10 +33,7 @@ class EngineModel:
         self.name, self._llm, self._ids = name, llm, map("chat-{}".format, itertools.count())
         tokenizer = llm.get_tokenizer()
         if not getattr(tokenizer, "chat_template", None):
-            raise ValueError(
-                f"{name} has no chat template: give one with --chat-template FILE, or complete a finished prompt "
-                "instead (nanoinfer generate)"
-            )
+            raise ValueError(no_template(name))
         self.format = AnswerFormat.of_tokenizer(tokenizer)
         self._template = ChatTemplate(tokenizer, self.format)
 

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from nanoinfer.commands.full_device import advised_when_full
+from nanoinfer.commands.model import check
+from nanoinfer.models.shapes import SHAPES
 from nanoinfer.options import bench, offload
 from nanoinfer.options.parser import Parser, run_command
 
@@ -52,6 +54,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ValueError: an option cannot be used; nothing has run then. Or the engine cannot run the benchmark as asked.
     """
+    check(getattr(options, "model", None), SHAPES)
     if options.benchmark == "offload":
         offload.take_task(options)
     is_recall = options.benchmark == "offload" and options.task == "recall"

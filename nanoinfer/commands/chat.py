@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import select
 import sys
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import nanoinfer
+from nanoinfer.chat.settings import VARIABLES, Settings
+from nanoinfer.commands.model import prepare
 from nanoinfer.options.engine import add_engine_options, engine_arguments
 from nanoinfer.options.parser import REFUSED, Parser, in_options
 from nanoinfer.options.sampling import add_sampling_options, sampling_params
@@ -29,16 +32,18 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Talk until the user ends it."""
-    is_on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    screen = _terminal() if is_on_terminal else _plain()  # before the model is loaded, which takes long
-    from nanoinfer.chat.engine_model import EngineModel
-    from nanoinfer.chat.loop import converse
-    from nanoinfer.chat.session import Session
-    from nanoinfer.chat.settings import VARIABLES, Settings
-
     settings = Settings(sampling_params(options, {"temperature": 1.0}, None))  # refuses what is not allowed at once
     if options.chat_template_kwargs is not None:
         settings = settings.with_value(VARIABLES, options.chat_template_kwargs)
+    is_on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if not sys.stdin.isatty():
+        _check_there_is_something()
+    screen = _terminal() if is_on_terminal else _plain()  # before the model is loaded, which takes long
+    prepare(options, is_chat=True)
+    from nanoinfer.chat.engine_model import EngineModel
+    from nanoinfer.chat.loop import converse
+    from nanoinfer.chat.session import Session
+
     with nanoinfer.LLM(options.model, **engine_arguments(options), progress_bar=sys.stderr.isatty()) as llm:
         settings = replace(settings, params=sampling_params(options, llm.engine.sampling_defaults, None))
         session = Session(EngineModel(llm, options.model), settings, options.system)
@@ -47,6 +52,13 @@ def run(options: argparse.Namespace) -> int:
         worded = partial(in_options, parser=options.parser)
         has_ended_well = converse(session, screen, stops_answers=is_on_terminal, worded=worded)
     return 0 if has_ended_well else REFUSED
+
+
+def _check_there_is_something() -> None:
+    """Raise ValueError if stdin has ended; what is yet to come is not waited for."""
+    file = getattr(sys.stdin, "buffer", None)
+    if file is not None and select.select([file], [], [], 0)[0] and not file.peek(1):
+        raise ValueError("nothing came from stdin: pipe a message for each line into the command, or use a terminal")
 
 
 def _terminal() -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 
 
@@ -13,6 +14,8 @@ def advised_when_full(run: Callable[[argparse.Namespace], int]) -> Callable[[arg
         try:
             return run(options)
         except (RuntimeError, ValueError) as error:  # what torch and triton raise; a request's error is a ValueError
+            if "torch" not in sys.modules:
+                raise  # and not import it now, which takes seconds
             from nanoinfer.memory.machine import advice_when_full  # not above: reading options must not import torch
 
             advice = advice_when_full(str(error))

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import nanoinfer
+from nanoinfer.commands.model import prepare
 from nanoinfer.common.progress import PromptProgress, on_terminal
 from nanoinfer.common.terminal import without_orders
 from nanoinfer.common.units import counted
@@ -44,6 +45,7 @@ def run(options: argparse.Namespace) -> int:
     prompt = _prompt(options)
     is_chat = options.chat or options.system is not None
     sampling_params(options, {"temperature": 1.0}, 1)  # refuse what is not allowed before anything is loaded
+    prepare(options, is_chat=is_chat)
     with (
         _second_interrupt_ends(options.parser.prog),
         nanoinfer.LLM(options.model, **engine_arguments(options), progress_bar=sys.stderr.isatty()) as llm,

@@ -14,10 +14,14 @@ from importlib import import_module
 
 import nanoinfer
 from nanoinfer.commands import bench, chat, completion, doctor, generate, inspect, plan, quantize, verify
+from nanoinfer.commands import list as models
 from nanoinfer.commands.full_device import advised_when_full
 from nanoinfer.options import recall
 from nanoinfer.options import serve as serve_options
 from nanoinfer.options.parser import Parser, run_command
+
+ALSO = {"chat": ("run",), "list": ("ls",)}
+"""Other names of commands, as Ollama has them."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,12 +50,13 @@ def make_parser() -> Parser:
         ("eval", "questions whose answers are known", _add_evaluations, _evaluate),
         ("generate", "complete a prompt", generate.add_arguments, generate.run),
         ("inspect", "what a GGUF file holds, and what it takes here", inspect.add_arguments, inspect.run),
+        ("list", "models that lie here, and how fast they are on this machine", models.add_arguments, models.run),
         ("plan", "what fits and how fast it can be, without GPU or weights", plan.add_arguments, plan.run),
         ("quantize", "write a checkpoint in fewer bits", quantize.add_arguments, quantize.run),
         ("serve", "an HTTP server with OpenAI's API", serve_options.add_arguments, _serve),
         ("verify", "compare modes, batches and chunks, bit for bit", verify.add_arguments, verify.run),
     ):  # fmt: skip
-        command = commands.add_parser(name, help=summary, description=summary)
+        command = commands.add_parser(name, help=summary, description=summary, aliases=ALSO.get(name, ()))
         add_arguments(command)
         command.set_defaults(run=run)
     return parser

@@ -7,7 +7,8 @@ import json
 from dataclasses import asdict
 
 import nanoinfer
-from nanoinfer.models.shapes import SHAPES
+from nanoinfer.commands.model import check
+from nanoinfer.models.shapes import SHAPES, shape_named
 from nanoinfer.options.engine import add_engine_options, engine_arguments
 from nanoinfer.options.parser import Parser, in_options
 
@@ -40,6 +41,8 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the forecast; return 1 if something does not fit."""
+    if shape_named(options.model) is None:
+        check(options.model, SHAPES)
     arguments = engine_arguments(options)
     if options.compare_gpus:
         return _compare(options, arguments)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from nanoinfer.commands.model import check
 from nanoinfer.common.units import format_size
 from nanoinfer.config import QUANTISED
 from nanoinfer.options.engine import add_engine_options
@@ -32,6 +33,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write the checkpoint and say where it is. On an error nothing is left there."""
+    check(options.model)
     from nanoinfer.devices.registry import resolve_device
     from nanoinfer.weights.write import quantise_checkpoint
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from nanoinfer.commands.model import prepare
 from nanoinfer.common.units import counted
 from nanoinfer.options.parser import INTERRUPTED
 from nanoinfer.options.serve import check_alone, replicas_of
@@ -33,6 +34,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    prepare(options, say=logger.info)
     try:
         import uvicorn
 

@@ -6,6 +6,7 @@ import argparse
 import sys
 
 import nanoinfer.verify
+from nanoinfer.commands.model import check
 from nanoinfer.models.shapes import SHAPES
 from nanoinfer.options.engine import add_engine_options, engine_arguments
 from nanoinfer.options.measuring import open_model
@@ -35,6 +36,7 @@ def run(options: argparse.Namespace) -> int:
     """Print the report line by line; return 0 if all is equal, else 1."""
     if (options.model is None) == (options.shape is None):
         raise ValueError("give either a model (checkpoint directory, GGUF file or hub id) or --shape")
+    check(options.model, SHAPES)
     with open_model(options, "cpu") as (model, _):
         verdict = nanoinfer.verify.verify(
             model,

@@ -93,12 +93,12 @@ VALUES_MEANT: dict[str, tuple[str, ...]] = by_name(
 # Commands of vLLM, llama.cpp and Ollama: what to run here.
 COMMANDS: dict[str, str] = by_name(
     {
-        "run llama-run": 'use nanoinfer chat MODEL, or nanoinfer generate MODEL "text" --chat',
+        "llama-run": 'use nanoinfer chat MODEL, or nanoinfer generate MODEL "text" --chat',
         "cli llama-cli repl": "use nanoinfer chat MODEL",
         "complete completion-cli llama-simple": 'use nanoinfer generate MODEL "text"',
         "server llama-server start vllm api-server openai": "use nanoinfer serve MODEL",
         "pull download": "none is needed: a model is downloaded when it is first used, such as by nanoinfer chat MODEL",
-        "list ls ps": "none is needed: GET /v1/models names the model of a server, and HF_HOME has what was downloaded",
+        "ps": "none is needed: GET /v1/models names the model of a server",
         "show info": "use nanoinfer plan MODEL, or nanoinfer inspect FILE for a GGUF file",
         "stop rm push cp": "none is needed: a model is loaded as long as its command runs, and HF_HOME has its files",
         "create convert quantise llama-quantize": "use nanoinfer quantize MODEL --to int4 --out DIR",

@@ -8,6 +8,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -54,7 +55,7 @@ def file_in(folder: Path, tag: str | None = None) -> Path | None:
         return None
     if tag is not None:
         return folder / tagged(names, tag, str(folder))
-    models = _first_shards(names)
+    models = first_shards(names)
     others = [name for name in names if not is_model(name)]
     if not models:
         raise ValueError(f"{folder} holds no model, but {listed(others)}, which go with one")
@@ -71,7 +72,7 @@ def tagged(names: Iterable[str], tag: str | None, where: str) -> str:
     Raises:
         ValueError: none has it, with those that there are.
     """
-    models = _first_shards(sorted(names))
+    models = first_shards(sorted(names))
     for wanted in _USUAL_TAGS if tag is None else (tag,):
         pattern = re.compile(rf"{re.escape(wanted)}[-.]", re.IGNORECASE)
         found = next((name for name in models if pattern.search(name)), None)
@@ -166,10 +167,28 @@ def _manifest(model: str) -> tuple[dict[str, Any], Path]:
         path = root.joinpath("manifests", *parts, tag or _OLLAMA_TAG)
         if path.is_file():
             return _json(path), root
+    tags = sorted({path.name for root in roots for path in root.joinpath("manifests", *parts).glob("*")})
+    if tags:
+        begin = _OLLAMA + name
+        there = f"give {listed([f'{begin}:{one}' for one in tags])}, which Ollama has"
+        raise ValueError(f"model {model!r}: {'there is no tag ' + tag if tag else 'it needs a tag'}: {there}")
     raise ValueError(
         f"model {model!r} is not in {', '.join(map(str, roots))}: pull it with Ollama, or set OLLAMA_MODELS to where "
         "its models are"
     )
+
+
+def ollama_models() -> Iterator[tuple[str, Path]]:
+    """Yield what Ollama has pulled: what it is called here, and its file. What is not whole is left out."""
+    for root in _ollama_roots():
+        folder = root / "manifests"
+        for path in sorted(folder.glob("*/*/*/*")):
+            *parts, tag = path.relative_to(folder).parts
+            parts = parts[2:] if parts[:2] == [_OLLAMA_HOST, _OLLAMA_USER] else parts
+            model = f"{_OLLAMA}{'/'.join(parts)}:{tag}"
+            with suppress(ValueError):
+                if (found := ollama_file(model)) is not None:
+                    yield model, found
 
 
 def _ollama_roots() -> Iterator[Path]:
@@ -215,5 +234,5 @@ def _files_below(folder: Path) -> Iterator[Path]:
     yield from found or (path for path in folder.glob("*/*") if path.name.lower().endswith(".gguf") and path.is_file())
 
 
-def _first_shards(names: Iterable[str]) -> list[str]:
+def first_shards(names: Iterable[str]) -> list[str]:
     return [name for name in names if is_model(name) and (shard_of(name) or (1, 1))[0] == 1]

@@ -35,7 +35,7 @@ from nanoinfer.memory.search import best_plan
 from nanoinfer.memory.setup import Specs
 from nanoinfer.memory.streamed import missed_bytes, num_blocks, num_streamed, streamed_bytes
 from nanoinfer.models.base import ModelSpec
-from nanoinfer.models.shapes import SHAPES, write_shape
+from nanoinfer.models.shapes import SHAPES, shape_named, write_shape
 from nanoinfer.weights.load import read_checkpoint
 from offload.memory.host_memory import memory_available_bytes
 
@@ -103,8 +103,9 @@ def forecaster(
     limits = dict(gpu_memory_limit=gpu_memory_limit, host_memory_limit=host_memory_limit)
     limits |= dict(max_model_len=max_model_len, max_num_seqs=batch)
     config = EngineConfig(**{"model": model, "enable_cpu_offload": "auto", **limits, **arguments})
-    if model in SHAPES:
-        specs = _specs_of_shape(str(model), json.dumps(config.hf_overrides))
+    shape = shape_named(model)
+    if shape is not None:
+        specs = _specs_of_shape(shape, json.dumps(config.hf_overrides))
     else:
         specs = Specs(read_checkpoint(model, config.hf_overrides, names=SHAPES))
     is_this_machine = card is None and not isinstance(config.gpu_memory_limit, int)

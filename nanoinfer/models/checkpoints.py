@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from nanoinfer.common.missing import longest_beginning
+from nanoinfer.common.missing import longest_beginning, plain
 from nanoinfer.common.tables import by_name
 
 # By hub id, the architecture that runs the checkpoint, or its text part.
@@ -64,6 +64,17 @@ _CLOSEST = by_name({
     "Glm ChatGLM": ("zai-org/GLM-4-9B-0414", "Qwen/Qwen3-4B"),
     "GPT": ("HuggingFaceTB/SmolLM2-1.7B-Instruct", "Qwen/Qwen3-0.6B"),
 })  # fmt: skip
+# What is called otherwise than the end of its hub id: as `nanoinfer plan` has it, and as people do.
+_CALLED = {
+    "granite-4-micro": "ibm-granite/granite-4.0-micro", "olmo2-7b": "allenai/OLMo-2-1124-7B-Instruct",
+    "olmo2-13b": "allenai/OLMo-2-1124-13B-Instruct", "olmoe-7b": "allenai/OLMoE-1B-7B-0924-Instruct",
+    "glm-4-9b": "zai-org/GLM-4-9B-0414", "glm-4-32b": "zai-org/GLM-4-32B-0414",
+    "exaone-4-32b": "LGAI-EXAONE/EXAONE-4.0-32B", "ernie-4.5-0.3b": "baidu/ERNIE-4.5-0.3B-PT",
+    "nemotron-mini-4b": "nvidia/Nemotron-Mini-4B-Instruct", "starcoder2-15b": "bigcode/starcoder2-15b",
+    "mixtral-8x7b": "mistralai/Mixtral-8x7B-Instruct-v0.1", "mistral-7b": "mistralai/Mistral-7B-Instruct-v0.3",
+    "mistral-nemo": "mistralai/Mistral-Nemo-Instruct-2407",
+    "mistral-small-24b": "mistralai/Mistral-Small-24B-Instruct-2501",
+}  # fmt: skip
 _COMMON = ("Qwen/Qwen3-8B", "Qwen/Qwen3-14B", "meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-4B", "Qwen/Qwen3-0.6B")
 # In billions, of those whose name does not say it.
 _PARAMETERS = {
@@ -85,7 +96,15 @@ class Room(NamedTuple):
 
 def checkpoint_named(name: str) -> str | None:
     """Return the hub id of a model that was given by its bare name, such as "qwen3-14b", or None."""
-    return next((one for one in CHECKPOINTS if _plain(name) in _bare_names(one)), None)
+    wanted = plain(name)
+    called = (checkpoint for short, checkpoint in _CALLED.items() if plain(short) == wanted)
+    return next(called, None) or next((one for one in CHECKPOINTS if wanted in _bare_names(one)), None)
+
+
+def bare_names() -> list[str]:
+    """Return names that `checkpoint_named` knows, one for each checkpoint or more."""
+    ends = (one.partition("/")[2].lower() for one in CHECKPOINTS)
+    return [*_CALLED, *(end.removesuffix("-it").removesuffix("-instruct") for end in ends)]
 
 
 def instead_of(name: str, room: Room | None = None) -> str:
@@ -116,10 +135,5 @@ def parameters_of(checkpoint: str) -> float:
 
 
 def _bare_names(checkpoint: str) -> tuple[str, ...]:
-    plain = _plain(checkpoint.partition("/")[2])
-    return plain, plain.removesuffix("it"), plain.removesuffix("instruct"), _plain(checkpoint)
-
-
-def _plain(name: str) -> str:
-    """Letters and digits alone: "llama3.1-8b", "Llama-3.1-8B" and "llama3.1:8b" are one name."""
-    return "".join(filter(str.isalnum, name.lower()))
+    end = plain(checkpoint.partition("/")[2])
+    return end, end.removesuffix("it"), end.removesuffix("instruct"), plain(checkpoint)

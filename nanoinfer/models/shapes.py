@@ -11,6 +11,7 @@ import tomllib
 from pathlib import Path
 
 from nanoinfer.common.errors import choose, same_digits
+from nanoinfer.common.missing import plain as plain_name
 
 UNLIMITED = {"max_position_embeddings": 524_288}
 
@@ -38,6 +39,12 @@ def _config(fields: dict) -> dict:
 
 
 SHAPES: dict[str, dict] = {name: _config(fields) for name, fields in _FILE["shapes"].items()}
+
+
+def shape_named(name: str | Path) -> str | None:
+    """Return the shape of this name, which may be spelt "llama-3.1-8b" or "llama3.1:8b", too; None: there is none."""
+    plain = plain_name(str(name))
+    return None if Path(name).exists() else next((one for one in SHAPES if plain_name(one) == plain), None)
 
 
 def has_experts(name: str | None) -> bool:

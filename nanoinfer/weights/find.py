@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import NamedTuple
 
 from huggingface_hub import list_repo_files, snapshot_download
 
+from nanoinfer.common.units import counted, format_size
 from nanoinfer.gguf.sources import (
+    PACKAGES,
     file_in,
     hub_file,
     lm_studio_folder,
@@ -18,6 +21,7 @@ from nanoinfer.gguf.sources import (
     packaged_file,
     tagged,
 )
+from nanoinfer.models.checkpoints import checkpoint_named
 from nanoinfer.weights.other_kinds import hint_for, refuse_shape, shapes_near
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -29,16 +33,53 @@ _WEIGHTS = ["model*.safetensors"]
 PACKAGED = {"recall": Path(__file__).parent.parent / "recall" / "checkpoint"}
 
 
-def find_model(model: str | Path, *, weights: bool = True, names: Iterable[str] = ()) -> Path:
+class OnHub(NamedTuple):
+    """A model of the Hugging Face hub. tag: of a GGUF file, such as "Q4_K_M"; None: the usual one.
+
+    is_gguf: whether the repository holds GGUF files.
+    """
+
+    repository: str
+    tag: str | None = None
+    is_gguf: bool = False
+
+
+def find_model(
+    model: str | Path,
+    *,
+    weights: bool = True,
+    names: Collection[str] = (),
+    say: Callable[[str], None] | None = None,
+) -> Path:
     """Return the local directory of a checkpoint, or its GGUF file: `model` itself, a packaged model, or a download.
 
     Args:
         weights: False downloads only the config and the tokenizer; of GGUF, where they lie with the weights, all.
         names: names that the caller accepts in place of a checkpoint.
+        say: gets a line before anything is downloaded: from where, and how much, weights included.
 
     Raises:
         ValueError: there is no such model, or the hub does not provide it. The message gives the nearest name.
     """
+    found = located(model, names)
+    if isinstance(found, Path):
+        return found
+    if found.is_gguf:
+        return _gguf_of(found.repository, found.tag, say)
+    try:
+        _announce(found.repository, CONFIG_AND_TOKENIZER + _WEIGHTS, say)
+        patterns = CONFIG_AND_TOKENIZER + (_WEIGHTS if weights else [])
+        return Path(snapshot_download(found.repository, allow_patterns=patterns))
+    except Exception as error:  # the client's errors and those of its HTTP library have no common base class
+        raise ValueError(
+            f"model {str(model)!r} is no directory here, and the Hugging Face hub does not give {found.repository} "
+            f"({type(error).__name__}: {error}). Check the name, the network and your access, or give a directory"
+            + shapes_near(model, names)
+        ) from error
+
+
+def located(model: str | Path, names: Collection[str] = ()) -> Path | OnHub:
+    """Return where a model lies, and download nothing; ValueError: what the name cannot be, with the nearest one."""
     name = str(model)
     path = Path(os.path.expanduser(model))  # which, unlike Path's own, leaves a name of no user as it is
     packaged = PACKAGED.get(name)
@@ -52,36 +93,44 @@ def find_model(model: str | Path, *, weights: bool = True, names: Iterable[str] 
         return named_file(path)
     if (found := ollama_file(name) or packaged_file(name)) is not None:
         return found
-    refuse_shape(name)
     if path.exists():
         raise ValueError(f"model {name!r} is a file: give the directory that holds config.json, or a file of GGUF")
+    if (known := checkpoint_named(name)) is not None:
+        return OnHub(known)
+    refuse_shape(name)
     if name.lower().endswith(".gguf"):
         raise ValueError(f"model {name!r} does not exist: give the path of a GGUF file, or org/name-GGUF:Q4_K_M")
     match = _HUB_GGUF.fullmatch(name)
     if match is not None and (match[2] or "gguf" in name.lower()):
-        return _gguf_of(match[1], match[2])
-    if not _HUB_ID.fullmatch(name):
-        packaged = [name for name, path in PACKAGED.items() if path.is_dir()]
-        hint = hint_for(name, [*packaged, *names])
-        raise ValueError(
-            f"model {name!r} does not exist{hint}: give a directory with config.json, a hub id such as "
-            "Qwen/Qwen3-4B, a GGUF file"
-            + "".join(f", or {name!r}, which comes along" for name in packaged)
-            + (f"; a model of Ollama is ollama:{name}" if ":" in name else "")
-            + shapes_near(model, names)
-        )
+        return OnHub(match[1], match[2], is_gguf=True)
+    if _HUB_ID.fullmatch(name):
+        return OnHub(name)
+    packaged = [name for name, path in PACKAGED.items() if path.is_dir()]
+    raise ValueError(
+        f"model {name!r} does not exist{hint_for(name, [*packaged, *PACKAGES, *names])}: give a directory with "
+        "config.json, a hub id such as Qwen/Qwen3-4B, a GGUF file"
+        + "".join(f", or {name!r}, which comes along" for name in packaged)
+        + (f"; a model of Ollama is ollama:{name}" if ":" in name else "")
+        + shapes_near(model, names)
+        + "; nanoinfer list says what is here"
+    )
+
+
+def _announce(repository: str, patterns: list[str], say: Callable[[str], None] | None) -> None:
+    """Say how much will be downloaded, if that is anything, and can be known."""
+    if say is None:
+        return
     try:
-        patterns = CONFIG_AND_TOKENIZER + (_WEIGHTS if weights else [])
-        return Path(snapshot_download(name, allow_patterns=patterns))
-    except Exception as error:  # the client's errors and those of its HTTP library have no common base class
-        raise ValueError(
-            f"model {name!r} is no directory here, and the Hugging Face hub does not give it "
-            f"({type(error).__name__}: {error}). Check the name, the network and your access, or give a directory"
-            + shapes_near(model, names)
-        ) from error
+        files = snapshot_download(repository, allow_patterns=patterns, dry_run=True)
+    except Exception:  # the download says why
+        return
+    missing = [file.file_size or 0 for file in files if file.will_download]
+    if missing:
+        size = format_size(sum(missing))
+        say(f"{repository} of the Hugging Face hub: {size} in {counted(len(missing), 'file')} are downloaded first")
 
 
-def _gguf_of(repository: str, tag: str | None) -> Path:
+def _gguf_of(repository: str, tag: str | None, say: Callable[[str], None] | None) -> Path:
     """Return the file of a repository with GGUF files: LM Studio's, if it has one of that name, or the hub's."""
     folder = lm_studio_folder(repository)
     if folder is not None and (found := file_in(folder, tag)) is not None:
@@ -97,11 +146,12 @@ def _gguf_of(repository: str, tag: str | None) -> Path:
                 "the name, the network and your access, or give the path of a GGUF file"
             ) from error
         return folder / tagged((str(path.relative_to(folder)) for path in folder.rglob("*.gguf")), tag, repository)
-    return hub_file(repository, tag, names, lambda files: _downloaded(repository, files))
+    return hub_file(repository, tag, names, lambda files: _downloaded(repository, files, say))
 
 
-def _downloaded(repository: str, files: list[str]) -> Path:
+def _downloaded(repository: str, files: list[str], say: Callable[[str], None] | None) -> Path:
     try:
+        _announce(repository, files, say)
         return Path(snapshot_download(repository, allow_patterns=files))
     except Exception as error:
         raise ValueError(

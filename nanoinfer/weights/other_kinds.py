@@ -9,25 +9,27 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from nanoinfer.common.errors import did_you_mean, same_digits
-from nanoinfer.models.checkpoints import checkpoint_named
+from nanoinfer.gguf.reader import read_gguf
+from nanoinfer.models.checkpoints import bare_names, checkpoint_named
 from nanoinfer.models.shapes import SHAPES
+
+# Where a checkpoint may have its chat template, beside tokenizer_config.json.
+_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 
 
 def refuse_shape(model: str) -> None:
-    """Raise ValueError if the name is that of a shape."""
+    """Raise ValueError if the name is that of a shape that no known checkpoint has."""
     if model in SHAPES:
-        wanted = checkpoint_named(model)
         raise ValueError(
             f"model {model!r} is the name of a shape, which has random weights, for nanoinfer plan and for --shape of "
-            f"nanoinfer bench: give a checkpoint{f', such as {wanted}' if wanted else ''}"
+            "nanoinfer bench: give a checkpoint"
         )
 
 
 def hint_for(model: str, known: Iterable[str]) -> str:
     """Return what a message says behind the name of no model: " (did you mean 'x'?)", or ""."""
-    checkpoint = checkpoint_named(model)
     # Another size is another model, however near its name is.
-    return f" (did you mean {checkpoint!r}?)" if checkpoint else did_you_mean(model, same_digits(model, known))
+    return did_you_mean(model, same_digits(model, [*known, *filter(checkpoint_named, SHAPES), *bare_names()]))
 
 
 def shapes_near(model: str | Path, shapes: Collection[str]) -> str:
@@ -55,3 +57,24 @@ def what_it_holds(model_dir: Path) -> str:
             f"{base} with peft (merge_and_unload, then save_pretrained with the tokenizer) and give that directory"
         )
     return f"{model_dir} holds no config.json and no GGUF file: give the directory of a Hugging Face checkpoint"
+
+
+def has_template(path: Path) -> bool:
+    """Whether a model's files hold a chat template, as far as they say so without its tokenizer; else True."""
+    if path.is_file():
+        return isinstance(read_gguf(path).metadata.get("tokenizer.chat_template"), str)
+    config = path / "tokenizer_config.json"
+    if any((path / name).exists() for name in _TEMPLATES) or not config.is_file():
+        return True
+    try:
+        return bool(json.loads(config.read_bytes()).get("chat_template"))
+    except (ValueError, AttributeError):  # the tokenizer says what is wrong
+        return True
+
+
+def no_template(model: str) -> str:
+    """Return what is said of a model that has no chat template where one is needed."""
+    return (
+        f"{model} has no chat template: give one with --chat-template FILE, or complete a finished prompt instead "
+        "(nanoinfer generate)"
+    )

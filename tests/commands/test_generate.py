@@ -79,7 +79,7 @@ def asked(monkeypatch):
         monkeypatch.setattr(nanoinfer, "LLM", fake, raising=False)
         monkeypatch.setattr("nanoinfer.engine.stats.bound_line", lambda *_: "bound by gpu_memory_limit")
         monkeypatch.setattr("sys.stdin", Stdin(piped or "", piped is None))
-        status = main(["generate", "m", *words])
+        status = main(["generate", "recall", *words])
         return fake.asked if status == 0 else status
 
     return ask
@@ -199,6 +199,8 @@ def test_a_terminal_shows_how_far_a_long_prompt_is_read(asked, capsys, monkeypat
     text, said = capsys.readouterr()
     lines = "\rreading the prompt: 1,000 of 5,000 tokens\x1b[K\rreading the prompt: 2,000 of 5,000 tokens\x1b[K"
     assert not FakeLLM.is_watched["two"], "the line might come back in the midst of the answer"
+    loading, said = said.split("\n", 1)
+    assert loading.startswith("nanoinfer generate: loading recall, ")
     assert text == "two words\n" and said.startswith(f"{lines}\r\x1b[Knanoinfer generate: 3 prompt tokens")
 
 

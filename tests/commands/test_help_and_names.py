@@ -156,9 +156,8 @@ def test_what_takes_a_file_is_no_misspelling_of_what_takes_a_text(command, given
 @pytest.mark.parametrize(
     "given, message",
     [
-        ("run", "there is no command 'run' here: use nanoinfer chat MODEL, or nanoinfer generate MODEL"),
+        ("llama-run", "there is no command 'llama-run' here: use nanoinfer chat MODEL, or nanoinfer generate MODEL"),
         ("pull", "there is no command 'pull' here: none is needed: a model is downloaded when it is first used"),
-        ("list", "GET /v1/models"),
         ("ps", "GET /v1/models"),
         ("show", "use nanoinfer plan MODEL"),
         ("cli", "use nanoinfer chat MODEL"),

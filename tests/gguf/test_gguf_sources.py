@@ -11,7 +11,7 @@ import pytest
 from gguf_bytes import table, tensor_info, whole
 
 from nanoinfer.gguf.shards import read_model
-from nanoinfer.gguf.sources import file_in, ollama_stops, tagged
+from nanoinfer.gguf.sources import file_in, ollama_models, ollama_stops, tagged
 from nanoinfer.weights import find
 from nanoinfer.weights.find import find_model
 
@@ -240,6 +240,21 @@ def test_where_ollama_keeps_models(tmp_path, monkeypatch):
     assert find_model("ollama:a") == blob and ollama_stops("ollama:a") == []
     with pytest.raises(ValueError, match="'ollama:b' is not in .*own, .*: pull it with Ollama, or set OLLAMA_MODELS"):
         find_model("ollama:b")
+
+
+def test_a_name_without_its_tag_is_told_the_tags_that_are_there(home):
+    root = home / ".ollama" / "models"
+    blob = pulled(root, "registry.ollama.ai/library/smollm2/135m")
+    pulled(root, "registry.ollama.ai/library/smollm2/1.7b")
+    pulled(root, "hf.co/org/x-GGUF/Q8_0")
+    said = "it needs a tag: give ollama:smollm2:1.7b, ollama:smollm2:135m, which Ollama has"
+    with pytest.raises(ValueError, match=f"model 'ollama:smollm2': {said}"):
+        find_model("ollama:smollm2")
+    with pytest.raises(ValueError, match="there is no tag 360m: give ollama:smollm2:1.7b, ollama:smollm2:135m"):
+        find_model("ollama:smollm2:360m")
+    (root / "manifests" / "registry.ollama.ai" / "library" / "smollm2" / "broken").write_text("[]")
+    names = ["ollama:hf.co/org/x-GGUF:Q8_0", "ollama:smollm2:1.7b", "ollama:smollm2:135m"]
+    assert list(ollama_models()) == [(name, blob) for name in names]
 
 
 @pytest.mark.parametrize("digest", ["sha256:../../../etc/passwd", "sha256:" + "a" * 63, "md5:" + "a" * 64, 7])

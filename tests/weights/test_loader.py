@@ -177,7 +177,7 @@ def test_missing_directory_is_refused(tmp_path):
 def test_a_packaged_model_is_found_by_its_name_once_it_is_there(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(find, "PACKAGED", {"small": tmp_path / "packaged"})
-    with pytest.raises(ValueError, match="model 'small' does not exist: .*Qwen/Qwen3-4B, a GGUF file$"):
+    with pytest.raises(ValueError, match="model 'small' does not exist: .*Qwen/Qwen3-4B, a GGUF file; nanoinfer list"):
         find_model("small")
     (tmp_path / "packaged").mkdir()
     assert find_model("small") == tmp_path / "packaged"

@@ -1,0 +1,70 @@
+"""What a command does about its model before anything is imported or loaded that takes long."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nanoinfer.common.units import format_size
+from nanoinfer.options.engine import engine_arguments
+
+
+def prepare(options: argparse.Namespace, *, is_chat: bool = False, say: Callable[[str], None] | None = None) -> None:
+    """Say which model it is, what is downloaded and that it is loaded, and choose the format of one that goes by its
+    bare name, such as "qwen3-8b".
+
+    is_chat: it is to answer messages. say: gets what there is to say; None: stderr does.
+
+    Raises:
+        ValueError: there is no such model, or it has no chat template and needs one.
+    """
+    from nanoinfer.weights.find import OnHub, find_model, located
+    from nanoinfer.weights.other_kinds import has_template, no_template
+
+    def tell(text: str) -> None:
+        print(f"{options.parser.prog}: {text}", file=sys.stderr, flush=True)
+
+    is_shown, say = say is not None or sys.stderr.isatty(), say or tell
+    found = located(options.model)
+    is_named = isinstance(found, OnHub) and "/" not in options.model
+    if is_named:
+        say(f"{options.model} is {found.repository}")
+    path = find_model(options.model, weights=False, say=say)
+    if is_chat and options.chat_template is None and options.tokenizer is None and not has_template(path):
+        raise ValueError(no_template(options.model))
+    if is_named and options.quantization is None and options.head_quantization is None:
+        _choose_format(options, say)
+    if is_shown:
+        say(f"loading {options.model}{_size_of(path)}")
+
+
+def check(model: str | None, names: Any = ()) -> None:
+    """Raise ValueError where there can be no model of this name; None is no name. names: others that are known."""
+    if model is not None and model not in names:
+        from nanoinfer.weights.find import located
+
+        located(model, names)
+
+
+def _size_of(path: Path) -> str:
+    """Return how large the files are, for a line; "" where they are not there yet."""
+    from nanoinfer.gguf.shards import shard_names
+
+    names = shard_names(path.name) if path.is_file() else ()
+    files = [path.with_name(name) for name in names] or list(path.glob("model*.safetensors"))
+    size = sum(file.stat().st_size for file in files if file.is_file())
+    return f", {format_size(size)}" if size else ""
+
+
+def _choose_format(options: argparse.Namespace, say: Callable[[str], None]) -> None:
+    """Have the weights in the format with which the plan of this GPU is fastest, of those that lose least."""
+    from nanoinfer.memory.here import best_format  # with torch
+
+    changes, words = best_format(options.model, engine_arguments(options))
+    for name, value in changes.items():
+        setattr(options, name, value)
+    if changes:
+        say(f"{words}, in which it is fastest on this GPU (nanoinfer plan {options.model} says more)")
