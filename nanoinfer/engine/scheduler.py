@@ -114,19 +114,8 @@ class Scheduler:
                 if sequence in seen or not _is_prompt(sequence):  # it may have ended with its request meanwhile
                     continue
             elif may_ask:
-                sequence = self.waiting[len(held)]
-                if self._kv_cache.prefixes.is_coming(sequence, filter(_is_prompt, self.running)):
-                    lets_in = False  # what is left of this step would have it compute all of that anew
-                    continue
-                verdict = self._let_in(sequence, held)
-                is_last_word = verdict is Verdict.SPILL or self._kv_cache.tables.is_offload
-                if verdict is not Verdict.ADMITTED and is_last_word and not self._modes.can_hold(sequence):
-                    self._fail(sequence, self._modes.refusal(sequence))
-                elif verdict is Verdict.HELD:
-                    held.append(sequence)
-                elif verdict is not Verdict.ADMITTED:
-                    lets_in = False
-                if verdict is not Verdict.ADMITTED or sequence.state is not SequenceState.PREFILL:
+                sequence, lets_in = self._ask_first(held)
+                if sequence is None or sequence.state is not SequenceState.PREFILL:
                     continue
             else:
                 break
@@ -138,6 +127,22 @@ class Scheduler:
                 num_tokens = self._add_chunk(one, min(for_shorter, budget), chunks)
                 budget, for_shorter = budget - num_tokens, for_shorter - num_tokens
         return chunks
+
+    def _ask_first(self, held: list[Sequence]) -> tuple[Sequence | None, bool]:
+        """Let the first prompt in that waits and is not held. Return it if it is in, and whether to ask the next."""
+        sequence = self.waiting[len(held)]
+        if self._kv_cache.prefixes.is_coming(sequence, filter(_is_prompt, self.running)):
+            return None, False  # what is left of this step would have it compute all of that anew
+        verdict = self._let_in(sequence, held)
+        if verdict is Verdict.ADMITTED:
+            return sequence, True
+        is_last_word = verdict is Verdict.SPILL or self._kv_cache.tables.is_offload
+        if is_last_word and not self._modes.can_hold(sequence):
+            self._fail(sequence, self._modes.refusal(sequence))
+            return None, True
+        if verdict is Verdict.HELD:
+            held.append(sequence)
+        return None, verdict is Verdict.HELD
 
     def _least_left_first(self, begun: Iterable[Sequence]) -> list[tuple[int, Sequence]]:
         """Return the prompts that may have a part of a step before older ones, with how many tokens each has left.

@@ -18,11 +18,10 @@ from nanoinfer.layers.formats.schemes import quantise, stored
 from nanoinfer.layers.fused_experts import CODES, SCALES, FusedTensor, fused_tensors
 from nanoinfer.models.checkpoint_info import CheckpointInfo, TensorEntry
 from nanoinfer.models.decoder import Decoder
-from nanoinfer.models.registry import find_class
 from nanoinfer.weights.fill import read_rows, refusals_of
 from nanoinfer.weights.headers import tensors_of
-from nanoinfer.weights.load import check_matches, read_spec
-from nanoinfer.weights.quantize import EMBEDDINGS
+from nanoinfer.weights.load import check_matches
+from nanoinfer.weights.quantize import EMBEDDINGS, without_weights
 
 Stored = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -58,9 +57,9 @@ def parts_of(source: CheckpointInfo, wanted: CheckpointInfo) -> list[Part]:
     Raises:
         ValueError: the tensors are not those that the config asks for.
     """
-    entries, model = tensors_of(source), _without_weights(source)
+    entries, model = tensors_of(source), without_weights(source)
     check_matches(entries, model, source.directory)
-    views, fused, ignored = _without_weights(wanted).checkpoint_views(), _fused(model), model.ignored(entries)
+    views, fused, ignored = without_weights(wanted).checkpoint_views(), _fused(model), model.ignored(entries)
     formats, found = wanted.formats, []
     for name, entry in entries.items():
         view, module = views.get(name), name.rpartition(".")[0]
@@ -77,11 +76,6 @@ def parts_of(source: CheckpointInfo, wanted: CheckpointInfo) -> list[Part]:
         else:
             found.append(Part((entry,), {name: (entry.shape, entry.dtype)}, partial(_copied, entry, name)))
     return found
-
-
-def _without_weights(checkpoint: CheckpointInfo) -> Decoder:
-    model_class, spec = find_class(checkpoint.hf_config.architectures), read_spec(checkpoint, "auto")
-    return model_class(checkpoint, spec, device="meta", max_position=1)
 
 
 def _fused(model: Decoder) -> dict[str, FusedTensor]:

@@ -13,8 +13,8 @@ from torch import Tensor
 from nanoinfer.config import QUANTISED
 from nanoinfer.layers.experts import Experts, SparseMLP
 from nanoinfer.layers.formats.base import DENSE
-from nanoinfer.models.base import ModelSpec
 from nanoinfer.models.checkpoint_info import CheckpointInfo
+from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.registry import find_class
 from nanoinfer.weights.load import read_spec
 
@@ -45,27 +45,25 @@ def quantised_while_read(
     """
     if quantization is None and head_quantization is None:
         return checkpoint
-    spec = read_spec(checkpoint, "auto")  # refuses other things of the checkpoint, with its name
+    read_spec(checkpoint, "auto")  # refuses other things of the checkpoint, with its name
     wanted = quantization if checkpoint.formats is DENSE and quantization in QUANTISED else None
     if wanted is None and head_quantization is None:
         return checkpoint
-    found = replace(checkpoint, quantised_to=(settings_for(checkpoint, wanted, head_quantization, spec), wanted))
+    found = replace(checkpoint, quantised_to=(settings_for(checkpoint, wanted, head_quantization), wanted))
     read_spec(found, "auto")  # refuses what the checkpoint has quantised already
     return found
 
 
-def settings_for(
-    checkpoint: CheckpointInfo, quantization: str | None, head: str | None, spec: ModelSpec | None = None
-) -> dict[str, Any]:
+def settings_for(checkpoint: CheckpointInfo, quantization: str | None, head: str | None) -> dict[str, Any]:
     """Return the quantization_config of a compressed-tensors checkpoint.
 
     quantization: of all projections but the head; head: of the head and the embeddings, a scale for each row; None:
-    they stay as they are. spec: what `read_spec` says of the checkpoint, where that is known already.
+    they stay as they are.
 
     Raises:
         ValueError: no group divides the columns of a weight.
     """
-    columns, routers = ({}, []) if quantization is None else _modules(checkpoint, spec or read_spec(checkpoint, "auto"))
+    columns, routers = ({}, []) if quantization is None else _modules(checkpoint)
     sizes = {name: _group_size(name, size) if quantization in _OF_GROUPS else None for name, size in columns.items()}
     groups = []
     for size, targets in _targets(sizes).items():
@@ -88,14 +86,18 @@ def settings_for(
     )
 
 
+def without_weights(checkpoint: CheckpointInfo) -> Decoder:
+    model_class, spec = find_class(checkpoint.hf_config.architectures), read_spec(checkpoint, "auto")
+    return model_class(checkpoint, spec, device="meta", max_position=1)
+
+
 @lru_cache(maxsize=4)  # each format asks for the same; nobody writes to it
-def _modules(checkpoint: CheckpointInfo, spec: ModelSpec) -> tuple[dict[str, int], list[str]]:
+def _modules(checkpoint: CheckpointInfo) -> tuple[dict[str, int], list[str]]:
     """Return the columns of each projection but the head, by its name in the checkpoint, without experts' numbers.
 
     Behind them, expressions for the names of routers, which stay wide.
     """
-    model_class = find_class(checkpoint.hf_config.architectures)
-    model = model_class(checkpoint, spec, device="meta", max_position=1)
+    model = without_weights(checkpoint)
     views: Mapping[str, Any] = model.checkpoint_views()
     matrices = {name: view for name, view in views.items() if isinstance(view, Tensor) and view.ndim == 2}
     names = {name.removesuffix(".weight"): view.shape[1] for name, view in matrices.items()}
