@@ -8,7 +8,8 @@ The next kernel starts once every program has called `let_next_in`. No program c
 two kernels run at once. The begin of a graph lets nothing start early: what follows it starts when everything before it
 is complete. A copy is no such barrier: attention over a ring slot, launched behind the copy of its own list, sometimes
 had other bits on an H200 that other processes used too, and not without an early start. So a kernel that reads before
-its wait what a copy has written last is launched without one (`after_copy`).
+its wait what a copy has written last is launched without one (`after_copy`). `tests/kernels/test_early_reads.py` holds
+each of these rules, over the steps of whole engines: no launch has to say what it reads early.
 
 Short kernels call `let_next_in` right after their wait, but for one whose programs would crowd the next one's: see
 `merge.form`. Kernels that stream weights call it after their loops: when
