@@ -227,22 +227,12 @@ class Planner:
 
     def plan(self, cost: Cost) -> MemoryPlan:
         """Return the plan of a candidate."""
-        sized = self.sized(cost.candidate.tokens)
+        sized, numbers = self.sized(cost.candidate.tokens), cost._asdict()
         return replace(
             sized,
             streamed_pieces=placed(self.spec, cost.candidate.streamed).pieces,
-            head_bytes=cost.head_bytes,
-            streamed_bytes=cost.streamed_bytes,
-            num_expert_slots=cost.num_expert_slots,
-            expert_bytes=cost.expert_bytes,
-            slot_rows=cost.slot_rows,
-            embedding_bytes=cost.embedding_bytes,
             weight_bytes=sized.weight_bytes - cost.host_weight_bytes,
-            place_bytes=cost.place_bytes,
-            num_gpu_blocks=cost.num_gpu_blocks,
-            num_host_blocks=cost.num_host_blocks,
-            max_splits=cost.max_splits,
-            max_model_len=cost.max_model_len,
+            **{name: numbers[name] for name in numbers if name in MemoryPlan.__dataclass_fields__},
         )
 
     def least_blocks(self, tokens: int) -> int:
