@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanoinfer.common.errors import did_you_mean
-from nanoinfer.common.units import is_share, parse_bytes, parse_memory
+from nanoinfer.common.units import is_share, parse_bytes, parse_count, parse_memory
 from nanoinfer.common.unsupported import ENGINE, check_keywords
 
 if TYPE_CHECKING:  # it imports torch
@@ -130,9 +130,9 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"
     generation_config: str = "auto"
     device: str = "auto"
-    max_model_len: int | None = None
+    max_model_len: int | str | None = None
     max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
+    max_num_batched_tokens: int | str | None = None
     gpu_memory_utilization: float = 0.9
     gpu_memory_limit: int | float | str | None = None
     resident_kv_limit: int | str | None = None
@@ -168,6 +168,9 @@ class EngineConfig:
             object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
         if self.kv_cache_dtype == "fp8_e4m3":  # the one kind of fp8 that KV can have
             object.__setattr__(self, "kv_cache_dtype", "fp8")
+        for name in ("max_model_len", "max_num_batched_tokens"):
+            if isinstance(text := getattr(self, name), str):
+                object.__setattr__(self, name, parse_count(text, name))
         if self.max_model_len == -1:  # what fits
             object.__setattr__(self, "max_model_len", None)
 

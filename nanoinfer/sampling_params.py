@@ -64,8 +64,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """Like presence_penalty, but subtracted once per occurrence of the token in the output."""
     max_tokens: int | None = 16
-    """Generated tokens per completion, at most; cut to what max_model_len leaves, as in vLLM. None: as many as
-    max_model_len and the KV pool leave."""
+    """Generated tokens per completion, at most; cut to what max_model_len leaves, as in vLLM. None and, as in
+    llama.cpp and Ollama, -1: as many as max_model_len and the KV pool leave."""
     min_tokens: int = 0
     """Generated tokens before an end token, stop_token_ids or a stop string may end a completion."""
     thinking_token_budget: int | None = None
@@ -106,8 +106,9 @@ class SamplingParams:
     def __post_init__(self):
         if self.seed == -1:
             self._set("seed", None)
-        if self.thinking_token_budget == -1:
-            self._set("thinking_token_budget", None)
+        for name in ("thinking_token_budget", "max_tokens"):
+            if getattr(self, name) == -1:
+                self._set(name, None)
         for name in _NUMBERS:
             if getattr(self, name) is not None or name not in _OPTIONAL:
                 self._set(name, _number(name, getattr(self, name)))

@@ -19,8 +19,8 @@ def is_command(text: str) -> bool:
     return text.startswith("/")
 
 
-def run(text: str, session: Session) -> str:
-    """Carry a command out and return what there is to say.
+def run(text: str, session: Session) -> str | None:
+    """Carry a command out and return what there is to say; None: the last question is to be asked again.
 
     Raises:
         EndOfChat: `/exit`.
@@ -44,6 +44,17 @@ def _help(session: Session, _: str) -> str:
 def _clear(session: Session, _: str) -> str:
     session.conversation.messages.clear()
     return "the conversation begins anew" + (", with the same system prompt" if session.conversation.system else "")
+
+
+def _undo(session: Session, _: str) -> str:
+    session.conversation.undo()
+    left = counted(len(session.conversation.messages), "message")
+    return f"the last question and its answer are forgotten; {left} before them"
+
+
+def _regenerate(session: Session, _: str) -> None:
+    if not session.conversation.messages:
+        raise ValueError("nothing was said yet")
 
 
 def _system(session: Session, text: str) -> str:
@@ -84,6 +95,13 @@ def _stats(session: Session, _: str) -> str:
 def _set(session: Session, text: str) -> str:
     if not text:
         return "\n".join(session.settings.lines())
+    word, _, rest = text.partition(" ")  # as in Ollama
+    if word == "system":
+        return _system(session, rest.strip())
+    if word in ("think", "nothink"):
+        session.settings = session.settings.with_thinking(session.model.format, is_on=word == "think")
+        return "the model thinks as its template has it" if word == "think" else "the model is told not to think"
+    text = rest.strip() if word == "parameter" else text
     name, _, value = text.replace("=", " ", 1).partition(" ")
     if not value.strip():
         raise ValueError(f"/set {name} needs a value, such as /set temperature 0.7; /set alone shows all of them")
@@ -96,14 +114,16 @@ def _end(session: Session, _: str) -> str:
 
 
 # Name -> what it takes, what it does ("": another name of one that is listed), how.
-COMMANDS: dict[str, tuple[str, str, Callable[[Session, str], str]]] = {
+COMMANDS: dict[str, tuple[str, str, Callable[[Session, str], str | None]]] = {
     "help": ("", "this list", _help),
     "clear": ("", "forget what was said; system prompt and settings stay", _clear),
+    "regenerate": ("", "another answer to the last question", _regenerate),
+    "undo": ("", "forget the last question and its answer", _undo),
     "system": ("TEXT", 'set the system prompt; alone: show it; "": none', _system),
     "save": ("FILE", "write the conversation, as JSON", _save),
     "load": ("FILE", "go on with a conversation from a file", _load),
     "stats": ("", "tokens, memory, what bounded the answers, what would help", _stats),
-    "set": ("NAME VALUE", "set temperature, top_p, max_tokens, ...; alone: show all", _set),
+    "set": ("NAME VALUE", "set temperature, top_p, max_tokens, ...; think, nothink; alone: show all", _set),
     "exit": ("", "end the chat, as Ctrl-D does", _end),
     "quit": ("", "", _end),
     "bye": ("", "", _end),

@@ -31,6 +31,14 @@ class Conversation:
         kept = {} if thought is None else {"reasoning_content": thought}
         self.messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer, **kept}]
 
+    def undo(self) -> str:
+        """Forget the last question with its answer, and return the question; ValueError: there is none."""
+        if not self.messages:
+            raise ValueError("nothing was said yet")
+        question = self.messages[-2]["content"]
+        del self.messages[-2:]
+        return question
+
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all.
 

@@ -141,6 +141,7 @@ class EngineRun:
             num_cached_tokens=metrics.num_cached_tokens,
             first_token_seconds=metrics.time_to_first_token,
             cut=cuts.get(self._request.sequences[0].finish_reason),
+            block_size=self._engine.config.block_size,
         )
 
 

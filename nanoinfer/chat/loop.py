@@ -26,10 +26,12 @@ def converse(
     """
     while (text := screen.read()) is not None:
         try:
-            if is_command(text):
-                screen.say(run(text, session))
-            else:
+            if not is_command(text):
                 _answer(session, screen, text, stops_answers)
+            elif (said := run(text, session)) is not None:
+                screen.say(said)
+            else:
+                _answer_again(session, screen, stops_answers)
         except EndOfChat:
             return True
         except KeyboardInterrupt:  # not in the midst of an answer
@@ -44,7 +46,23 @@ def converse(
     return True
 
 
-def _answer(session: Session, screen: Screen, question: str, stops_answers: bool) -> None:
+def _answer_again(session: Session, screen: Screen, stops_answers: bool) -> None:
+    """Ask the last question once more; its answer stays where there is no other."""
+    params, conversation = session.settings.params, session.conversation
+    if params.is_greedy or params.seed is not None:
+        why = "temperature is 0" if params.is_greedy else "seed is set"
+        screen.note(f"{why}: the same answer comes; /set {why.split()[0]} changes that")
+    last, is_kept = conversation.messages[-2:], False
+    question = conversation.undo()
+    try:
+        is_kept = _answer(session, screen, question, stops_answers)
+    finally:
+        if not is_kept:
+            conversation.messages += last
+
+
+def _answer(session: Session, screen: Screen, question: str, stops_answers: bool) -> bool:
+    """Show an answer, and return whether it is part of the conversation."""
     answer = session.ask(question)
     with closing(iter(answer)) as pieces, _interrupt_calls(answer.stop) if stops_answers else nullcontext():
         try:
@@ -59,6 +77,7 @@ def _answer(session: Session, screen: Screen, question: str, stops_answers: bool
         screen.note(answer.report.line())
     if not is_kept:
         screen.note("there is no answer, so the question is not part of the conversation")
+    return is_kept
 
 
 @contextmanager

@@ -25,6 +25,7 @@ class Report:
         tokens_per_second: of the tokens behind the first one; None with fewer than two.
         bound: what the decode steps were bound by; None where too few ran to tell.
         cut: why it ended before the model ended it; None: it did not.
+        block_size: of the prefix cache, which holds whole blocks of so many tokens.
     """
 
     num_tokens: int
@@ -34,6 +35,7 @@ class Report:
     num_cached_tokens: int
     first_token_seconds: float | None
     cut: str | None
+    block_size: int = 256
 
     def line(self) -> str:
         """Return the report in one line."""
@@ -44,7 +46,10 @@ class Report:
             parts.append(f"bound by {self.bound}")
         if self.first_token_seconds is not None:
             parts.append(f"the first after {self.first_token_seconds:.2f} s")
-        parts.append(f"prompt {self.num_prompt_tokens:,}, {self.num_cached_tokens:,} of them from the cache")
+        cached = f", {self.num_cached_tokens:,} of them from the cache"
+        if self.num_prompt_tokens <= self.block_size and not self.num_cached_tokens:
+            cached = f" (the cache holds blocks of {self.block_size})"
+        parts.append(f"prompt {self.num_prompt_tokens:,}{cached}")
         return "; ".join(parts if self.cut is None else [*parts, self.cut])
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from nanoinfer.common.errors import choose
+from nanoinfer.parsers.answer_format import AnswerFormat
 from nanoinfer.sampling_params import SamplingParams
 
 VARIABLES = "chat_template_kwargs"
@@ -46,6 +47,14 @@ class Settings:
         if name == "bad_words" and not isinstance(value, list | None):
             value = [text]
         return replace(self, params=replace(self.params, **{name: value}))
+
+    def with_thinking(self, form: AnswerFormat, *, is_on: bool) -> Settings:
+        """Return settings with which the template has the model think, or not; ValueError: it has no switch."""
+        if form.thinking is None or not (form.thinking.is_known or form.thinking.field):
+            raise ValueError("the model's template says nothing of thinking, so there is nothing to switch")
+        off = form.variables_of_effort("none")
+        kept = {name: value for name, value in self.variables.items() if name not in off}
+        return replace(self, variables=kept if is_on else kept | off)
 
     def lines(self) -> list[str]:
         """Return a line for each setting."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import sys
@@ -35,6 +36,7 @@ def add_arguments(parser: Parser) -> None:
         "the text is continued as it stands",
     )
     parser.add_argument("--system", metavar="TEXT", help="the system's message before it; implies --chat")
+    parser.add_argument("--json", action="store_true", help="print the text, why it ended and its figures as JSON")
     add_sampling_options(parser, f"{_MAX_TOKENS}; of a chat, as many as there is room for")
     defaults = {"enable_cpu_offload": "auto", "max_num_seqs": 1}
     add_engine_options(parser, without=("seed", "skip_tokenizer_init"), defaults=defaults)
@@ -54,15 +56,19 @@ def run(options: argparse.Namespace) -> int:
         if is_chat:
             prompt = _in_template(llm, prompt, options.system)
         before, shown = llm.engine.meter.snapshot(), without_orders if sys.stdout.isatty() else str
+        text = ""
         try:
             for output in _with_progress(llm, llm.generate_stream(prompt, params)):
                 if output.error is not None:
                     raise ValueError(output.error)
-                print(shown(output.text_delta), end="", flush=True)
+                text += output.text_delta
+                if not options.json:
+                    print(shown(output.text_delta), end="", flush=True)
         except KeyboardInterrupt:
             print()  # so that what the shell prints begins on a new line
             raise
-        print(flush=True)
+        figures = dict(text=text, finish_reason=output.finish_reason, metrics=vars(output.metrics))
+        print(json.dumps(figures, ensure_ascii=False) if options.json else "", flush=True)
         said = _speed(llm, output.metrics, before)
         if output.finish_reason == "length":
             said += f"; {_cut(output.metrics, llm.engine.plan.max_model_len)}"

@@ -159,6 +159,9 @@ INSTEAD: dict[str, str] = by_name(
         "ts tensor_split sm split_mode tp pp dp": "one GPU per engine: leave it out",
         "lora lora_scaled lora_modules": "merge the adapter into the weights",
         "md model_draft draft draft_max": "there is no speculative decoding: leave it out",
+        "ngl n_gpu_layers num_gpu_layers gpu_layers num_gpu": "what does not fit on the GPU streams to it by itself: "
+        "leave it out; --gpu-memory-limit bounds what is taken, --resident-weights-limit the weights that stay",
+        "image mm mmproj": "models here read text only: leave it out",
         "grammar grammar_file json_schema json_schema_file jf j format": "a request to nanoinfer serve may have "
         "response_format, and SamplingParams structured_outputs",
         "jinja": "templates are always in Jinja: leave it out",

@@ -58,6 +58,14 @@ def parse_memory(value: float | str, name: str) -> Size:
     return size
 
 
+def parse_count(text: str, name: str) -> int:
+    """Return a number of tokens from text: "4096", or "4k" for the same; ValueError: it is none."""
+    match = re.fullmatch(r"\s*(-?[0-9]+)([kK]?)\s*", text)
+    if match is None:
+        raise ValueError(f'{name}={text!r} is no whole number, such as 4096 or "4k" for the same')
+    return int(match[1]) * (1024 if match[2] else 1)
+
+
 def format_gib(num_bytes: float) -> str:
     """Return a size in GiB as text, without the unit."""
     return f"{num_bytes / 2**30:.2f}"

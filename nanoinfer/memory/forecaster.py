@@ -18,7 +18,7 @@ from typing import Any
 
 from nanoinfer.attention.base import check_fp8
 from nanoinfer.common.other_names import takes_also
-from nanoinfer.common.units import GIB, format_gib, format_size
+from nanoinfer.common.units import GIB, format_gib, format_size, parse_count
 from nanoinfer.config import EngineConfig
 from nanoinfer.devices.base import Device
 from nanoinfer.devices.registry import accelerator, device_of, planned_device
@@ -53,7 +53,7 @@ def plan(
     gpu: str | None = None,
     gpu_memory_limit: int | float | str | None = None,
     host_memory_limit: int | str | None = None,
-    max_model_len: int | None = None,
+    max_model_len: int | str | None = None,
     batch: int | None = None,
     link_gbps: float | None = None,
     device_gbps: float | None = None,
@@ -96,6 +96,8 @@ def forecaster(
     for name, value in (("link_gbps", link_gbps), ("device_gbps", device_gbps)):
         if value is not None and not 0 < value < float("inf"):
             raise ValueError(f"{name}={value!r} must be a positive number of GB/s")
+    if isinstance(max_model_len, str):
+        max_model_len = parse_count(max_model_len, "max_model_len")
     max_model_len = None if max_model_len == -1 else max_model_len  # as in EngineConfig
     for name, value in (("batch", batch), ("max_model_len", max_model_len)):
         if value is not None and (type(value) is not int or value < 1):

@@ -12,6 +12,7 @@ from typing import Any
 
 from nanoinfer.common.errors import nearest
 from nanoinfer.common.other_names import COMMANDS, INSTEAD, MEANT
+from nanoinfer.common.units import parse_count
 from nanoinfer.common.unsupported import ENGINE
 
 REFUSED = 2
@@ -140,10 +141,10 @@ def _hint(name: str, known: Collection[str], shown: Callable[[str], str] = str) 
 
 def length(text: str) -> int:
     """For `type=` of an option: parse a whole number of tokens; "4k" is 4096. No minimum is checked."""
-    match = re.fullmatch(r"\s*(-?[0-9]+)([kK]?)\s*", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, such as 4096, or 4k for the same")
-    return int(match[1]) * (1024 if match[2] else 1)
+    try:
+        return parse_count(text, "")
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, such as 4096, or 4k for the same") from None
 
 
 def json_object(text: str, example: str = '{"rope_theta": 5e5}') -> dict[str, Any]:

@@ -30,6 +30,8 @@ def add_sampling_options(parser: Parser, max_tokens: str) -> None:
         ("--min-p", float, "P", "leave out tokens less likely than P times the most likely one"),
     ):
         group.add_argument(option, type=kind, metavar=metavar, help=text)
+    text = "a text that ends the answer; may be given several times"
+    group.add_argument("--stop", action="append", metavar="TEXT", help=text)
     text = "a word that must not come; may be given several times"
     group.add_argument("--bad-words", action="append", metavar="WORD", help=text)
     text = f"what is added to the logits of tokens, from -100 to 100, such as '{_BIAS}'"
@@ -52,7 +54,7 @@ def sampling_params(options: argparse.Namespace, recommended: Mapping[str, Any],
     Raises:
         ValueError: a value is not allowed, or it has no effect because sampling is greedy.
     """
-    names = ("max_tokens", "temperature", "seed", "thinking_token_budget", *_CHOOSING, *_LIMITING)
+    names = ("max_tokens", "temperature", "seed", "thinking_token_budget", "stop", *_CHOOSING, *_LIMITING)
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
     params = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens} | dict(recommended) | given)
     without_effect = [f"--{name.replace('_', '-')}" for name in _CHOOSING if name in given]

@@ -39,6 +39,7 @@ AUTO, NONE = "auto", "none"
 _NEXT_MESSAGE = f"{END}{START}assistant"  # of gpt-oss
 PROMPT_END_TOKENS = 64
 """In the text of which thinking, or a message of gpt-oss, may have begun."""
+_HARMONY_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 
 
 def tool_parser_of(template: str) -> str | None:
@@ -130,6 +131,14 @@ class AnswerFormat:
     def is_harmony(self) -> bool:
         """Whether all of an answer is written as messages in channels."""
         return self.thinking is not None and self.thinking.markers.begin == HARMONY
+
+    def variables_of_effort(self, effort: str) -> dict[str, Any]:
+        """Return the variables with which a template hears how much is to be thought, from "none" to "max"; those that
+        it does not know mean nothing to it."""
+        if self.is_harmony:
+            return {"reasoning_effort": _HARMONY_EFFORTS.get(effort, effort)}
+        switches = {"enable_thinking": False, "thinking": False} if effort == "none" else {}
+        return {"reasoning_effort": effort, **switches}
 
     def messages(
         self,

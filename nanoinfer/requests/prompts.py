@@ -17,6 +17,8 @@ Prompt = str | TokenIds | Mapping[str, Any]
 """Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
 _FORMS = 'text, a list of token ids, {"prompt": ...} or {"prompt_token_ids": ...}'
 
+# Kinds of parts of a message that are text, by the field that has it: those of OpenAI's two APIs.
+_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 # Parameters of `apply_chat_template` and of the functions that it calls.
 NO_VARIABLES = frozenset(
     "self tokenizer messages conversation conversations compiled_template chat_template add_generation_prompt "
@@ -155,7 +157,7 @@ def too_long(what: str, num_tokens: int, max_model_len: int) -> RequestError:
 
 
 def conversation(messages: Any) -> list[dict[str, Any]]:
-    """Return the checked messages. Text parts are joined by line ends, as in vLLM; an assistant's null content is "".
+    """Return the checked messages. Text parts are joined by line ends, as in vLLM; null content is "".
 
     Raises:
         RequestError: `messages` is not a list of messages or is empty, or a message has something other than a role and
@@ -174,13 +176,14 @@ def _plain_message(where: str, message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(f'{where} has no role: give "system", "user" or "assistant"', field="messages")
     content = message.get("content")
-    if content is None and message["role"] == "assistant":
+    if content is None and ("content" in message or message["role"] == "assistant"):
         content = ""
     if isinstance(content, list):
-        for part in content:
-            if not _is_text_part(part):
+        texts = [_text_of(part) for part in content]
+        for part, text in zip(content, texts, strict=True):
+            if text is None:
                 raise RequestError(_refusal(where, part), field="messages")
-        content = "\n".join(part["text"] for part in content)
+        content = "\n".join(texts)
     if not isinstance(content, str):
         raise RequestError(f"{where}.content is {shown(content)}: give text or a list of text parts", field="messages")
     return {**{name: value for name, value in message.items() if value is not None}, "content": content}
@@ -188,14 +191,17 @@ def _plain_message(where: str, message: Any) -> dict[str, Any]:
 
 def _refusal(where: str, part: Any) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
-    if isinstance(kind, str) and kind != "text":
+    if isinstance(kind, str) and kind not in _TEXTS:
         others = "images are not supported, " if "image" in kind else ""
         return f"{where}.content has a part of type {shown(kind)}: {others}only text is supported"
     return f'{where}.content has a part that is no {{"type": "text", "text": ...}}: only text is supported'
 
 
-def _is_text_part(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") in (None, "text") and isinstance(part.get("text"), str)
+def _text_of(part: Any) -> str | None:
+    """Return the text of a part; None: it is none of text."""
+    kind = (part.get("type") or "text") if isinstance(part, dict) else None
+    text = part.get(_TEXTS[kind]) if isinstance(kind, str) and kind in _TEXTS else None
+    return text if isinstance(text, str) else None
 
 
 def _plain_ids(ids: Any) -> Any:

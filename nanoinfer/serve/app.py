@@ -99,7 +99,7 @@ def _add_gates(app: FastAPI, metrics: ServerMetrics, api_key: str | None, allowe
     """Add what a request passes before its path is looked at, and what becomes of errors."""
     # A request passes the middleware added last first. CORS comes before the API key, because a browser's preflight
     # request has no key, and browsers must be able to read errors, too.
-    app.add_middleware(Gate, refusal=partial(check_request, api_key=api_key))
+    app.add_middleware(Gate, refusal=partial(check_request, api_key=api_key, routes=app.routes))
     if allowed_origins:
         app.add_middleware(
             CORSMiddleware,

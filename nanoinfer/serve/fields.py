@@ -129,7 +129,7 @@ class Fields:
     """
 
     def __init__(self, *, refuses_unknown: bool = False, replaces_images: bool = False) -> None:
-        self._refuses_unknown, self._replaces_images = refuses_unknown, replaces_images
+        self.refuses_unknown, self._replaces_images = refuses_unknown, replaces_images
         self._logged: set[str] = set()
 
     def leave_out(self, what: str, why: str) -> None:
@@ -139,9 +139,9 @@ class Fields:
             BadRequestError: such fields are refused.
         """
         what = what[:SHOWN_CHARS]
-        if self._refuses_unknown:
+        if self.refuses_unknown:
             raise BadRequestError(f"{what} is not supported, as {why}: leave it out", code="unsupported_parameter")
-        self._log(what, "requests have %s, which is left out, as %s; --strict refuses it", what, why)
+        self.note(what, "requests have %s, which is left out, as %s; --strict refuses it", what, why)
 
     def take_image(self, where: str, kind: str, field: str) -> None:
         """Take a part of a conversation that is no text, such as an image. Raises BadRequestError where none may be."""
@@ -151,7 +151,7 @@ class Fields:
                 "out, or start the server with --images replace, which puts a text in the place of each",
                 param=field,
             )
-        self._log(f"{kind} in a message", "requests have parts of the type %r: a text stands in their place", kind)
+        self.note(f"{kind} in a message", "requests have parts of the type %r: a text stands in their place", kind)
 
     def check(self, name: str, given: Mapping[str, Any], known: Collection[str], where: str) -> None:
         """Take a name that is given and not among the known ones. Raises BadRequestError."""
@@ -161,14 +161,15 @@ class Fields:
             if value is not None and given.get(ours) != value:
                 message = f"{where} has the field {name!r}, which is {ours!r} here: give that"
                 raise BadRequestError(message, param=name, code="unsupported_parameter")
-        elif self._refuses_unknown:
+        elif self.refuses_unknown:
             message = unknown(f"{where} has an unknown field", name, sorted(known))
             raise BadRequestError(message, param=name, code="unknown_parameter")
         else:
             text = "%s has a field %r that is not known%s: it is ignored, here and later; --strict refuses such fields"
-            self._log(name, text, where, name, did_you_mean(name, known))
+            self.note(name, text, where, name, did_you_mean(name, known))
 
-    def _log(self, name: str, text: str, *values: str) -> None:
+    def note(self, name: str, text: str, *values: str) -> None:
+        """Log what becomes of requests with this name, once."""
         if name not in self._logged and len(self._logged) < _MAX_LOGGED:
             self._logged.add(name)
             logger.warning(text, *values)

@@ -6,10 +6,11 @@ import hmac
 import ipaddress
 import json
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
+from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanoinfer.serve.client import error_response
@@ -134,10 +135,10 @@ def _check_host(headers: Headers, allowed: Collection[str]) -> ApiError | None:
     )
 
 
-def check_request(scope: Scope, *, api_key: str | None) -> ApiError | None:
-    """Refuse a request to a guarded path without the API key, or with a body that is not JSON.
+def check_request(scope: Scope, *, api_key: str | None, routes: Iterable[BaseRoute] | None = None) -> ApiError | None:
+    """Refuse a request to a guarded path without the API key, or with a body of a browser's that is not called JSON.
 
-    No content type at all is taken from what is no browser.
+    routes: a path that is none of them is told so by whoever looks for it; None: all paths are some.
     """
     if not scope["path"].startswith(GUARDED):
         return None
@@ -153,9 +154,12 @@ def check_request(scope: Scope, *, api_key: str | None) -> ApiError | None:
                 code="invalid_api_key",
             )
     # A web page may post other content types, or none, to any server without a preflight request. Its browser says
-    # where it is from, or how it fetches: old ones the one, new ones the other, too.
+    # where it is from, or how it fetches: old ones the one, new ones the other, too. Other clients name any type, as
+    # curl does a form's.
     given = headers.getlist("content-type")
-    if not given and not any(name == "origin" or name.startswith("sec-fetch-") for name in headers):
+    if not any(name == "origin" or name.startswith("sec-fetch-") for name in headers):
+        return None
+    if routes is not None and all(route.matches(scope)[0] is not Match.FULL for route in routes):
         return None
     is_json = len(given) == 1 and given[0].split(";", 1)[0].strip().lower() == "application/json"
     if scope["method"] != "POST" or is_json:

@@ -27,6 +27,8 @@ MAX_REQUEST_ID_CHARS = 256  # every event of a stream repeats the id
 INT32_MAX = 2**31 - 1
 
 Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
+Limit = Annotated[int, Field(ge=-1, le=INT32_MAX)]
+"""A number of tokens; -1: as many as there is room for."""
 
 
 # Strict: "5" is not a number and true is not 1. Unknown names were looked at before (`fields.py`).
@@ -83,7 +85,7 @@ class GenerationRequest(SampledRequest):
 
     n: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] | None = None
     best_of: int | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    max_tokens: Limit | None = None
     min_tokens: Count | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -128,6 +130,8 @@ class GenerationRequest(SampledRequest):
     @field_validator("stop")
     @classmethod
     def _check_stop(cls, stop: Any) -> Any:
+        if stop == "":  # as clients send it whose field is left empty
+            return None
         stops = stop if isinstance(stop, list) else [] if stop is None else [stop]
         texts = [one for one in stops if isinstance(one, str)]
         longest = max(map(len, texts), default=0)
@@ -183,7 +187,7 @@ class GenerationRequest(SampledRequest):
 
 class CompletionRequest(GenerationRequest):
     prompt: Any
-    max_tokens: Count | None = None
+    max_tokens: Limit | None = None
     logprobs: Count | None = None
     echo: bool | None = None
 
@@ -276,7 +280,7 @@ class _Conversation(Body):
 
 
 class ChatRequest(_Conversation, GenerationRequest):
-    max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    max_completion_tokens: Limit | None = None
     logprobs: bool | None = None
     top_logprobs: Count | None = None
     tool_choice: Any = None

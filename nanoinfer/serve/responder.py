@@ -22,9 +22,8 @@ from nanoinfer.serve.client import EventStream, read_body, while_client_stays, w
 from nanoinfer.serve.errors import BadRequestError
 from nanoinfer.serve.fields import Fields, checked, parse
 from nanoinfer.serve.forms import behind_thinking, form_of
-from nanoinfer.serve.protocol import Body, ChatRequest, GenerationRequest
+from nanoinfer.serve.protocol import Body, ChatRequest
 from nanoinfer.serve.request_stream import RequestStream
-from nanoinfer.serve.tokenizing import Prompt
 from nanoinfer.serve.tool_use import ToolUse
 from nanoinfer.serve.waiting_bytes import MAX_BODY_BYTES
 
@@ -124,7 +123,7 @@ class Responder:
         made.parsers = [use.parser(form, end, drops_special=drops) for _ in range(params.n)]
         if form.sees_special(bool(use.tools)):
             params = replace(params, skip_special_tokens=False)
-        if made.may_be_shorter and params.max_tokens is not None:
+        if params.max_tokens is not None and (made.may_be_shorter or not self._fields.refuses_unknown):
             params = replace(params, max_tokens=Advised(params.max_tokens))
         if made.may_be_shorter and form.bounds is None:  # clients of that API always name a budget
             params = replace(params, thinking_token_budget=None)
@@ -137,8 +136,10 @@ class Responder:
             body = await self._read(request, charge, MAX_BODY_BYTES)
             answer, params = await while_client_stays(request.receive, prepare(body))
             del body  # the answer may take long
-            if not answer.may_be_shorter:
-                _check_length(answer.request, answer.prompts, engine.plan.max_model_len)
+            if not answer.may_be_shorter and (error := _too_many(answer, engine.plan.max_model_len)) is not None:
+                if not isinstance(params.max_tokens, Advised):
+                    raise error
+                self._fields.note("max_tokens", "%s; a chat gets what there is room for, here and later", str(error))
             try:
                 limits, is_streamed = await engine.prompts.limits(params), bool(answer.request.stream)
             except RequestError as error:
@@ -167,13 +168,15 @@ class Responder:
         return await read_body(request, self.engine.waiting, charge, timeout=self._body_timeout, max_bytes=max_bytes)
 
 
-def _check_length(asked: GenerationRequest, prompts: list[Prompt], limit: int) -> None:
-    """Refuse an explicit number of tokens beyond max_model_len, as vLLM does; the engine would just cut the output."""
-    longest = max(len(token_ids) for _, token_ids in prompts)
-    if asked.token_limit is not None and longest + asked.token_limit > limit:
-        raise BadRequestError(
-            f"the prompt has {longest} tokens and max_tokens is {asked.token_limit}, together they may be "
-            f"max_model_len = {limit}: lower max_tokens or shorten the prompt",
-            param="max_tokens",
-            code=TOO_LONG,
-        )
+def _too_many(answer: Answer, limit: int) -> BadRequestError | None:
+    """Return the refusal of an explicit number of tokens beyond max_model_len, as vLLM has it: the engine would just
+    cut the output."""
+    asked, longest = answer.request.token_limit, max(len(token_ids) for _, token_ids in answer.prompts)
+    if asked is None or longest + asked <= limit:
+        return None
+    return BadRequestError(
+        f"the prompt has {longest} tokens and max_tokens is {asked}, together they may be max_model_len = {limit}: "
+        "lower max_tokens or shorten the prompt",
+        param="max_tokens",
+        code=TOO_LONG,
+    )

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
-from pydantic import Field
 from typing_extensions import TypedDict
 
 from nanoinfer.common.errors import shown
 from nanoinfer.common.unsupported import by_advice
 from nanoinfer.serve.errors import BadRequestError
 from nanoinfer.serve.fields import Fields
-from nanoinfer.serve.protocol import INT32_MAX, NESTED, Count, SampledRequest
+from nanoinfer.serve.protocol import NESTED, Count, Limit, SampledRequest
 from nanoinfer.serve.response_tools import Tool, chosen, functions_of, known_as, tools_by_name
 from nanoinfer.serve.translation import SAMPLING_FIELDS, fields_of_chats, need, refuse
 
@@ -52,7 +51,7 @@ class Reasoning(TypedDict, total=False):
 class ResponsesRequest(SampledRequest):
     input: Any
     instructions: str | None = None
-    max_output_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    max_output_tokens: Limit | None = None
     min_tokens: Count | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None

@@ -16,7 +16,6 @@ from nanoinfer.serve.errors import BadRequestError
 from nanoinfer.serve.protocol import ChatRequest
 from nanoinfer.structured_outputs import MAX_CHARS, StructuredOutputsParams
 
-_HARMONY_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 # Why llguidance takes no grammar, with the line at fault, if it is one.
 _FAULT = re.compile(r"[^:]* cannot be generated: (?:at (\d+)\(\d+\): )?(?:failed to compile JSON schema: )?([^\n]*)")
 
@@ -64,7 +63,7 @@ class ToolUse:
         arguments = asked.template_arguments
         effort, variables = asked.reasoning_effort, arguments["variables"] or {}
         if effort is not None:
-            variables = form_of_effort(effort, form) | variables
+            variables = form.variables_of_effort(effort) | variables
         return {**arguments, "variables": variables or None, "tools": asked.tools if self.tools else None}
 
     def constrained(self, params: SamplingParams, form: AnswerFormat, prompt_end: str) -> SamplingParams:
@@ -120,11 +119,3 @@ class ToolUse:
     def parser(self, form: AnswerFormat, prompt_end: str, *, drops_special: bool) -> OutputParser:
         """Return what reads one answer; the arguments are those of `AnswerFormat.parser`."""
         return form.parser(prompt_end, self.tools, drops_special=drops_special, max_calls=self.max_calls)
-
-
-def form_of_effort(effort: str, form: AnswerFormat) -> dict[str, Any]:
-    """Return the variables with which a template hears of `reasoning_effort`; none where it has no switch."""
-    if form.is_harmony:
-        return {"reasoning_effort": _HARMONY_EFFORTS.get(effort, effort)}
-    switches = {"enable_thinking": False, "thinking": False} if effort == "none" else {}
-    return {"reasoning_effort": effort, **switches}

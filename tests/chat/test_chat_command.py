@@ -235,8 +235,5 @@ def test_on_a_terminal_the_command_streams_and_ctrl_c_ends_an_answer(checkpoint,
     terminal.close()
     assert [type(part) for part in found] == [str, str], found
     assert (
-        len(steps) <= 9
-        and "from the cache; ended by you" in found[0]
-        and "tiny" not in found[1]
-        and "context 256 tokens" in found[1]
+        len(steps) <= 9 and "; ended by you" in found[0] and "tiny" not in found[1] and "context 256 tokens" in found[1]
     )

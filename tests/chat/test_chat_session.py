@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from chatting import ScriptedModel
+from chatting import TEMPLATE, ScriptedModel
 from rich.console import Console
 
 from nanoinfer.chat.commands import EndOfChat, run
@@ -17,6 +17,8 @@ from nanoinfer.chat.markdown import MarkdownStream, split_blocks
 from nanoinfer.chat.screens import PlainScreen
 from nanoinfer.chat.session import Report, Session
 from nanoinfer.chat.settings import Settings
+from nanoinfer.parsers.answer_format import AnswerFormat
+from nanoinfer.parsers.thinking import HARMONY
 from nanoinfer.sampling_params import SamplingParams
 
 
@@ -214,7 +216,71 @@ def test_the_history_lies_in_the_state_directory_of_the_user(monkeypatch):
 
 
 def test_a_report_leaves_out_what_is_not_known():
-    assert Report(1, None, None, 9, 0, None, None).line() == "1 token; prompt 9, 0 of them from the cache"
+    assert Report(1, None, None, 9, 0, None, None).line() == "1 token; prompt 9 (the cache holds blocks of 256)"
+    assert Report(1, None, None, 99, 0, None, None, 16).line() == "1 token; prompt 99, 0 of them from the cache"
+
+
+# What may be said again, or forgotten
+
+
+class Varied(ScriptedModel):
+    """Answers each time with another number; not at all where it is asked for the third time."""
+
+    def run(self, messages, settings):
+        run = super().run([*messages[:-1], {"role": "user", "content": messages[-1]["content"]}], settings)
+        run._question = "nothing" if len(self.asked) == 3 else f"number {len(self.asked)}"
+        return run
+
+
+def test_the_last_question_is_asked_again_and_its_answer_replaced_where_there_is_another():
+    session = Session(Varied(), Settings())
+    _, notes, has_ended_well = talk(session, "hello\n/regenerate\n/regenerate\n")
+    assert not has_ended_well, "the third answer failed"
+    assert [one["content"] for one in session.conversation.messages] == ["hello", "You: number 2"]
+    assert session.model.asked == [[{"role": "user", "content": "hello"}]] * 3
+    assert "the same answer comes" not in notes
+    for setting, why in (("temperature 0", "temperature is 0"), ("seed 5", "seed is set")):
+        _, notes, _ = talk(Session(Varied(), Settings()), f"/set {setting}\nhello\n/regenerate\n")
+        assert f"{why}: the same answer comes; /set {why.split()[0]} changes that" in notes
+
+
+def test_the_last_question_is_forgotten_with_its_answer(session):
+    ask(session, "one")
+    ask(session, "two")
+    assert run("/undo", session).endswith("2 messages before them")
+    assert [one["content"] for one in session.conversation.messages] == ["one", "You: one"]
+    assert run("/undo", session).endswith("0 messages before them")
+    for command in ("/undo", "/regenerate"):
+        with pytest.raises(ValueError, match="nothing was said yet"):
+            run(command, session)
+
+
+@pytest.mark.parametrize(
+    "template, off",
+    [
+        (TEMPLATE, {"reasoning_effort": "none", "enable_thinking": False, "thinking": False}),
+        (HARMONY, {"reasoning_effort": "low"}),
+    ],
+)
+def test_thinking_is_switched_by_a_word(template, off, session):
+    session.model.format = AnswerFormat.of(template)
+    run('/set chat_template_kwargs {"other": 1, "enable_thinking": true}', session)
+    assert run("/set nothink", session) == "the model is told not to think"
+    assert session.settings.variables == {"enable_thinking": True, "other": 1} | off
+    run("/set think", session)
+    assert "other" in session.settings.variables and not off.keys() & session.settings.variables.keys()
+    session.model.format = AnswerFormat.of("")
+    with pytest.raises(ValueError, match="says nothing of thinking, so there is nothing to switch"):
+        run("/set nothink", session)
+
+
+def test_set_takes_what_follows_it_in_ollama(session):
+    run("/set system Be a = b.", session)
+    assert session.conversation.system == "Be a = b." == run("/set system", session)
+    assert run("/set parameter temperature 0.5", session).split() == ["temperature", "0.5"]
+    assert session.settings.params.temperature == 0.5
+    with pytest.raises(ValueError, match="'num_predict' is not known .did you mean 'max_tokens'"):
+        run("/set parameter num_predict 5", session)
 
 
 def test_blocks_of_markdown_are_finished_when_nothing_can_change_them():

@@ -1,6 +1,7 @@
 """`nanoinfer generate`: where the prompt comes from, what is sampled, and what is said at the end."""
 
 import io
+import json
 import re
 import threading
 from contextlib import suppress
@@ -181,6 +182,17 @@ def test_an_answer_that_was_cut_is_called_cut(asked, capsys, monkeypatch, words,
     monkeypatch.setattr(FakeLLM, "reason", "length")
     asked("text", *words)
     assert capsys.readouterr().err.endswith(said)
+
+
+def test_the_answer_is_one_object_in_json_where_that_is_asked_for(asked, capsys):
+    asked("text", "--json")
+    found = json.loads(capsys.readouterr().out)
+    assert (found["text"], found["finish_reason"], found["metrics"]["num_generated_tokens"]) == ("two words", "stop", 2)
+
+
+def test_what_ends_the_answer_may_be_given(asked):
+    assert asked("text", "--stop", "a", "--stop", "b")[1].stop == ("a", "b")
+    assert asked("text", recommended={"stop": ["x"]})[1].stop == ("x",)
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

@@ -104,8 +104,8 @@ def test_documents_have_the_names_that_are_shown():
     [
         # llama.cpp
         ("--ctx-size=4096", "did you mean --max-model-len?"),
-        ("--n-gpu-layers=99", "did you mean --gpu-memory-limit?"),
-        ("-ngl", "did you mean --gpu-memory-limit?"),
+        ("--n-gpu-layers=99", "is not supported: what does not fit on the GPU streams to it by itself: leave it out"),
+        ("-ngl", "is not supported: what does not fit on the GPU streams to it by itself: leave it out"),
         ("--parallel", "did you mean --max-num-seqs?"),
         ("-ub", "did you mean --max-num-batched-tokens?"),
         ("--no-kv-offload", "did you mean --offload?"),
@@ -115,13 +115,14 @@ def test_documents_have_the_names_that_are_shown():
         ("-hf", "give the model, a directory or a hub id, without an option"),
         ("--threads", "is not supported: torch chooses the threads"),
         ("--no-mmap", "is not supported: files are read, and not mapped: leave it out"),
+        ("--mmproj", "is not supported: models here read text only: leave it out"),
         ("--mlock", "is not supported: what lies in host memory is pinned where the system allows it"),
         ("--format", "is not supported: a request to nanoinfer serve may have response_format"),
         ("-cnv", "is not supported: nanoinfer chat MODEL is a conversation"),
         ("--model-draft", "is not supported: there is no speculative decoding"),
         # Ollama
         ("--num-ctx", "did you mean --max-model-len?"),
-        ("--num-gpu", "did you mean --gpu-memory-limit?"),
+        ("--num-gpu", "is not supported: what does not fit on the GPU streams"),
         ("--num-batch", "did you mean --max-num-batched-tokens?"),
         ("--keep-alive", "is not supported: the model stays loaded"),
         # vLLM
@@ -142,6 +143,7 @@ def test_an_option_of_another_program_is_told_what_means_the_same(given, message
 @pytest.mark.parametrize(
     "command, given, message",
     [
+        ("generate", "--image", "--image is not supported: models here read text only: leave it out"),
         ("generate", "--prompt-file", "--prompt-file is not supported: pipe the file into the command: < FILE"),
         ("chat", "--system-prompt-file", 'is not supported: give its text: --system "$(cat FILE)"'),
         ("serve", "--log-file", "is not supported: the log goes to stderr: redirect it, 2> FILE"),

@@ -48,6 +48,8 @@ def llm(path):
         (dict(gpu_memory_limit=-5), "gpu_memory_limit=-5 must be a positive number"),
         (dict(gpu_memory_utilization=1.5), "gpu_memory_utilization=1.5 must be above 0 and at most 1"),
         (dict(max_model_len=0), "max_model_len=0 must be a whole number of at least 1"),
+        (dict(max_model_len="32q"), "max_model_len='32q' is no whole number, such as 4096 or \"4k\" for the same"),
+        (dict(max_model_len="-2k"), "max_model_len=-2048 must be a whole number of at least 1"),
         (dict(max_model_len=10**6), "max_model_len=1000000 is beyond the model's own limit of 4096 positions"),
         (dict(max_num_seqs="8"), "max_num_seqs='8' must be a whole number"),
         (dict(enforce_eager=1), "enforce_eager=1 must be True or False"),

@@ -45,6 +45,7 @@ def test_defaults_are_those_of_vllm():
 def test_vllms_neutral_values_are_taken():
     params = SamplingParams(max_tokens=None, min_tokens=50, seed=-1, skip_special_tokens=True)
     assert params.max_tokens is None and params.seed is None
+    assert SamplingParams(max_tokens=-1).max_tokens is None
     assert SamplingParams(thinking_token_budget=-1).thinking_token_budget is None
 
 

@@ -125,7 +125,7 @@ def test_a_long_body_has_the_digests_of_a_short_ones_rule():
     ("words", "headers"),
     [
         (("--api-key", "secret"), {}),
-        ((), {"Content-Type": "text/plain"}),
+        ((), {"Content-Type": "text/plain", "Sec-Fetch-Mode": "cors"}),
         ((), {"Origin": "http://evil.example"}),
         ((), {"Transfer-Encoding": "chunked", "Content-Length": "1"}),
     ],

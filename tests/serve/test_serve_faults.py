@@ -343,13 +343,10 @@ TOO_LONG = {
     "pool": ("/v1/completions", dict(prompt=[5] * 120), "pool holds 112", "prompt"),
     "pool, with output": ("/v1/completions", dict(prompt=[5] * 100, max_tokens=28), "pool holds 112", "max_tokens"),
     "pool, chat": (CHAT, dict(messages=FOR_THE_POOL), "pool holds 112", "messages"),
-    "pool, chat with output": (
-        CHAT, dict(messages=[{"role": "user", "content": "w5"}], max_tokens=120), "pool holds 112", "max_tokens",
-    ),
 }  # fmt: skip
 
 
-def test_what_does_not_fit_is_refused_with_openais_code(path):
+def test_what_does_not_fit_is_refused_with_openais_code_and_a_chats_limit_is_cut(path, caplog):
     async def ask():
         async with serving(path) as served:
             served.engine.modes.max_sequence_tokens = lambda mode: 112
@@ -361,6 +358,19 @@ def test_what_does_not_fit_is_refused_with_openais_code(path):
             assert (await served.post(prompt=[5] * 100, max_tokens=5)).status_code == 200
             answer = await served.post(CHAT, messages=[{"role": "user", "content": "w5"}], temperature=0)
             assert answer.json()["usage"]["total_tokens"] == 112, "a chat without a limit takes what the pool has"
+            with caplog.at_level("WARNING"):
+                for limit in (120, 1_000_000, -1):
+                    answer = await served.post(
+                        CHAT, messages=[{"role": "user", "content": "w5"}], temperature=0, max_tokens=limit
+                    )
+                    assert answer.json()["usage"]["total_tokens"] == 112, "as one with a limit that is too large"
+            notes = [one.message for one in caplog.records if "a chat gets what there is room for" in one.message]
+            assert len(notes) == 1 and "max_tokens is 1000000, together they may be max_model_len = 384" in notes[0]
+            answer = await served.post(prompt=[5] * 100, max_tokens=-1, temperature=0, ignore_eos=True)
+            assert answer.json()["usage"]["total_tokens"] == 112, "-1 is as many as there is room for"
+        async with serving(path, app_options=dict(strict=True)) as served:
+            answer = await served.post(CHAT, messages=[{"role": "user", "content": "w5"}], max_tokens=1_000_000)
+            assert answer.status_code == 400 and "lower max_tokens" in answer.json()["error"]["message"]
 
     asyncio.run(ask())
 

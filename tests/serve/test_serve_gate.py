@@ -25,24 +25,27 @@ def test_a_body_must_be_called_json(path):
             del served.client.headers["content-type"]
             for url in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
                 pages = [{"Origin": PAGE}, {"Sec-Fetch-Mode": "no-cors"}, {"sec-fetch-site": "cross-site"}]
-                for given, headers in [*((None, page) for page in pages), *((one, {}) for one in types)]:
-                    headers = headers if given is None else {"Content-Type": given}
+                for given, headers in [*((None, page) for page in pages), *((one, pages[0]) for one in types)]:
+                    headers = headers if given is None else {**headers, "Content-Type": given}
                     response = await served.client.post(url, content=b'{"prompt": "w5"}', headers=headers)
                     assert response.status_code == 415, (url, given, response.text)
                     error = response.json()["error"]
                     assert "send Content-Type: application/json" in error["message"]
                     assert error["code"] == "unsupported_media_type"
                     assert ("is missing" if given is None else repr(given)) in error["message"]
-                double = [("Content-Type", "text/plain"), ("Content-Type", "application/json")]
+                double = [("Content-Type", "text/plain"), ("Content-Type", "application/json"), ("Origin", PAGE)]
                 assert (await served.client.post(url, content=b"{}", headers=double)).status_code == 415
-            for given in ("application/json", "application/json; charset=utf-8", "Application/JSON ;x=y", None):
+            for given in ("application/json", "application/json; charset=utf-8", "Application/JSON ;x=y", None, *types):
                 headers = {} if given is None else {"Content-Type": given}
                 response = await served.client.post("/v1/completions", content=json.dumps(BODY), headers=headers)
                 assert response.status_code == 200, response.text
             assert (await served.client.post("/ping")).status_code == 200, "it has no body"
             assert (await served.client.get("/v1/models")).status_code == 200
+            headers = {"Origin": PAGE, "Content-Type": "text/plain"}
+            for url, status in (("/v1/chat/completion", 404), ("/v1/models", 405)):
+                assert (await served.client.post(url, content="{}", headers=headers)).status_code == status
             stats = await served.wait_until_idle()
-            assert stats["num_prefill_tokens"] == 4, "nothing that was refused has run"
+            assert stats["num_prefill_tokens"] == 4 + len(types), "nothing that was refused has run"
 
     asyncio.run(ask())
 

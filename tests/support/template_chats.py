@@ -33,7 +33,7 @@ class AnswersByHeart:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, answers: list[str]) -> None:
         self.prompts: list[list[int]] = []
         self.meter = SimpleNamespace(snapshot=DecodeTimes, times=DecodeTimes())
-        self.plan = SimpleNamespace(max_model_len=4096)
+        self.plan, self.config = SimpleNamespace(max_model_len=4096), SimpleNamespace(block_size=256)
         self.work, self.has_work = SimpleNamespace(requests={}), False
         self._tokenizer, self._answers = tokenizer, answers
 
