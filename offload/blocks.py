@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
+from itertools import takewhile
 
 GPU, HOST, KEPT = "gpu", "host", "kept"
 """The pools by name: GPU memory, pinned host memory, and pageable host memory for sequences that gave way."""
@@ -45,6 +46,7 @@ class BlockPool:
         self.key_of: dict[int, Hashable] = {}
         self._block_of: dict[Hashable, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()
+        self._wanted: set[int] = set()  # published blocks that were asked for
 
     @property
     def num_blocks(self) -> int:
@@ -70,6 +72,15 @@ class BlockPool:
     def num_cached(self) -> int:
         """Blocks that nobody holds and whose content can be taken up again."""
         return len(self._cached)
+
+    @property
+    def num_unwanted(self) -> int:
+        """Blocks that can be handed out before any that was asked for since it was published."""
+        return len(self._free) + sum(1 for _ in takewhile(lambda block: block not in self._wanted, self._cached))
+
+    def note_wanted(self, blocks: Iterable[int]) -> None:
+        """Note that published blocks were asked for."""
+        self._wanted.update(blocks)
 
     def allocate(self, count: int) -> list[int]:
         """Hand out `count` blocks with undefined content, evicting cached ones if need be.
@@ -213,6 +224,7 @@ class BlockPool:
                 key_of[block] = key
         self.key_of, self._block_of = key_of, {key: block for block, key in key_of.items()}
         self._cached = OrderedDict.fromkeys(block for block in key_of if block not in references)
+        self._wanted &= key_of.keys()
         known = references.keys() | key_of.keys()
         self._free = [block for block in range(self.first, self._num_blocks) if block not in known]
         self.holders, self._num_references = references, sum(references.values())
@@ -220,3 +232,4 @@ class BlockPool:
 
     def _forget(self, block: int) -> None:
         del self._block_of[self.key_of.pop(block)]
+        self._wanted.discard(block)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +13,7 @@ from nanoinfer.chat.session import Report
 from nanoinfer.chat.settings import Settings
 from nanoinfer.common.errors import RequestError
 from nanoinfer.common.units import GIB, counted, format_size
+from nanoinfer.engine.ahead import Ahead
 from nanoinfer.engine.meter import DecodeTimes
 from nanoinfer.llm import LLM
 from nanoinfer.memory.machine import advice_when_full
@@ -56,6 +59,30 @@ class EngineModel:
                 raise
             raise RequestError(f"{error}; /clear begins anew", field=error.field, is_too_long=True) from None
         return EngineRun(self._llm, request, prompt, before)
+
+    @contextmanager
+    def computing_ahead(self, messages: list[dict[str, Any]], settings: Settings) -> Iterator[None]:
+        """Compute what the next prompt begins with, behind the answer that is last, until this is left."""
+        has_left = threading.Event()
+        thread = threading.Thread(target=self._compute_ahead, args=(messages, settings, has_left), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            has_left.set()
+            thread.join()
+
+    def _compute_ahead(self, messages: list[dict[str, Any]], settings: Settings, has_left: threading.Event) -> None:
+        engine = self._llm.engine
+        ahead = Ahead(engine)
+        with suppress(ValueError):  # the template takes no such messages, or the context is full
+            ahead.offer(self._template.next_beginning(messages[:-1], messages[-1], settings.variables))
+            while not has_left.is_set() and ahead.begin():
+                while engine.has_work and not has_left.is_set():
+                    engine.step()
+        ahead.drop()
+        while engine.has_work:
+            engine.step()
 
     def stats(self) -> Mapping[str, str]:
         """Return what bounded all answers so far, and where KV lies."""

@@ -24,7 +24,7 @@ def converse(
         stops_answers: Ctrl-C ends an answer; else it ends the program, as those without a terminal expect.
         worded: gives an engine's message in the words of the command.
     """
-    while (text := screen.read()) is not None:
+    while (text := _read(session, screen)) is not None:
         try:
             if not is_command(text):
                 _answer(session, screen, text, stops_answers)
@@ -44,6 +44,11 @@ def converse(
             if not screen.complain(str(error) if is_command(text) else worded(str(error))):
                 return False
     return True
+
+
+def _read(session: Session, screen: Screen) -> str | None:
+    with session.waiting():
+        return screen.read()
 
 
 def _answer_again(session: Session, screen: Screen, stops_answers: bool) -> None:

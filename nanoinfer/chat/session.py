@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -82,6 +83,9 @@ class Model(Protocol):
     def run(self, messages: list[dict[str, Any]], settings: Settings) -> Run:
         """Begin an answer; ValueError if the template or the engine refuses the messages."""
 
+    def computing_ahead(self, messages: list[dict[str, Any]], settings: Settings) -> AbstractContextManager[None]:
+        """Compute what the next prompt begins with, behind the answer that is last, until this is left."""
+
     def stats(self) -> Mapping[str, Any]:
         """Return figures for `/stats`, by what they are called."""
 
@@ -138,10 +142,18 @@ class Session:
         Raises:
             ValueError: the template or the engine refuses the messages.
         """
-        said = [*self.conversation.messages, {"role": "user", "content": question}]
-        system = self.conversation.system
-        messages = said if system is None else [{"role": "system", "content": system}, *said]
+        messages = [*self._messages(), {"role": "user", "content": question}]
         return Answer(self.model.run(messages, self.settings), self.model.format)
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Prepare the next answer, until this is left."""
+        messages = self._messages()
+        has_answer = bool(messages) and messages[-1]["role"] == "assistant"
+        return self.model.computing_ahead(messages, self.settings) if has_answer else nullcontext()
+
+    def _messages(self) -> list[dict[str, Any]]:
+        said, system = self.conversation.messages, self.conversation.system
+        return [*said] if system is None else [{"role": "system", "content": system}, *said]
 
     def keep(self, question: str, answer: Answer) -> bool:
         """Add what was answered to the conversation, also where it was ended early; False if there is no answer."""

@@ -163,11 +163,15 @@ class LLMEngine:
         if request_id in self.work.requests:
             raise ValueError(f"request id {request_id!r} is in use: give each request an id of its own")
         request = self.intake.make_request(request_id, prompt, params, token_ids, limits)
+        self.queue(request)
+        return request
+
+    def queue(self, request: Request) -> None:
+        """Queue a request that `intake` has made."""
         with self.changing(), self.work.risking(request.sequences):  # half queued it would never end
-            self.work.requests[request_id] = request
+            self.work.requests[request.request_id] = request
             for sequence in request.sequences:
                 self.scheduler.waiting.append(sequence)
-        return request
 
     def abort(self, request_id: str) -> bool:
         """End a request and free its memory; return False if there is no such request."""

@@ -126,8 +126,13 @@ class Intake:
         params: SamplingParams,
         token_ids: list[int] | None,
         limits: TokenLimits | None = None,
+        *,
+        is_ahead: bool = False,
     ) -> Request:
-        """Make a request with all its sequences; see `LLMEngine.add_request`."""
+        """Make a request with all its sequences; see `LLMEngine.add_request`.
+
+        is_ahead: nobody asks for it, see `Ahead`.
+        """
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params is a {type(params).__name__}: give SamplingParams(...)")
         if params.stop and self._tokenizer is None:
@@ -162,7 +167,7 @@ class Intake:
             budget = params.thinking_token_budget
             thinking = None if end is None else ThinkingBudget(end, budget, is_thinking=is_thinking)
             given = token_ids, params, seed, max_tokens, limits, matcher, thinking
-            sequence = Sequence(self.num_sequences, request_id, index, *given)
+            sequence = Sequence(self.num_sequences, request_id, index, *given, is_ahead=is_ahead)
             self.num_sequences += 1
             request.add_sequence(sequence)
         return request

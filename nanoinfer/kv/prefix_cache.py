@@ -69,7 +69,8 @@ class PrefixCache:
     def begin(self, sequence: Sequence, num_hits: int) -> None:
         """Count an admitted sequence of which `num_hits` blocks were found, and so are published already."""
         sequence.num_published = num_hits
-        if self._may_find(sequence):
+        if self._may_find(sequence) and not sequence.is_ahead:
+            self._tables.home[1].note_wanted(self._tables.home[0][sequence.row, :num_hits].tolist())
             self.num_queried_tokens += sequence.num_tokens
             self.num_hit_tokens += num_hits * self._block_size
 

@@ -47,6 +47,10 @@ def add_arguments(parser: Parser) -> None:
         help="refuse fields of requests with names that no API has (default: ignore them, with a line in the log)",
     )  # fmt: skip
     clients.add_argument(
+        "--compute-ahead", action=argparse.BooleanOptionalAction, default=True,
+        help="while there are no requests, compute what a conversation's next prompt begins with: the last answer",
+    )  # fmt: skip
+    clients.add_argument(
         "--images", choices=("refuse", "replace"), default="refuse",
         help="images, documents and sounds in conversations; replace: a text stands in their place (%(default)s)",
     )  # fmt: skip

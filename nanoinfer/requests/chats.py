@@ -15,13 +15,14 @@ from nanoinfer.common.errors import RequestError
 from nanoinfer.parsers.answer_format import AnswerFormat
 from nanoinfer.parsers.tools import shown_tools
 from nanoinfer.parsers.turns import TurnRules
-from nanoinfer.requests.prompts import encode_chat
+from nanoinfer.requests.prompts import conversation, encode_chat
 from nanoinfer.requests.spelled import Speller, spell
 from nanoinfer.requests.template_rules import TOOLS, find_rules, marked, missing
 
 logger = logging.getLogger("nanoinfer.chat")
 _MAX_KEPT = 4096  # of each template
 _MAX_LOGGED = 200  # clients can make up any number
+_MARKS = ("0", "x")  # in place of a message: no token begins with both
 
 
 class ChatTemplate:
@@ -103,6 +104,25 @@ class ChatTemplate:
             if not self.form.is_harmony:  # where it is a thought
                 self._findings.notice(f"{where} is left out: the chat template has no place for text beside calls")
         return found
+
+    def next_beginning(
+        self, messages: Sequence[Mapping[str, Any]], answer: Mapping[str, Any], *arguments: Any, **how: Any
+    ) -> list[int]:
+        """Return the token ids with which a conversation's next prompt begins, whatever its next message says.
+
+        Args:
+            messages: the conversation, as of `encode`, as are the other arguments.
+            answer: the message that goes behind it. Results of tools come next if it calls them, else a user's text.
+        """
+        calls = answer.get("tool_calls") or ()
+
+        def encoded(mark: str) -> list[int]:
+            results = [{"role": "tool", "tool_call_id": call["id"], "content": mark} for call in calls]
+            come = results or [{"role": "user", "content": mark}]
+            return self.encode(conversation([*messages, answer, *come]), *arguments, **how)
+
+        one, other = map(encoded, _MARKS)
+        return one[: next((at for at, ids in enumerate(zip(one, other, strict=False)) if ids[0] != ids[1]), len(one))]
 
     def _rendered(
         self,

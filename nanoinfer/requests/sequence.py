@@ -50,6 +50,7 @@ class Sequence:
     limits: TokenLimits | None = None  # what params ask of the choice of tokens
     matcher: Matcher | None = None  # how far it has come in its grammar, if it has one
     thinking: ThinkingBudget | None = None  # how far it has come in its thinking, if that is bounded
+    is_ahead: bool = False  # nobody asks for it: what is to be found later is computed
     token_ids: list[int] = field(init=False)
     num_tokens: int = field(init=False)
     max_num_tokens: int = field(init=False)

@@ -72,6 +72,10 @@ class Answer:
         self._started: set[int] = set()  # choices that already had an output
         self._called: dict[int, bool] = {}  # completions that call tools, and whether the last call is whole
         self.parsers: list[OutputParser] = []  # of a conversation: one for each completion
+        self.spoken = Message()  # of a conversation with one completion: what it says, with what is thought
+        self.has_ended = False
+        self.is_part_of: tuple[list[dict[str, Any]], dict[str, Any]] | None = None
+        """The conversation that it answers, and the template's other arguments."""
 
     def work(self, outputs: Iterable[Output]) -> int:
         """Return how much work it is to read outputs and to write what they say, about in log-probabilities. What is
@@ -198,6 +202,8 @@ class Answer:
                 self._called[output.index] = isinstance(event, CallEnded)
         if self.request.include_reasoning is False:
             events = [event for event in events if not isinstance(event, Reasoning)]
+        self.spoken.add(events)
+        self.has_ended |= output.finished
         return events
 
     def finish_reason(self, output: StreamOutput) -> str | None:
@@ -306,7 +312,7 @@ class ChatAnswer(Answer):
         thought = "".join(event.text for event in said if isinstance(event, Reasoning))
         fields: dict[str, Any] = {"reasoning_content": thought, "reasoning": thought} if thought else {}
         if is_whole:
-            if calls := [_call(call) for call in Message().add(said).tool_calls]:
+            if calls := [call_fields(call) for call in Message().add(said).tool_calls]:
                 fields["tool_calls"] = calls
             return {"message": {"role": "assistant", "content": text or (None if calls else ""), **fields}}
         if calls := _call_deltas(said):
@@ -318,7 +324,7 @@ class ChatAnswer(Answer):
         return {"content": self._shown.of_chat(output.token_ids_delta, output.logprobs_delta, top)}
 
 
-def _call(call: ToolCall) -> dict:
+def call_fields(call: ToolCall) -> dict:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
@@ -327,7 +333,7 @@ def _call_deltas(events: Iterable[Event]) -> list[dict]:
     deltas: dict[int, dict] = {}
     for event in events:
         if isinstance(event, CallBegun):
-            deltas[event.index] = {"index": event.index, **_call(ToolCall(event.id, event.name))}
+            deltas[event.index] = {"index": event.index, **call_fields(ToolCall(event.id, event.name))}
         elif isinstance(event, CallArguments):
             delta = deltas.setdefault(event.index, {"index": event.index, "function": {"arguments": ""}})
             delta["function"]["arguments"] += event.text

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from nanoinfer.engine.engine import LLMEngine
@@ -37,6 +38,7 @@ class AsyncEngine:
         max_queue: the most sequences that may wait for a place among the running ones; requests beyond are refused.
         max_queue_bytes: the most bytes of waiting requests; a request counts from its arrival to its first token.
         max_step_seconds: a step that runs for longer is considered to hang.
+        compute_ahead: compute what next prompts begin with while there are no requests.
     """
 
     def __init__(
@@ -46,12 +48,13 @@ class AsyncEngine:
         max_queue: int = 1024,
         max_queue_bytes: int = DEFAULT_QUEUE_BYTES,
         max_step_seconds: float = DEFAULT_STEP_SECONDS,
+        compute_ahead: bool = True,
     ) -> None:
         if max_queue < 1:
             raise ValueError(f"max_queue is {max_queue}, it must be at least 1: else nothing is ever taken")
         if not max_step_seconds > 0:
             raise ValueError(f"max_step_seconds is {max_step_seconds}, it must be above 0")
-        self.max_step_seconds = max_step_seconds
+        self.max_step_seconds, self.computes_ahead = max_step_seconds, compute_ahead
         self.waiting = WaitingBytes(max_queue_bytes)
         self._max_queue = max_queue
         self.prompts: PromptTokenizer | None = None
@@ -123,9 +126,14 @@ class AsyncEngine:
             stream.close()
             raise
 
+    def offer(self, token_ids: list[int]) -> None:
+        """Have what the next prompt of a conversation begins with computed ahead."""
+        with suppress(UnavailableError):
+            self._call(lambda engine: self.requests.ahead.offer(token_ids))
+
     async def stats(self) -> dict[str, Any]:
         """Return `LLMEngine.stats` as of the end of the current step."""
-        return await asyncio.wrap_future(self._call(lambda engine: engine.stats()))
+        return await asyncio.wrap_future(self._call(lambda engine: engine.stats() | self.requests.ahead.stats()))
 
     def _call(self, function: Callable[[LLMEngine], T]) -> Future[T]:
         """Run `function` on the engine's thread between two steps."""

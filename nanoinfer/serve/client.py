@@ -124,6 +124,7 @@ class EventStream(StreamingResponse):
     Args:
         prompt_tokens: returns how many tokens of the prompts are read, and of how many.
         write: as for `whole_answer`.
+        on_sent: called when all is sent, if the client has not left.
         sleep: waits for so many seconds.
     """
 
@@ -133,17 +134,19 @@ class EventStream(StreamingResponse):
         answer: Answer,
         prompt_tokens: Callable[[], tuple[int, int]],
         write: Write,
+        on_sent: Callable[[], None],
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         events = _events(stream, answer, prompt_tokens, write)
         super().__init__(events, headers={"Cache-Control": "no-cache"}, media_type="text/event-stream")
-        self._stream, self._pause = stream, sleep
+        self._stream, self._on_sent, self._pause = stream, on_sent, sleep
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         mark_event_stream(scope)
         nudging = asyncio.create_task(self._nudge())
         try:
             await while_client_stays(receive, self.stream_response(send))
+            self._on_sent()
         except ReaderLeft:
             pass  # nobody reads any more
         finally:

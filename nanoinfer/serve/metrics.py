@@ -50,6 +50,12 @@ _COUNTERS = (
     ("num_preemptions", "Times that a sequence had to give way to others.", "num_preemptions"),
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_cache_queried_tokens"),
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_cache_hit_tokens"),
+    ("computed_ahead_tokens", "Tokens computed ahead, of prompts that may come.", "computed_ahead_tokens"),
+    (
+        "computed_ahead_left_out",
+        "Prompts that may come, of which a part was not computed ahead: there was no room, or a step would be long.",
+        "computed_ahead_left_out",
+    ),
     ("prefill_graph_steps", "Prefill steps whose layers ran from CUDA graphs.", "prefill_graph_steps"),
     ("prefill_eager_steps", "Prefill steps whose layers ran without CUDA graphs.", "prefill_eager_steps"),
     ("streamed_bytes", "Bytes of KV blocks, weights and experts that came from the host to the GPU.", "streamed_bytes"),

@@ -22,6 +22,7 @@ from nanoinfer.serve.client import EventStream, read_body, while_client_stays, w
 from nanoinfer.serve.errors import BadRequestError
 from nanoinfer.serve.fields import Fields, checked, parse
 from nanoinfer.serve.forms import behind_thinking, form_of
+from nanoinfer.serve.next_prompts import NextPrompts
 from nanoinfer.serve.protocol import Body, ChatRequest
 from nanoinfer.serve.request_stream import RequestStream
 from nanoinfer.serve.tool_use import ToolUse
@@ -55,7 +56,7 @@ class Responder:
         sleep: Callable[[float], Awaitable[None]],
     ) -> None:
         self.engine, self.names, self.form = engine, list(names), template.form
-        self.template = template
+        self.template, self._next = template, NextPrompts(engine, template)
         self._fields, self._body_timeout, self._pause = fields, body_timeout, sleep
 
     def model_name(self, asked: str | None) -> str:
@@ -103,11 +104,15 @@ class Responder:
         params = asked.sampling_params({"max_tokens": None} | self.engine.sampling_defaults)
         arguments = use.template_arguments(asked, form)
 
+        messages: list[dict[str, Any]] = []
+
         def templated(**how: bool) -> list[int] | str:
-            return self.template.encode(asked.conversation(), **arguments, **how)
+            messages[:] = asked.conversation()
+            return self.template.encode(messages, **arguments, **how)
 
         prompt = await prompts.tokenize_chat(templated, num_bytes)
         made = answer(asked, model, [prompt], prompts.has_text, None, prompts.token_bytes)
+        made.is_part_of = messages, arguments
         end = await prompts.text_of((None, prompt[1][-PROMPT_END_TOKENS:]))
         constrained = use.constrained(params, form, end)
         if constrained is not params:
@@ -152,8 +157,11 @@ class Responder:
             await engine.submit(stream)
             if is_streamed:
                 num_read = partial(engine.requests.prompt_tokens, stream)
-                return EventStream(stream, answer, num_read, engine.prompts.write, self._pause)
-            return await whole_answer(stream, answer, request.receive, engine.prompts.write)
+                sent = partial(self._next.expect, answer)
+                return EventStream(stream, answer, num_read, engine.prompts.write, sent, self._pause)
+            response = await whole_answer(stream, answer, request.receive, engine.prompts.write)
+            self._next.expect(answer)
+            return response
 
     async def reply(
         self, request: Request, prepare: Callable[[bytes], Coroutine[Any, Any, bytes]], max_bytes: int

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from nanoinfer.common.errors import RequestError
+from nanoinfer.engine.ahead import Ahead
 from nanoinfer.engine.engine import LLMEngine
 from nanoinfer.engine.meter import DecodeTimes
 from nanoinfer.outputs import StreamOutput
@@ -41,6 +42,7 @@ class ServedRequests:
         load: says what the server did in the last seconds.
         on_load: called on the event loop with what `load` says.
         num_prompt_tokens: prompt tokens of all accepted requests.
+        ahead: what is computed where there are no requests.
         step_began: `time.monotonic` at the start of the running step.
     """
 
@@ -54,16 +56,22 @@ class ServedRequests:
         self.num_prompt_tokens = self.num_generated_tokens = 0
         self.step_began: float | None = None
         self.tracked: dict[str, _Tracked] = {}
+        self.ahead = Ahead(engine)
         self._must_flush = False
 
     @property
     def has_work(self) -> bool:
+        return self._has_requests or self.ahead.is_wanted
+
+    @property
+    def _has_requests(self) -> bool:
         return self._engine.has_work or self._must_flush
 
     def add(self, stream: RequestStream) -> None:
         """Add all prompts of a stream to the engine, or none. Raises as `check_queue` and `LLMEngine.add_request`."""
         if stream.has_ended:
             return  # the reader has left meanwhile
+        self.ahead.stop()
         self.count_queued()
         self.check_queue(stream.num_sequences)
         name = uuid.uuid4().hex
@@ -121,6 +129,8 @@ class ServedRequests:
 
     def step(self) -> None:
         """Run a step. If it fails, end the requests that failed with it."""
+        if not self._has_requests and not self._begin_ahead():
+            return
         self.step_began = time.monotonic()
         self.load.before_step(self.step_began, self.num_generated_tokens)
         try:
@@ -139,6 +149,14 @@ class ServedRequests:
                 self._finish(request_id, "outputs were lost in a failed step")
         if (load := self.load.after_step(time.monotonic(), self.num_generated_tokens)) is not None:
             self.calls.append((self.on_load, load))
+
+    def _begin_ahead(self) -> bool:
+        try:
+            return self.ahead.begin()
+        except Exception:  # nobody waits for it
+            logger.exception("what the next prompts begin with cannot be computed ahead")
+            self.ahead.drop()
+            return self._has_requests
 
     def _hand_out(self, outputs: list[StreamOutput]) -> None:
         ended = {}

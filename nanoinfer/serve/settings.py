@@ -18,7 +18,7 @@ from nanoinfer.serve.app import create_app
 from nanoinfer.serve.async_engine import AsyncEngine
 from nanoinfer.serve.gate import allowed_origins
 
-_OF_ENGINE = ("max_queue", "max_queue_bytes", "max_step_seconds")
+_OF_ENGINE = ("max_queue", "max_queue_bytes", "max_step_seconds", "compute_ahead")
 _OF_APP = (
     "served_model_names", "api_key", "allowed_origins", "body_timeout", "strict", "images", "special_tokens",
     "tool_call_parser", "reasoning_parser",
@@ -47,6 +47,7 @@ class ServerSettings:
     max_queue: int
     max_queue_bytes: int
     max_step_seconds: float
+    compute_ahead: bool
     shutdown_timeout: float
     log_level: str
     log_format: str

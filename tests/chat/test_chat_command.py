@@ -4,6 +4,7 @@ import io
 import signal
 import sys
 import threading
+import time
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -17,7 +18,9 @@ from nanoinfer.chat.engine_model import EngineModel
 from nanoinfer.chat.session import Session
 from nanoinfer.chat.settings import Settings
 from nanoinfer.commands import main as cli
+from nanoinfer.engine import ahead
 from nanoinfer.parsers.events import Reasoning, Text
+from nanoinfer.requests import chats
 
 OPTIONS = [
     "--device",
@@ -70,6 +73,31 @@ def test_answers_are_those_of_llm_chat_and_the_next_prompt_comes_from_the_cache(
     assert "bound by CPU" in session.model.stats()["decode steps"]
     total = llm.engine.plan.block_bytes * llm.stats()["gpu_blocks_total"] / 2**20
     assert f" MiB of {total:.2f} MiB on the device, 0.00 MiB of " in session.model.stats()["KV cache"]
+
+
+def test_while_it_waits_for_a_line_the_answer_is_computed_ahead(llm, monkeypatch):
+    monkeypatch.setattr(ahead, "MAX_SECONDS", 1e9)
+    monkeypatch.setattr(chats, "_MARKS", ("w98", "w99"))
+    session, steps = Session(EngineModel(llm, "tiny"), Settings(GREEDY)), []
+    with session.waiting():
+        pass  # there is no answer yet
+    ask(session, QUESTION)
+    stopped = threading.Event()
+    step = llm.engine.step
+    monkeypatch.setattr(
+        llm.engine, "step", lambda: (steps.append(threading.current_thread()), step(), stopped.set())[1]
+    )
+    with session.waiting():
+        assert stopped.wait(10)
+    assert threading.main_thread() not in steps and not llm.engine.has_work
+    with session.waiting():
+        deadline = time.monotonic() + 10
+        while llm.engine.kv_cache.tables.gpu_blocks.num_cached < 83 // 16 and time.monotonic() < deadline:
+            time.sleep(0.001)
+    second = ask(session, "w9")
+    assert second.report.num_cached_tokens == (41 + 41 + 1) // 16 * 16
+    (cold,) = llm.chat([*session.conversation.messages[:-1]], GREEDY, use_tqdm=False)
+    assert second.text == cold.outputs[0].text
 
 
 def test_the_statistics_have_what_came_over_the_link_and_how_often_experts_were_there(llm, monkeypatch):

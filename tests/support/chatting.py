@@ -14,6 +14,7 @@ import termios
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 from nanoinfer.chat.conversation import state_directory
@@ -82,6 +83,9 @@ class ScriptedModel:
 
     def __init__(self) -> None:
         self.asked: list[list[dict]] = []
+
+    def computing_ahead(self, messages: list[dict], settings: Settings) -> nullcontext:
+        return nullcontext()
 
     def run(self, messages: list[dict], settings: Settings) -> ScriptedRun:
         self.asked.append(messages)
