@@ -41,6 +41,8 @@ WRITERS = {
     "detokenizer": "nanoinfer/requests/request.py",
     "text_delta": "nanoinfer/requests/request.py",
     "num_streamed": "nanoinfer/requests/request.py",
+    "mask": "nanoinfer/engine/masks.py",
+    "is_masked_aside": "nanoinfer/engine/masks.py",
     "finish_reason": "nanoinfer/requests/request.py",
     "stop_reason": "nanoinfer/requests/request.py",
 }

@@ -214,6 +214,8 @@ class LLMEngine:
         if batch is None:
             if before is not None:
                 self._take(before)
+            elif self.masks.wait(self.scheduler.running):
+                pass  # whoever has its mask now is in the next step
             elif self.scheduler.waiting:  # nothing can run: whoever loops over `has_work` would never leave
                 first = self.scheduler.waiting[0]
                 self._fail_sequence(first, self.modes.refusal(first))
@@ -323,6 +325,7 @@ class LLMEngine:
                     self._outputs += request.fail(failure, sequence)
                     continue
                 self._outputs.append(output)
+        self.masks.begin(step.batch.sampled)
 
     def _take_prompt(self, chunk: PrefillChunk, logprobs: ChunkLogprobs, error: Exception | None) -> None:
         request = self.work.requests[chunk.sequence.request_id]
@@ -382,6 +385,7 @@ class LLMEngine:
             for request in self.work.requests.values():
                 request.abort()
             self.runner.close()
+            self.masks.close()
             self.modes.close()  # prompts can still be checked
             self.intake.close()
             for name in _PARTS:

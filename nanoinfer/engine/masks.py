@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -12,10 +15,16 @@ from nanoinfer.structured.matcher import mask_of
 
 # More are slower: 64 masks took 8.6 ms with 8 threads and 13.8 with 32 on 16 processors (tools/gpu_structured.py).
 _MAX_THREADS = 8
+# A mask usually takes a tenth of a millisecond. Of an ambiguous grammar, or at a new place of a large one, it may take
+# longer than a step.
+LATE_SECONDS = 0.01
 
 
 class MaskMaker:
     """Makes the masks of a step. Knows no device.
+
+    All rows wait for them. So a sequence whose mask took long has the next one made aside, once its last token was
+    read, and is in no step before that is done; until one is quick again.
 
     Args:
         vocab_size: of the model.
@@ -25,6 +34,7 @@ class MaskMaker:
         self._num_words = -(-vocab_size // 32)
         self._words = np.zeros((0, 0), dtype=np.int32)  # what llguidance writes, reused
         self._executor: Any = None
+        self._aside: ThreadPoolExecutor | None = None
 
     def make(self, sequences: list[Sequence]) -> tuple[np.ndarray | None, list[tuple[Sequence, Exception]]]:
         """Return the masks of the sequences that need one and have not ended, whose tokens were all read.
@@ -52,29 +62,67 @@ class MaskMaker:
             lines = np.stack(ends) if lines is None else np.concatenate((lines, ends))
         return lines, failed
 
+    def begin(self, sequences: Iterable[Sequence]) -> None:
+        """Begin the masks that are made aside, of sequences whose tokens were all read."""
+        for sequence in sequences:
+            if sequence.is_masked_aside and sequence.mask is None and sequence.finish_reason is None:
+                if self._aside is None:
+                    self._aside = ThreadPoolExecutor(_num_threads(), "nanoinfer-masks")
+                sequence.mask = self._aside.submit(self._made, sequence)
+
+    def wait(self, sequences: Iterable[Sequence]) -> bool:
+        """Wait for a mask that is made aside; False: none is."""
+        coming = [sequence.mask for sequence in sequences if sequence.mask is not None]
+        return bool(coming and wait(coming, return_when=FIRST_COMPLETED))
+
+    def close(self) -> None:
+        if self._aside is not None:
+            self._aside.shutdown(wait=False, cancel_futures=True)
+
     def _of_grammars(self, sequences: list[Sequence]) -> tuple[np.ndarray | None, list[tuple[Sequence, Exception]]]:
         """Return what `make` does, of the sequences that have a grammar."""
-        places, states, failed = [], [], []
+        found, aside, failed = {}, {}, []
         for place, sequence in enumerate(sequences):
             if sequence.matcher is not None and sequence.finish_reason is None:
+                mask, sequence.mask = sequence.mask, None
                 try:
-                    state = sequence.matcher.read(*sequence.output)
+                    if mask is not None:
+                        aside[place] = self._taken(sequence, mask)
+                    else:
+                        found[place] = sequence.matcher.read(*sequence.output)
                 except ValueError as error:
                     failed.append((sequence, error))
-                else:
-                    places.append(place)
-                    states.append(state)
-        if not places:
+        if not (found or aside):
             return None, failed
-        words = self._filled(states, sequences[places[0]].matcher.grammar.num_words)
-        lines = np.zeros((len(places), 1 + self._num_words), dtype=np.int32)
-        lines[:, 0], lines[:, 1:] = places, words[:, : self._num_words]
-        for line, place in zip(lines, places, strict=True):
+        lines = np.zeros((len(found) + len(aside), 1 + self._num_words), dtype=np.int32)
+        lines[:, 0] = [*found, *aside]
+        if found:
+            began = time.perf_counter()
+            num_words = sequences[next(iter(found))].matcher.grammar.num_words
+            lines[: len(found), 1:] = self._filled(list(found.values()), num_words)[:, : self._num_words]
+            if time.perf_counter() - began > LATE_SECONDS * -(-len(found) // _num_threads()):
+                for place in found:  # it is one of these
+                    sequences[place].is_masked_aside = True
+        for line, place in zip(lines, found, strict=False):
             try:
                 sequences[place].matcher.narrow(line[1:])
             except ValueError as error:
                 failed.append((sequences[place], error))
+        for line, words in zip(lines[len(found) :], aside.values(), strict=True):
+            line[1:] = words
         return lines, failed
+
+    def _made(self, sequence: Sequence) -> tuple[np.ndarray, float]:
+        """Return the mask of one sequence, and how long it took."""
+        began, words = time.perf_counter(), np.zeros(sequence.matcher.grammar.num_words, dtype=np.int32)
+        sequence.matcher.read(*sequence.output).unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        sequence.matcher.narrow(words[: self._num_words])
+        return words[: self._num_words], time.perf_counter() - began
+
+    def _taken(self, sequence: Sequence, mask: Future[tuple[np.ndarray, float]]) -> np.ndarray:
+        words, seconds = mask.result()
+        sequence.is_masked_aside = seconds > LATE_SECONDS
+        return words
 
     def _filled(self, states: list[Any], num_words: int) -> np.ndarray:
         """Return the masks of llguidance's matchers: [matchers, num_words] int32, valid until the next call."""
@@ -87,7 +135,11 @@ class MaskMaker:
         if self._executor is None:
             from llguidance import LLExecutor  # whoever has a matcher has imported it
 
-            self._executor = LLExecutor(num_threads=min(_MAX_THREADS, os.cpu_count() or 1))
+            self._executor = LLExecutor(num_threads=_num_threads())
         jobs = [(state, place) for place, state in enumerate(states)]
         self._executor.unsafe_compute_mask_ptr(jobs, words.ctypes.data, 4 * num_words, len(states))
         return words
+
+
+def _num_threads() -> int:
+    return min(_MAX_THREADS, os.cpu_count() or 1)

@@ -282,4 +282,10 @@ def _is_prompt(sequence: Sequence) -> bool:
 
 
 def _wants_token(sequence: Sequence) -> bool:
-    return sequence.state is SequenceState.DECODE and sequence.num_tokens < sequence.max_num_tokens
+    is_open = sequence.state is SequenceState.DECODE and sequence.num_tokens < sequence.max_num_tokens
+    return is_open and not (sequence.is_masked_aside and _awaits_mask(sequence))
+
+
+def _awaits_mask(sequence: Sequence) -> bool:
+    """Whether the next mask of a sequence is still to be made aside."""
+    return bool(sequence.num_pending) or sequence.mask is not None and not sequence.mask.done()

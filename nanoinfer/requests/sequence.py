@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from nanoinfer.outputs import Logprob
@@ -50,6 +51,8 @@ class Sequence:
     limits: TokenLimits | None = None  # what params ask of the choice of tokens
     matcher: Matcher | None = None  # how far it has come in its grammar, if it has one
     thinking: ThinkingBudget | None = None  # how far it has come in its thinking, if that is bounded
+    is_masked_aside: bool = False  # its masks are late: they are made aside, and it waits for them alone
+    mask: Future | None = None  # the next one, where it is made aside
     is_ahead: bool = False  # nobody asks for it: what is to be found later is computed
     token_ids: list[int] = field(init=False)
     num_tokens: int = field(init=False)

@@ -2,6 +2,7 @@
 
 import json
 import random
+import threading
 from collections import Counter, defaultdict
 
 import pytest
@@ -14,6 +15,7 @@ from simulated import RaceError, SimulatedRuntime
 from structured import END, VOCAB, is_answer, make_structured_checkpoint, random_schema
 
 from nanoinfer import LLM, SamplingParams, StructuredOutputsParams
+from nanoinfer.engine import masks
 from nanoinfer.sampling.reference import logprobs_of
 
 ARGUMENTS = dict(
@@ -38,6 +40,11 @@ def path(tmp_path_factory):
 @pytest.fixture(scope="module")
 def engine(path):
     return make_engine(path, **ARGUMENTS)
+
+
+@pytest.fixture(autouse=True)
+def _no_mask_is_late(monkeypatch):
+    monkeypatch.setattr(masks, "LATE_SECONDS", 1e9)
 
 
 def form(schema) -> StructuredOutputsParams:
@@ -201,7 +208,9 @@ def test_what_leaves_nothing_ends_that_request_with_the_reason(engine):
         assert_pools_as_before(engine)
 
 
-def test_a_grammar_that_meets_a_limit_ends_its_request_only(engine):
+@pytest.mark.parametrize("all_are_late", [False, True], ids=["in time", "late"])
+def test_a_grammar_that_meets_a_limit_ends_its_request_only(engine, all_are_late, monkeypatch):
+    monkeypatch.setattr(masks, "LATE_SECONDS", -1 if all_are_late else 1e9)
     params = SamplingParams(max_tokens=20, seed=1, structured_outputs=dict(regex="[a-f]{40}"))
     (expected,) = run(engine, [PROMPTS[4]], [params])
     for method in ("read", "narrow"):
@@ -239,8 +248,10 @@ def test_unsound_logits_are_noticed_where_the_mask_would_hide_them(engine):
 
 
 @pytest.mark.parametrize("mode", ["resident", "offload", "switching"])
-@pytest.mark.sampled("resident", "switching")
-def test_preemption_aborts_and_switches_change_no_bit(path, wanted, mode):
+@pytest.mark.parametrize("all_are_late", [False, True], ids=["in time", "late"])
+@pytest.mark.sampled("in time-resident", "late-resident", "late-switching")
+def test_preemption_aborts_and_switches_change_no_bit(path, wanted, mode, all_are_late, monkeypatch):
+    monkeypatch.setattr(masks, "LATE_SECONDS", -1 if all_are_late else 1e9)
     _, params, alone = wanted(0)
     how = dict(enable_cpu_offload=mode == "offload" or "auto" if mode != "resident" else False)
     engine = make_engine(path, SimulatedRuntime(3), **ARGUMENTS | how)
@@ -256,6 +267,30 @@ def test_preemption_aborts_and_switches_change_no_bit(path, wanted, mode):
             assert completions == expected, number
     assert mode != "resident" or engine.scheduler.num_preemptions > 0
     give_back()
+    assert_pools_as_before(engine)
+    engine.close()
+
+
+def test_who_has_a_late_mask_waits_for_it_alone(path, wanted, monkeypatch):
+    _, params, alone = wanted(0)
+    engine, may_go_on = make_engine(path, **ARGUMENTS), threading.Event()
+    monkeypatch.setattr(masks, "LATE_SECONDS", -1)
+    late = engine.add_request("late", PROMPTS[0], params[0])
+    (sequence,) = late.sequences
+    while not sequence.is_masked_aside:
+        engine.step()
+    narrow = sequence.matcher.narrow
+    sequence.matcher.narrow = lambda words: (may_go_on.wait(60), narrow(words))[1]
+    monkeypatch.setattr(masks, "LATE_SECONDS", 1e9)
+    others = [engine.add_request(str(i), PROMPTS[i], params[i]) for i in (2, 3, 4)]
+    while not all(request.is_finished for request in others):
+        engine.step()
+    assert sequence.num_generated == 1, "the one whose mask was made in time"
+    assert [outcome(request) for request in others] == [alone[i] for i in (2, 3, 4)]
+    may_go_on.set()
+    while engine.has_work:
+        engine.step()
+    assert outcome(late) == alone[0] and not sequence.is_masked_aside
     assert_pools_as_before(engine)
     engine.close()
 
