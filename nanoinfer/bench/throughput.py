@@ -25,6 +25,10 @@ from nanoinfer.options.measuring import (
 )
 from nanoinfer.sampling_params import SamplingParams
 
+DEFAULTS = dict(num_prompts=256, input_len="100-1024", output_len="100-1024")
+"""Those of nano-vllm's benchmark."""
+DEFAULTS_ON_HOST = dict(num_prompts=16, input_len="16-64", output_len="16-64")
+"""With which a small model takes less than a minute."""
 # Prompts take the first ids of every vocabulary, so that the load is the same for all models.
 PROMPT_VOCABULARY = 2000
 LINES = {
@@ -138,12 +142,16 @@ def run_load(llm: LLM, load: Load, *, progress: bool = False) -> dict:
 def run(options: argparse.Namespace) -> dict:
     """Run the load, print the report and return its figures (see `run_load`)."""
     device = resolve_device(options.device)
+    is_host = device_of(device).is_host
+    for name, value in (DEFAULTS_ON_HOST if is_host else DEFAULTS).items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
     check_at_least(options, num_prompts=1)
     choose("--mode", options.mode, ENGINE_MODES)
     check_can_write(options.output_json)
     lengths = bounds(options.input_len, "--input-len"), bounds(options.output_len, "--output-len")
     arguments = ENGINE_MODES[options.mode] | shared_engine_arguments(options)
-    with open_model(options, device_of(device).is_host) as (model, name):
+    with open_model(options, is_host) as (model, name):
         spec = Setup(EngineConfig(model=model, **arguments), device).spec
         load = make_load(options.num_prompts, *lengths, options.temperature, options.seed, spec.vocab_size)
         with LLM(model, **arguments | dict(max_model_len=load.max_model_len)) as llm:

@@ -46,6 +46,9 @@ def run(options: argparse.Namespace) -> int:
             progress=sys.stderr.isatty(),
             # Flush each part at once, even into a pipe, because all runs together take long.
             tell=lambda text: print(in_options(text, options.parser), flush=True),
+            note=lambda text: print(
+                f"{options.parser.prog}: {in_options(text, options.parser)}", file=sys.stderr, flush=True
+            ),
             load_format="auto" if options.shape is None else "dummy",
             **engine_arguments(options),
         )

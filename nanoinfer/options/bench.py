@@ -21,10 +21,8 @@ def add_latency_arguments(parser: Parser) -> None:
 def add_throughput_arguments(parser: Parser) -> None:
     _add_arguments_of_one_mode(parser)
     for name in ("input", "output"):
-        parser.add_argument(
-            f"--{name}-len", default="100-1024", help="tokens, a number or a range (default: %(default)s)"
-        )
-    parser.add_argument("--num-prompts", type=int, default=256, help="requests (default: %(default)s)")
+        parser.add_argument(f"--{name}-len", help="tokens, a number or a range (default: 100-1024; on the CPU 16-64)")
+    parser.add_argument("--num-prompts", type=int, help="requests (default: 256; on the CPU 16)")
     parser.add_argument("--temperature", type=float, default=0.6, help="0: greedy (default: %(default)s)")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from offload import Runtime
 # Without fixed splits, logits may differ by this share of the row's largest logit. This is a few times the rounding
 # that accumulates over the layers in this dtype, and far less than the effect of the keys of a wrong block.
 ROUNDING = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.05}
+SAID_SECONDS = 60.0
 # Arguments that the runs set themselves.
 OWN_ARGUMENTS = (
     "capture_num_tokens", "cuda_graph_batch_sizes", "enable_cpu_offload", "enable_prefix_caching", "enforce_eager",
@@ -40,6 +42,7 @@ def verify(
     make_runtime: Callable[[str], Runtime] | None = None,
     progress: bool = False,
     tell: Callable[[str], None] = lambda text: None,
+    note: Callable[[str], None] = lambda text: None,
     **engine_arguments: Any,
 ) -> Verdict:
     """Run the same requests in every mode, alone and beside others, and compare the results.
@@ -48,11 +51,12 @@ def verify(
         model: local directory of a Hugging Face checkpoint, or a hub id.
         num_requests: requests of several lengths; all but the last run at once.
         context: prompt tokens of the longest request. None: what resident mode can hold on this machine, at most 4096
-            (1024 on the CPU).
+            (512 on the CPU).
         output_len: generated tokens of each request except the first, which generates half as many.
         seed: of prompts and sampling, and of random weights.
         make_runtime: makes a run's runtime from the run's name; None: the device's own, with poison.
         progress: show progress bars.
+        note: told after the first run how long all of them will take, if that is more than a minute.
         tell: called with each part of the report as soon as it is known: the setting, then each run.
         engine_arguments: fields of `nanoinfer.EngineConfig`, except those that differ from run to run.
 
@@ -75,7 +79,8 @@ def verify(
     tell("\n".join([*setting, ""]))
     reports: list[RunReport] = []
     reference: list[Answer] | None = None
-    for run in make_runs(workload, plan, setup.spec.sparse):
+    runs, begin = make_runs(workload, plan, setup.spec.sparse), time.perf_counter()
+    for run in runs:
         report = RunReport(name=run.name, what=run.what)
         reports.append(report)
         found = attempt(run, common | run.arguments, workload, make_runtime, report)
@@ -85,6 +90,11 @@ def verify(
             # The reference is compared with itself, too: this finds logits that are not finite.
             compare(reference, found, report, None if is_exact else ROUNDING[setup.spec.dtype])
         tell(report.text(is_exact))
+        if len(reports) == 1 and (seconds := len(runs) * (time.perf_counter() - begin)) > SAID_SECONDS:
+            note(
+                f"all {len(runs)} runs take about {seconds / 60:.0f} minutes, as the first one took "
+                f"{seconds / len(runs):.0f} s: lower context, num_requests or output_len for less"
+            )
     return Verdict(setting=setting, runs=reports, is_exact=is_exact)
 
 

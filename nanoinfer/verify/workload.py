@@ -12,7 +12,7 @@ from nanoinfer.memory.setup import Setup
 
 # Prompt lengths as shares of the context. The first request decodes, and ends, while others are in prefill.
 LENGTH_SHARES = (0.25, 1.0, 0.5, 0.75)
-LONGEST_DEFAULT_CONTEXT, LONGEST_ON_HOST = 4096, 1024
+LONGEST_DEFAULT_CONTEXT, LONGEST_ON_HOST = 4096, 512
 MAX_PREFILL_TOKENS = 2048
 
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from quantised import CASES, write
 from tiny_models import make_checkpoint
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.bench import latency
+from nanoinfer.bench import latency, throughput
 from nanoinfer.bench.hf import load_reference
 from nanoinfer.bench.throughput import make_load, run_load
 from nanoinfer.commands import main as cli
@@ -136,6 +137,20 @@ def test_throughput_says_what_prefix_cache_and_prefill_graphs_did(tmp_path, caps
     printed, figures = capsys.readouterr().out, json.loads(out.read_text())
     assert 0 < figures["prefix_cache_hit_rate"] < 1 and figures["prefill_graph_hit_rate"] == 1
     assert "\n  prefix cache " in printed and "100.0% of the prefill steps" in printed
+
+
+def test_on_a_cpu_the_defaults_end_soon_and_on_a_gpu_they_are_those_of_others(tmp_path, capsys, monkeypatch):
+    path = str(make_checkpoint("llama", tmp_path, num_layers=1))
+    options = ["bench", "throughput", path, "--no-progress"]
+    assert cli.main([*options, "--device", "cpu", "--num-prompts", "2"]) == 0
+    assert "2 requests of 16-64 tokens in and 16-64 out" in capsys.readouterr().out
+    assert throughput.DEFAULTS_ON_HOST["num_prompts"] * 64 < 2048
+    asked = {}
+    monkeypatch.setattr(throughput, "device_of", lambda place: SimpleNamespace(is_host=False))
+    monkeypatch.setattr(throughput, "check_at_least", lambda options, **_: asked.update(vars(options)) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(options)
+    assert asked["num_prompts"] == 256 and asked["input_len"] == asked["output_len"] == "100-1024"
 
 
 def test_throughput_says_how_many_experts_were_read(tmp_path, capsys):

@@ -69,6 +69,21 @@ def paths(tmp_path_factory):
     return paths
 
 
+def test_how_long_all_runs_take_is_said_after_the_first_if_that_is_long(paths, only, monkeypatch):
+    only("resident", "streamed")
+    happened = []
+
+    def told(seconds):
+        happened.clear()
+        monkeypatch.setattr(check, "SAID_SECONDS", seconds)
+        verify(paths["llama"], tell=lambda text: happened.append("told"), note=happened.append, **SMALL)
+        return happened
+
+    assert told(1e9) == ["told"] * 3
+    setting, first, note, second = told(0.0)
+    assert [setting, first, second] == ["told"] * 3 and note.startswith("all 2 runs take about 0 minutes, as the first")
+
+
 class CorruptingRuntime(SimulatedRuntime):
     """Spoils host blocks: calls `spoil(written)` after each copy to the host, with all destinations so far."""
 
