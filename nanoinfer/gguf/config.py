@@ -27,9 +27,9 @@ def raw_config(file: GGUFFile) -> dict[str, Any]:
     name = architecture_of(file)
     keys = Keys(as_of_llama_cpp(file))
     common = _common(keys)
-    found = common | CONFIGS[name](keys, common)
+    config = common | CONFIGS[name](keys, common)
     keys.check_all_asked()
-    return found
+    return config
 
 
 def architecture_of(file: GGUFFile) -> str:
@@ -64,7 +64,7 @@ def _common(keys: Keys) -> dict[str, Any]:
     if keys.count("attention.value_length", usual) != head_dim:
         keys.refuse("attention.value_length", f"is {keys.count('attention.value_length', usual)}, of keys {head_dim}")
     num_layers = keys.count("block_count") - keys.count("nextn_predict_layers", 0)
-    found = dict(
+    config = dict(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         num_hidden_layers=num_layers,
@@ -81,14 +81,14 @@ def _common(keys: Keys) -> dict[str, Any]:
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
     )
     if keys.has("feed_forward_length"):
-        found["intermediate_size"] = keys.count("feed_forward_length")
+        config["intermediate_size"] = keys.count("feed_forward_length")
     if keys.architecture in _OTHER_NORMS:
         keys.take("attention.layer_norm_rms_epsilon", None)  # files of nemotron have both
     else:
-        found["rms_norm_eps"] = keys.number("attention.layer_norm_rms_epsilon")
+        config["rms_norm_eps"] = keys.number("attention.layer_norm_rms_epsilon")
     if any(not tensor.type.is_wide for tensor in tensors.values()):
-        found["quantization_config"] = {"quant_method": "gguf"}
-    return found
+        config["quantization_config"] = {"quant_method": "gguf"}
+    return config
 
 
 def _has(keys: Keys, *endings: str) -> bool:

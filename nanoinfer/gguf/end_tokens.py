@@ -47,14 +47,14 @@ def end_tokens(metadata: Mapping[str, Any]) -> list[int]:
         return []
     ids = {text: at for at, text in enumerate(tokens) if isinstance(text, str) and (text in _ENDS or text in _GAPS)}
     named = named_ids(metadata, len(tokens))
-    found = {ids[text] for text in _ENDS if text in ids}
-    found |= {named[name] for name in ("eos", "eot", "eom") if name in named}
+    ends = {ids[text] for text in _ENDS if text in ids}
+    ends |= {named[name] for name in ("eos", "eot", "eom") if name in named}
     for name, texts in _GAP_ENDS.items():
         first = next((ids[text] for text in texts if text in ids), None)
-        found |= {named.get(name, first)} - {None}
-    if any(all(ids.get(text) in found for text in pair) for pair in _PARTS):
-        found.discard(ids.get("<|end|>"))
-    return sorted(found)
+        ends |= {named.get(name, first)} - {None}
+    if any(all(ids.get(text) in ends for text in pair) for pair in _PARTS):
+        ends.discard(ids.get("<|end|>"))
+    return sorted(ends)
 
 
 def special_by_text(texts: Collection[str]) -> Iterable[str]:

@@ -42,35 +42,35 @@ class Keys:
 
     def count(self, name: str, default: Any = _MISSING) -> int:
         """Return a whole number; of an array with one for each layer, the number that all have."""
-        found = self._of_layers(name, self.take(name, default))
-        if type(found) is not int or not 0 <= found < 2**31:
-            self.refuse(name, f"is {shown(found)}, it must be a whole number of at least 0")
-        return found
+        value = self._of_layers(name, self.take(name, default))
+        if type(value) is not int or not 0 <= value < 2**31:
+            self.refuse(name, f"is {shown(value)}, it must be a whole number of at least 0")
+        return value
 
     def number(self, name: str, default: Any = _MISSING) -> float:
         """Return a finite number."""
-        found = self._of_layers(name, self.take(name, default))
-        if type(found) not in (int, float) or not abs(found) < 1e30:
-            self.refuse(name, f"is {shown(found)}, it must be a number")
-        return found
+        value = self._of_layers(name, self.take(name, default))
+        if type(value) not in (int, float) or not abs(value) < 1e30:
+            self.refuse(name, f"is {shown(value)}, it must be a number")
+        return value
 
     def flags(self, name: str, num_layers: int, default: int) -> list[bool]:
         """Return for each layer whether it has a window: given so, or as a period, whose last layer has none."""
-        found = self.take(name, default)
-        if isinstance(found, np.ndarray | Sequence) and not isinstance(found, str):
-            found = list(found)
-            if len(found) < num_layers:
-                self.refuse(name, f"has {len(found):,} entries for {num_layers:,} layers")
-            return [bool(one) for one in found[:num_layers]]
-        if type(found) is not int or not 0 <= found < 2**31:
-            self.refuse(name, f"is {shown(found)}, it must be a whole number or one flag for each layer")
-        return [found == 0 or layer % found < found - 1 for layer in range(num_layers)]
+        value = self.take(name, default)
+        if isinstance(value, np.ndarray | Sequence) and not isinstance(value, str):
+            value = list(value)
+            if len(value) < num_layers:
+                self.refuse(name, f"has {len(value):,} entries for {num_layers:,} layers")
+            return [bool(one) for one in value[:num_layers]]
+        if type(value) is not int or not 0 <= value < 2**31:
+            self.refuse(name, f"is {shown(value)}, it must be a whole number or one flag for each layer")
+        return [value == 0 or layer % value < value - 1 for layer in range(num_layers)]
 
     def only(self, name: str, *allowed: Any) -> None:
         """Refuse another value than these, the first of which stands for none."""
-        found = self.take(name, allowed[0])
-        if found not in allowed:
-            self.refuse(name, f"is {shown(found)}: supported is {' or '.join(map(repr, allowed))}")
+        value = self.take(name, allowed[0])
+        if value not in allowed:
+            self.refuse(name, f"is {shown(value)}: supported is {' or '.join(map(repr, allowed))}")
 
     def check_all_asked(self) -> None:
         """Raise ValueError if the file says what nobody has asked for: it may change what the model computes."""
@@ -81,10 +81,10 @@ class Keys:
                 f"{self.file.path} has {named}, which is not supported: what it changes in the model is not known here"
             )
 
-    def _of_layers(self, name: str, found: Any) -> Any:
-        if not isinstance(found, np.ndarray):
-            return found
-        values = set(found.tolist())
+    def _of_layers(self, name: str, value: Any) -> Any:
+        if not isinstance(value, np.ndarray):
+            return value
+        values = set(value.tolist())
         if len(values) != 1:
-            self.refuse(name, f"is {shown(found.tolist())}: layers that differ are not supported")
+            self.refuse(name, f"is {shown(value.tolist())}: layers that differ are not supported")
         return values.pop()

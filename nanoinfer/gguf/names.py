@@ -123,7 +123,7 @@ def named_parts(file: GGUFFile, naming: Naming, config: Mapping[str, Any]) -> di
 
     config: what `raw_config` says. What does not run is left out.
     """
-    found: dict[str, Part] = {}
+    parts: dict[str, Part] = {}
     num_heads, num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     heads = {"attn_q": num_heads, "attn_k": num_kv_heads, "attn_qkv": num_heads + num_kv_heads}
     for name, tensor in file.tensors.items():
@@ -133,22 +133,22 @@ def named_parts(file: GGUFFile, naming: Naming, config: Mapping[str, Any]) -> di
         match = _IN_LAYER.fullmatch(name)
         if match is None:
             is_norm = name == "output_norm.weight"
-            found[_WHOLE.get(name, name)] = replace(whole, added=naming.added if is_norm else 0.0)
+            parts[_WHOLE.get(name, name)] = replace(whole, added=naming.added if is_norm else 0.0)
             continue
         layer, kind, ending = f"model.layers.{match[1]}.", match[2], match[3]
         if experts := dict(_experts(naming, whole, kind, ending)):
-            found |= {layer + own: part for own, part in experts.items()}
+            parts |= {layer + own: part for own, part in experts.items()}
             continue
         own = naming.own.get(kind, _LAYER.get(kind))
         if own is None:
-            found[name] = whole
+            parts[name] = whole
             continue
         if naming.is_permuted and kind in heads:
             whole = replace(whole, turned=(heads[kind], config["head_dim"]))
         if kind.endswith("_norm") and ending == "weight":
             whole = replace(whole, added=naming.added)
-        found[layer + own + ("" if own in _BARE else f".{ending}")] = whole
-    return found
+        parts[layer + own + ("" if own in _BARE else f".{ending}")] = whole
+    return parts
 
 
 def skipped_part(name: str, num_layers: int) -> str | None:

@@ -27,16 +27,16 @@ def as_of_llama_cpp(file: GGUFFile) -> GGUFFile:
         _GEMMA + one in file.metadata for one in _MARKS
     ):
         return file
-    found = dict(file.metadata)
+    metadata = dict(file.metadata)
     for name, other, default in (
         ("rope.freq_base", "rope.global.freq_base", 1e6),
         ("rope.freq_base_swa", "rope.local.freq_base", 1e4),
         ("attention.layer_norm_rms_epsilon", None, 1e-6),
     ):
-        found.setdefault(_GEMMA + name, found.pop(f"{_GEMMA}{other}", default))
-    layers = found.get(f"{_GEMMA}block_count")
+        metadata.setdefault(_GEMMA + name, metadata.pop(f"{_GEMMA}{other}", default))
+    layers = metadata.get(f"{_GEMMA}block_count")
     if layers in _SCALED_LAYERS:
-        found.setdefault(f"{_GEMMA}rope.scaling.factor", 8.0)
+        metadata.setdefault(f"{_GEMMA}rope.scaling.factor", 8.0)
     if layers == _LAYERS_OF_1B:
-        found[f"{_GEMMA}final_logit_softcapping"] = 0.0
-    return replace(file, metadata=found)
+        metadata[f"{_GEMMA}final_logit_softcapping"] = 0.0
+    return replace(file, metadata=metadata)

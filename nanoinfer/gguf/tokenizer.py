@@ -48,7 +48,7 @@ def tokenizer_of(metadata: Mapping[str, Any]) -> PreTrainedTokenizerBase | None:
     others = {name: vocabulary.tokens[at] for name, at in vocabulary.named.items() if name in ("unk", "pad")}
     named |= {name: token for name, token in others.items() if token in special}
     # Use the full name, so that transformers imports this class now and not with this module: it takes seconds.
-    found = transformers.PreTrainedTokenizerFast(
+    wrapped = transformers.PreTrainedTokenizerFast(
         tokenizer_object=_NotCopied(tokenizer),
         clean_up_tokenization_spaces=False,
         chat_template=template,
@@ -56,9 +56,9 @@ def tokenizer_of(metadata: Mapping[str, Any]) -> PreTrainedTokenizerBase | None:
     )
     for name, token in named.items():  # after the start, in which transformers would make them special
         if token not in special:
-            setattr(found, f"{name}_token", token)
-    found.add_bos_token, found.add_eos_token = vocabulary.adds_bos, vocabulary.adds_eos
-    return found
+            setattr(wrapped, f"{name}_token", token)
+    wrapped.add_bos_token, wrapped.add_eos_token = vocabulary.adds_bos, vocabulary.adds_eos
+    return wrapped
 
 
 class _NotCopied:
@@ -129,8 +129,8 @@ def _added_tokens(vocabulary: Vocabulary) -> list[AddedToken]:
 def _chat_template(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
     """Return the template, or all by name if the file has named ones too."""
     named = {key.removeprefix(_TEMPLATE + "."): key for key in metadata if key.startswith(_TEMPLATE + ".")}
-    found = {name: metadata[key] for name, key in ({"default": _TEMPLATE} | named).items() if key in metadata}
-    for name, template in found.items():
+    templates = {name: metadata[key] for name, key in ({"default": _TEMPLATE} | named).items() if key in metadata}
+    for name, template in templates.items():
         if not isinstance(template, str):
             raise ValueError(f"the chat template {name!r} is {shown(template)}: a text is needed")
-    return found if named else found.get("default")
+    return templates if named else templates.get("default")

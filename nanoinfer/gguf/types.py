@@ -21,8 +21,8 @@ class BlockType:
 
 
 BLOCK_TYPES: dict[int, BlockType] = {
-    found.id: found
-    for found in (
+    kind.id: kind
+    for kind in (
         BlockType("F32", 0, 1, 4),
         BlockType("F16", 1, 1, 2),
         BlockType("Q4_0", 2, 32, 18),
@@ -59,5 +59,5 @@ def block_type(type_id: int) -> BlockType:
     if type_id in BLOCK_TYPES:
         return BLOCK_TYPES[type_id]
     name = _OTHERS.get(type_id, f"number {type_id}")
-    known = ", ".join(found.name for found in BLOCK_TYPES.values())
+    known = ", ".join(kind.name for kind in BLOCK_TYPES.values())
     raise ValueError(f"has type {name}, which is not supported: supported are {known}")

@@ -115,14 +115,14 @@ class Vocabulary:
 def named_ids(metadata: Mapping[str, Any], count: int) -> dict[str, int]:
     """Return the ids of a file with so many tokens by what they are for, as in `Vocabulary.named`; ValueError."""
     is_known = str(metadata.get(_PREFIX + "model")) == SENTENCEPIECE
-    found = {name: at for name, at in _SENTENCEPIECE_IDS.items() if is_known and at < count}
+    ids = {name: at for name, at in _SENTENCEPIECE_IDS.items() if is_known and at < count}
     for name, key in _KEYS.items():
         if (value := metadata.get(_PREFIX + key)) is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value < count:
             raise ValueError(f"{_PREFIX}{key} is {shown(value)}: the file has tokens 0 to {count - 1:,}")
-        found[name] = int(value)
-    return found
+        ids[name] = int(value)
+    return ids
 
 
 def _tokens(metadata: Mapping[str, Any]) -> list[str]:
@@ -143,40 +143,40 @@ def _tokens(metadata: Mapping[str, Any]) -> list[str]:
 
 
 def _texts(metadata: Mapping[str, Any], name: str) -> list[str]:
-    found = metadata.get(_PREFIX + name)
-    if not isinstance(found, list | tuple) or not all(isinstance(text, str) for text in found):
-        raise ValueError(f"{_PREFIX}{name} is {shown(found)}: a list of texts in UTF-8 is needed")
-    return list(found)
+    texts = metadata.get(_PREFIX + name)
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{_PREFIX}{name} is {shown(texts)}: a list of texts in UTF-8 is needed")
+    return list(texts)
 
 
 def _types(metadata: Mapping[str, Any], count: int) -> list[int]:
     if _PREFIX + "token_type" not in metadata:
         return [TokenType.NORMAL] * count
-    found = _numbers(metadata, "token_type", count, "iu")
-    if len(found) and not 0 <= found.min() <= found.max() <= max(TokenType):
+    types = _numbers(metadata, "token_type", count, "iu")
+    if len(types) and not 0 <= types.min() <= types.max() <= max(TokenType):
         raise ValueError(
-            f"{_PREFIX}token_type has {found.min()} to {found.max()}: types are 0 to {int(max(TokenType))}"
+            f"{_PREFIX}token_type has {types.min()} to {types.max()}: types are 0 to {int(max(TokenType))}"
         )
-    return found.tolist()
+    return types.tolist()
 
 
 def _scores(metadata: Mapping[str, Any], count: int) -> np.ndarray:
     if _PREFIX + "scores" not in metadata:
         return np.zeros(count, np.float32)
-    found = _numbers(metadata, "scores", count, "fiu").astype(np.float32)
-    if np.isnan(found).any():
+    scores = _numbers(metadata, "scores", count, "fiu").astype(np.float32)
+    if np.isnan(scores).any():
         raise ValueError(f"{_PREFIX}scores has values that are no numbers: the file is damaged")
-    return found
+    return scores
 
 
 def _numbers(metadata: Mapping[str, Any], name: str, count: int, kinds: str) -> np.ndarray:
-    found = metadata[_PREFIX + name]
+    values = metadata[_PREFIX + name]
     try:
-        numbers = np.asarray(found)
+        numbers = np.asarray(values)
     except (ValueError, OverflowError):
         numbers = np.zeros(0)
     if numbers.ndim != 1 or len(numbers) != count or numbers.dtype.kind not in kinds:
-        raise ValueError(f"{_PREFIX}{name} is {shown(found)}: a number for each of {count:,} tokens is needed")
+        raise ValueError(f"{_PREFIX}{name} is {shown(values)}: a number for each of {count:,} tokens is needed")
     return numbers
 
 
