@@ -46,8 +46,8 @@ def tool_parser_of(template: str) -> str | None:
     """Return the name of the parser for calls as a template writes them; None: none is known."""
     if "tools" not in template:
         return None
-    found = (names for names, (_, texts) in _CALLS.items() if all(text in template for text in texts))
-    return next((names.split()[0] for names in found), None)
+    parsers = (names for names, (_, texts) in _CALLS.items() if all(text in template for text in texts))
+    return next((names.split()[0] for names in parsers), None)
 
 
 def check_parsers(tool_parser: str, reasoning_parser: str) -> None:
@@ -97,16 +97,16 @@ class AnswerFormat:
             ValueError: there is no such parser.
         """
         check_parsers(tool_parser, reasoning_parser)
-        found = tool_parser_of(template) if tool_parser == AUTO else None if tool_parser == NONE else tool_parser
+        parser = tool_parser_of(template) if tool_parser == AUTO else None if tool_parser == NONE else tool_parser
         if reasoning_parser == NONE:
             thinking = None
         else:
             thinking = Thinking.of(template, vocabulary or (), MARKERS.get(reasoning_parser))
         special_ids = dict(special_ids or {})
-        shape = found
-        if found == "mistral":
-            shape = "mistral_id" if "[CALL_ID]" in template else found if "[ARGS]" in template else "mistral_list"
-        return cls(found, thinking, special_ids, "tools" in template, special_ids | dict(vocabulary or {}), shape)
+        shape = parser
+        if parser == "mistral":
+            shape = "mistral_id" if "[CALL_ID]" in template else parser if "[ARGS]" in template else "mistral_list"
+        return cls(parser, thinking, special_ids, "tools" in template, special_ids | dict(vocabulary or {}), shape)
 
     @classmethod
     def of_tokenizer(cls, tokenizer: Any, template: str | None = None, **parsers: str) -> AnswerFormat:
@@ -294,7 +294,7 @@ class OutputParser:
 
     def _seen(self, events: Iterator[Event]) -> list[Event]:
         """Return the events that are not left out; pieces of one kind are joined."""
-        found: list[Event] = []
+        kept: list[Event] = []
         texts: list[str] = []  # of the last one
         for event in events:
             if isinstance(event, CallBegun | CallArguments | CallEnded):
@@ -303,15 +303,15 @@ class OutputParser:
                 if isinstance(event, CallBegun):
                     event = replace(event, name=unguarded(event.name))
             has_text = isinstance(event, Text | Reasoning | CallArguments)
-            last = found[-1] if found else None
+            last = kept[-1] if kept else None
             is_more = has_text and type(last) is type(event) and getattr(last, "index", 0) == getattr(event, "index", 0)
             if not is_more:
-                _join(found, texts)
-                found.append(event)
+                _join(kept, texts)
+                kept.append(event)
                 texts = []
             texts += [event.text] if has_text else []
-        _join(found, texts)
-        return found
+        _join(kept, texts)
+        return kept
 
 
 def _join(events: list[Event], texts: list[str]) -> None:

@@ -30,8 +30,8 @@ def num_held(text: str, markers: Collection[str]) -> int:
 
 def first(text: str, markers: Collection[str]) -> tuple[int, str] | None:
     """Return where the first marker stands in a text, and which one; of several at one place the longest."""
-    found = [(text.find(marker), marker) for marker in markers if marker in text]
-    return min(found, key=lambda one: (one[0], -len(one[1])), default=None)
+    hits = [(text.find(marker), marker) for marker in markers if marker in text]
+    return min(hits, key=lambda one: (one[0], -len(one[1])), default=None)
 
 
 def pieces_of(text: str) -> Iterator[str]:
@@ -112,10 +112,10 @@ class ToolReader(Reader):
 
     def _cut_before(self, markers: Collection[str]) -> tuple[str, str | None]:
         """Take the text before the first marker off, and return both; None: no more is known to be before one."""
-        found = first(self._held, markers)
-        if found is None:
+        hit = first(self._held, markers)
+        if hit is None:
             return self._cut(len(self._held) - num_held(self._held, markers)), None
-        return self._cut(found[0]), found[1]
+        return self._cut(hit[0]), hit[1]
 
     def _say(self, text: str) -> None:
         """Give text that is part of no call."""

@@ -52,22 +52,22 @@ def branches(schema: Any, root: Any, *, seen: tuple[str, ...] = ()) -> list[dict
     own = {key: value for key, value in schema.items() if key not in _NOTES}
     if "const" in own:
         own["enum"] = _both_enums(own.get("enum"), [own.pop("const")])
-    found = [own]
+    schemas = [own]
     ref = own.pop("$ref", None)
     several = [own.pop(key) for key in ("allOf",) if isinstance(own.get(key), list)]
     choices = [(key, own.pop(key)) for key in ("anyOf", "oneOf") if isinstance(own.get(key), list)]
     if isinstance(ref, str):
         if ref in seen or len(seen) > _MAX_DEPTH:
             raise Unenforceable(f"{ref} refers to itself")
-        found = _each(found, branches(referred(ref, root), root, seen=(*seen, ref)))
+        schemas = _each(schemas, branches(referred(ref, root), root, seen=(*seen, ref)))
     for one in several[0] if several else ():
-        found = _each(found, branches(one, root, seen=seen))
+        schemas = _each(schemas, branches(one, root, seen=seen))
     for key, options in choices:
         made = [branches(one, root, seen=seen) for one in options]
         if key == "oneOf":
             _check_apart(made)
-        found = _each(found, [branch for one in made for branch in one])
-    return [one for one in found if one.get("type", ["any"]) and one.get("enum", ["any"])]
+        schemas = _each(schemas, [branch for one in made for branch in one])
+    return [one for one in schemas if one.get("type", ["any"]) and one.get("enum", ["any"])]
 
 
 def kinds_of(branch: Mapping[str, Any]) -> frozenset[str]:
@@ -80,10 +80,10 @@ def kinds_of(branch: Mapping[str, Any]) -> frozenset[str]:
 
 def referred(ref: str, root: Any) -> Any:
     """Return what a reference within a schema leads to; None: nothing is there."""
-    found = root
+    part = root
     for step in ref.removeprefix("#").strip("/").split("/")[:20]:
-        found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-    return found
+        part = part.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(part, Mapping) else None
+    return part
 
 
 def fits_type(value: Any, kinds: frozenset[str]) -> bool:
@@ -94,41 +94,41 @@ def fits_type(value: Any, kinds: frozenset[str]) -> bool:
 
 
 def _each(left: list[dict], right: list[dict]) -> list[dict]:
-    found = [merged for one in left for other in right if (merged := _merged(one, other)) is not None]
-    if len(found) > _MAX_BRANCHES:
+    pairs = [merged for one in left for other in right if (merged := _merged(one, other)) is not None]
+    if len(pairs) > _MAX_BRANCHES:
         raise Unenforceable(f"it has more than {_MAX_BRANCHES} branches")
-    return found
+    return pairs
 
 
 def _merged(one: dict, other: dict) -> dict | None:
     """Return a schema that says what both say; None: no value fulfils both."""
-    found = {**one, **other}
+    merged = {**one, **other}
     kinds, others = kinds_of(one), kinds_of(other)
     if kinds and others:
         both = {kind for kind in kinds | others if _has(kinds, kind) and _has(others, kind)}
         if not both:
             return None
-        found["type"] = sorted(both)
+        merged["type"] = sorted(both)
     if "enum" in one and "enum" in other:
-        found["enum"] = _both_enums(one["enum"], other["enum"])
-    if "enum" in found:
-        allowed = kinds_of({"type": found["type"]}) if "type" in found else frozenset()
-        found["enum"] = [value for value in found["enum"] if fits_type(value, allowed)]
-        if not found["enum"]:
+        merged["enum"] = _both_enums(one["enum"], other["enum"])
+    if "enum" in merged:
+        allowed = kinds_of({"type": merged["type"]}) if "type" in merged else frozenset()
+        merged["enum"] = [value for value in merged["enum"] if fits_type(value, allowed)]
+        if not merged["enum"]:
             return None
     for key in (one.keys() & other.keys()) - {"type", "enum"}:
         if key in _TIGHTER:
-            found[key] = _TIGHTER[key](one[key], other[key])
+            merged[key] = _TIGHTER[key](one[key], other[key])
         elif key == "required":
-            found[key] = [*dict.fromkeys([*one[key], *other[key]])]
+            merged[key] = [*dict.fromkeys([*one[key], *other[key]])]
         elif key == "properties":
-            found[key] = {
+            merged[key] = {
                 name: {"allOf": [part[name] for part in (one[key], other[key]) if name in part]}
                 for name in {**one[key], **other[key]}
             }
         elif one[key] != other[key]:
-            found.setdefault("allOf", []).append({key: one[key]})
-    return found
+            merged.setdefault("allOf", []).append({key: one[key]})
+    return merged
 
 
 def _has(kinds: frozenset[str], kind: str) -> bool:
@@ -144,8 +144,8 @@ def _both_enums(one: Any, other: list) -> list:
 
 def _check_apart(made: list[list[dict]]) -> None:
     """Raise Unenforceable if a value may fulfil two of several schemas."""
-    for place, one in enumerate(made):
-        for other in made[place + 1 :]:
+    for index, one in enumerate(made):
+        for other in made[index + 1 :]:
             if any(_merged(left, right) is not None for left in one for right in other):
                 raise Unenforceable(
                     "branches of a oneOf may hold for one value: give anyOf, or branches of other types"

@@ -114,9 +114,9 @@ class CallGrammar:
         if not self._must_call and shape.between is not None:
             is_lazy = self._added.match(trigger) is None
         calls = []
-        for place, tool in enumerate(tools):
+        for index, tool in enumerate(tools):
             try:
-                arguments = self._arguments(f"a{place}", {} if is_free(tool) else tool.parameters)
+                arguments = self._arguments(f"a{index}", {} if is_free(tool) else tool.parameters)
             except Unenforceable as error:
                 error.tool = tool
                 raise
@@ -124,8 +124,8 @@ class CallGrammar:
             if is_lazy and not shape.first:
                 begins = [one.removeprefix(trigger) for one in begins]
             texts = " | ".join(map(self._text, begins))
-            self._rules.append(f"c{place}: ({texts}) {arguments} {self._text(shape.end)}")
-            calls.append(f"c{place}")
+            self._rules.append(f"c{index}: ({texts}) {arguments} {self._text(shape.end)}")
+            calls.append(f"c{index}")
         self._rules.append("call: " + " | ".join(calls))
         several = shape.between is not None and self._is_parallel
         first, many = shape.first, "*" if several else "?"
@@ -191,8 +191,8 @@ class CallGrammar:
             return self._rule(name, f"%json {json.dumps(schema)}")
         properties, needed, least, most = properties_of(schema)
         parts = {
-            key: f"{self._text(before + key + middle)} {self._value(f'{name}v{place}', one, schema, behind)}"
-            for place, (key, one) in enumerate(properties.items())
+            key: f"{self._text(before + key + middle)} {self._value(f'{name}v{index}', one, schema, behind)}"
+            for index, (key, one) in enumerate(properties.items())
             for before, middle, behind in [self._shape.value]
         }
         if least <= len(needed) and most is None:
@@ -209,22 +209,22 @@ class CallGrammar:
         most = len(parts) if most is None else most
 
         @cache
-        def rest(place: int, count: int) -> str | None:
-            still = sum(is_needed for _, is_needed in parts[place:])
-            if count + still > most or count + len(parts) - place < least:
+        def rest(index: int, count: int) -> str | None:
+            still = sum(is_needed for _, is_needed in parts[index:])
+            if count + still > most or count + len(parts) - index < least:
                 return None
-            if place == len(parts):
+            if index == len(parts):
                 return '""'
-            part, is_needed = parts[place]
-            ways = [f"{part} {taken}"] if (taken := rest(place + 1, count + 1)) is not None else []
-            if not is_needed and (left := rest(place + 1, count)) is not None:
+            part, is_needed = parts[index]
+            ways = [f"{part} {taken}"] if (taken := rest(index + 1, count + 1)) is not None else []
+            if not is_needed and (left := rest(index + 1, count)) is not None:
                 ways.append(left)
-            return self._rule(f"{name}n{place}with{count}", " | ".join(ways)) if ways else None
+            return self._rule(f"{name}n{index}with{count}", " | ".join(ways)) if ways else None
 
-        found = rest(0, 0)
-        if found is None:
+        rule = rest(0, 0)
+        if rule is None:
             raise Unenforceable("its properties cannot be as many as it asks for")
-        return found
+        return rule
 
     def _value(self, rule: str, schema: Any, root: Mapping[str, Any], behind: str) -> str:
         """Add the rule of a value between tags, and return its name: strings as they are, other types as JSON."""
@@ -248,15 +248,15 @@ class CallGrammar:
 
     def _text(self, text: str) -> str:
         """Return a text as a part of a rule, tokens that were added by their ids."""
-        found = []
+        terms = []
         for piece in _PLACES.split(text):
             parts = [part for part in self._added.split(piece) if part] if piece not in _PLACED else []
-            found += [f"<[{self._token_ids[one]}]>" if one in self._token_ids else json.dumps(one) for one in parts]
-            found += [_PLACED[piece]] if piece in _PLACED else []
-        return " ".join(found)
+            terms += [f"<[{self._token_ids[one]}]>" if one in self._token_ids else json.dumps(one) for one in parts]
+            terms += [_PLACED[piece]] if piece in _PLACED else []
+        return " ".join(terms)
 
 
 def tool_at(grammar: str, line: int) -> int | None:
-    """Return the place of the tool whose rule stands in a line of a grammar, counted from 1; None: no tool's."""
-    found = re.match(r"[ac](\d+)", grammar.splitlines()[line - 1])
-    return None if found is None else int(found[1])
+    """Return the index of the tool whose rule stands in a line of a grammar, counted from 1; None: no tool's."""
+    match = re.match(r"[ac](\d+)", grammar.splitlines()[line - 1])
+    return None if match is None else int(match[1])

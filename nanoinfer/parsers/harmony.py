@@ -51,7 +51,7 @@ class HarmonyReader(ToolReader):
         self._value: JsonValue | None = None
         begun = prompt[prompt.rfind(START) + len(START) :] if START in prompt else ""
         self._held = "" if any(closer in begun for closer in _CLOSERS) else begun
-        self._given = len(self._held)  # characters of it that the model did not write
+        self._num_prompted = len(self._held)  # characters of it that the model did not write
         self._step = self._header
 
     def _outside(self) -> bool:
@@ -65,20 +65,20 @@ class HarmonyReader(ToolReader):
         return True
 
     def _header(self) -> bool:
-        written = self._held[self._given :]
-        parts = _PARTS if self._given else _ROLE + _PARTS
-        found = first(written, (MESSAGE, START, *_CLOSERS))
-        if found is not None and found[1] == MESSAGE and found[0] <= _MAX_HEADER:
-            if re.fullmatch(rf"{parts}\s*", written[: found[0]]):
-                self._open(self._cut(self._given + found[0]))
-                self._held, self._given = self._held[len(MESSAGE) :], 0
+        written = self._held[self._num_prompted :]
+        parts = _PARTS if self._num_prompted else _ROLE + _PARTS
+        hit = first(written, (MESSAGE, START, *_CLOSERS))
+        if hit is not None and hit[1] == MESSAGE and hit[0] <= _MAX_HEADER:
+            if re.fullmatch(rf"{parts}\s*", written[: hit[0]]):
+                self._open(self._cut(self._num_prompted + hit[0]))
+                self._held, self._num_prompted = self._held[len(MESSAGE) :], 0
                 return True
-        if found is None and len(written) < _MAX_HEADER + len(MESSAGE):
+        if hit is None and len(written) < _MAX_HEADER + len(MESSAGE):
             rest = written[re.match(parts, written).end() :].strip()
             if not rest or any(mark.startswith(rest) for mark in _BEGINNINGS):
                 return False
         # The model does not keep to the format: what it says is its answer.
-        self._given, self._kind, self._step = 0, "answer", self._body
+        self._num_prompted, self._kind, self._step = 0, "answer", self._body
         self._events.append(Text(written[:1]))
         self._held = written[1:]
         return True
@@ -121,7 +121,7 @@ class HarmonyReader(ToolReader):
                 self._begin(self._name)
                 self._value = JsonValue()
             self._value.take(text, 0)
-            self._value.given()
+            self._value.drain()
             self._argue(text)
         elif text:
             self._events.append(Reasoning(text) if self._kind == "reasoning" else Text(text))
@@ -137,7 +137,7 @@ class HarmonyReader(ToolReader):
 
     def _finish(self) -> None:
         if self._step == self._header:
-            rest = self._held[self._given :]
+            rest = self._held[self._num_prompted :]
             if rest.strip():
                 self._events.append(Text(rest))
         elif self._step == self._body:

@@ -44,13 +44,13 @@ def template_messages(
     Raises:
         RequestError: a message's calls are none.
     """
-    found: list[dict[str, Any]] = []
+    prepared: list[dict[str, Any]] = []
     names: dict[str, str] = {}  # of tools, by the id of their call
     rules = rules or TurnRules()
-    for place, given in enumerate(_as_called(messages)):
-        message = dict(given)
+    for index, original in enumerate(_as_called(messages)):
+        message = dict(original)
         if message["role"] == "assistant":
-            broken = _take_calls(message, f"messages[{place}]", names, is_mistral)
+            broken = _take_calls(message, f"messages[{index}]", names, is_mistral)
             for call, which in broken:
                 if notice is not None:
                     notice(f"{which} has arguments that are no JSON object, perhaps cut off: they are shown as text")
@@ -63,8 +63,8 @@ def template_messages(
                 if call_id in names:
                     message.setdefault("name", names[call_id])
                 message["tool_call_id"] = _mistral_id(call_id) if is_mistral else call_id
-        found.append(message)
-    return in_turns(_one_by_one(found) if one_call or rules.one_call else found, rules)
+        prepared.append(message)
+    return in_turns(_one_by_one(prepared) if one_call or rules.one_call else prepared, rules)
 
 
 def _as_called(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -72,7 +72,7 @@ def _as_called(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]
 
     Where ids are missing, unknown or doubled, all that follows the same calls stays as it is.
     """
-    found: list[Mapping[str, Any]] = []
+    ordered: list[Mapping[str, Any]] = []
     calls: list[Any] = []
     behind: list[Mapping[str, Any]] = []  # these calls
     for message in messages:
@@ -80,12 +80,12 @@ def _as_called(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]
             behind.append(message)
             continue
         if behind:
-            found += _sorted(behind, calls)
+            ordered += _sorted(behind, calls)
             calls, behind = [], []
-        given = message.get("tool_calls")
-        calls += [_id_of(one) for one in given] if isinstance(given, list | tuple) else []
-        found.append(message)
-    return found + _sorted(behind, calls)
+        tool_calls = message.get("tool_calls")
+        calls += [_id_of(one) for one in tool_calls] if isinstance(tool_calls, list | tuple) else []
+        ordered.append(message)
+    return ordered + _sorted(behind, calls)
 
 
 def _sorted(behind: list[Mapping[str, Any]], calls: list[Any]) -> list[Mapping[str, Any]]:
@@ -170,12 +170,12 @@ def _with_thought(message: dict[str, Any], thinking: Thinking | None, joins: boo
 
 def _one_by_one(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return each call of a message that has several as a message of its own, before the result of this call."""
-    found, at = [], 0
+    split, at = [], 0
     while at < len(messages):
         message, at = messages[at], at + 1
         calls = message.get("tool_calls") or ()
         if len(calls) < 2:
-            found.append(message)
+            split.append(message)
             continue
         results = []
         while at < len(messages) and messages[at]["role"] == "tool":
@@ -183,9 +183,9 @@ def _one_by_one(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             at += 1
         for number, call in enumerate(calls):
             said = message if number == 0 else {"role": "assistant", "content": ""}
-            found.append({**said, "tool_calls": [call]})
+            split.append({**said, "tool_calls": [call]})
             mine = [one for one in results if one.get("tool_call_id") == call.get("id")][:1] or results[:1]
-            found += mine
+            split += mine
             results = [one for one in results if one is not (mine[0] if mine else None)]
-        found += results
-    return found
+        split += results
+    return split

@@ -33,17 +33,17 @@ class JsonValue:
         self._wants = "value"
         self._in_string = False
         self._part = ""  # of an escape or an atom
-        self._given: list[str] = []
+        self._undrained: list[str] = []
 
     def take(self, text: str, at: int) -> int:
-        """Read from a place in a text; return the place behind what belongs to the value."""
+        """Read from a position in a text; return the position behind what belongs to the value."""
         while at < len(text) and not (self.is_whole or self.is_wrong):
             at = self._string(text, at) if self._in_string else self._other(text, at)
         return at
 
-    def given(self) -> str:
+    def drain(self) -> str:
         """Return what was read since the last call."""
-        text, self._given = "".join(self._given), []
+        text, self._undrained = "".join(self._undrained), []
         return text
 
     def rest(self) -> str:
@@ -58,25 +58,25 @@ class JsonValue:
         if self._part:
             self._part += text[at]
             if _ESCAPE.fullmatch(self._part):
-                self._given.append(self._part)
+                self._undrained.append(self._part)
                 self._part = ""
             elif not _ESCAPE_BEGUN.fullmatch(self._part):
                 self.is_wrong = True
-                self._given.append(self._part[:-1])
+                self._undrained.append(self._part[:-1])
                 return at
             return at + 1
         end = _RUN.match(text, at).end()
-        self._given.append(text[at:end])
+        self._undrained.append(text[at:end])
         if end == len(text):
             return end
         if text[end] == "\\":
             self._part = "\\"
         elif text[end] == '"':
-            self._given.append('"')
+            self._undrained.append('"')
             self._in_string = False
             self._ended()
         else:
-            self._given.append(json.dumps(text[end])[1:-1])
+            self._undrained.append(json.dumps(text[end])[1:-1])
         return end + 1
 
     def _other(self, text: str, at: int) -> int:
@@ -87,7 +87,7 @@ class JsonValue:
                 self._end_atom()
             return end
         end = _BLANK.match(text, at).end()
-        self._given.append(text[at:end])
+        self._undrained.append(text[at:end])
         if end == len(text):
             return end
         char = text[end]
@@ -97,7 +97,7 @@ class JsonValue:
         self._sign(char)
         if self.is_wrong:
             return end
-        self._given.append(char)
+        self._undrained.append(char)
         return end + 1
 
     def _sign(self, char: str) -> None:
@@ -119,7 +119,7 @@ class JsonValue:
             self.is_wrong = True
 
     def _end_atom(self) -> None:
-        self._given.append(self._part)
+        self._undrained.append(self._part)
         self.is_wrong = not _ATOM.fullmatch(self._part)
         self._part = ""
         if not self.is_wrong:
@@ -159,7 +159,7 @@ class JsonCall:
         self._ready: list[str] = []  # arguments that were not given on yet
 
     def take(self, text: str, at: int) -> int:
-        """Read from a place in a text; return the place behind what belongs to the object."""
+        """Read from a position in a text; return the position behind what belongs to the object."""
         while at < len(text) and not (self.is_whole or self.is_wrong):
             at = self._sign(text, at) if self._value is None else self._part(text, at)
         return at
@@ -216,11 +216,11 @@ class JsonCall:
     def _part(self, text: str, at: int) -> int:
         value = self._value
         end = value.take(text, at)
-        given = value.given()
+        piece = value.drain()
         if self._is_passed:
-            self._ready.append(given)
+            self._ready.append(piece)
         else:
-            self._parts.append(given)
+            self._parts.append(piece)
         if value.is_wrong:
             self.is_wrong = True
         elif value.is_whole:
@@ -266,7 +266,7 @@ class NamedArguments:
         return self._value.take(text, at)
 
     def arguments(self) -> str:
-        return self._value.given()
+        return self._value.drain()
 
     def rest(self) -> str:
         return self._value.rest()
@@ -278,4 +278,4 @@ def object_text(text: str) -> str | None:
         return "{}"
     value = JsonValue()
     end = value.take(text, 0)
-    return value.given().strip() if value.is_whole and text.lstrip()[0] == "{" and not text[end:].strip() else None
+    return value.drain().strip() if value.is_whole and text.lstrip()[0] == "{" and not text[end:].strip() else None

@@ -58,9 +58,9 @@ class MistralReader(JsonCallReader):
                 self._in_list = True
                 return self._open(self._tag, JsonCall())
             return self._refuse()
-        if (found := _HEADER.match(self._held)) and found.end() <= _MAX_HEADER:
-            self._tag += self._cut(found.end())
-            return self._open(self._tag, NamedArguments(found[1]), found[2])
+        if (header := _HEADER.match(self._held)) and header.end() <= _MAX_HEADER:
+            self._tag += self._cut(header.end())
+            return self._open(self._tag, NamedArguments(header[1]), header[2])
         left = self._held[_HEADER_BEGUN.match(self._held).end() :]
         if len(self._held) > _MAX_HEADER or left and not any(mark.startswith(left) for mark in (CALL_ID, ARGS)):
             return self._refuse()

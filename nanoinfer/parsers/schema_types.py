@@ -55,8 +55,8 @@ def json_of(text: str, types: frozenset[str]) -> str:
         if "number" in types or not (number[1] or number[2]):
             return bare
     for kind, first in (("object", "{"), ("array", "[")):
-        if kind in types and bare.startswith(first) and (found := _structure(bare)) is not None:
-            return found
+        if kind in types and bare.startswith(first) and (structure := _structure(bare)) is not None:
+            return structure
     return quoted(text)
 
 

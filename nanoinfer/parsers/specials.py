@@ -72,11 +72,11 @@ class SpecialFilter:
             if (name := self._names.get(token_id)) is not None:
                 self._come[name] += 1
         self._held += text
-        return self._given(len(self._held) - self._num_held())
+        return self._release(len(self._held) - self._num_held())
 
     def flush(self) -> str:
         """Return what was held back, at the end."""
-        return self._given(len(self._held))
+        return self._release(len(self._held))
 
     def _num_held(self) -> int:
         """The length of the longest end of the text that may become a special token."""
@@ -84,12 +84,12 @@ class SpecialFilter:
         longest = min(len(held), self._specials.longest - 1)
         return next((size for size in range(longest, 0, -1) if held[-size:] in beginnings), 0)
 
-    def _given(self, length: int) -> str:
+    def _release(self, length: int) -> str:
         text, self._held = self._held[:length], self._held[length:]
         return self._specials.pattern.sub(self._replaced, text)
 
-    def _replaced(self, found: re.Match[str]) -> str:
-        text = found.group()
+    def _replaced(self, match: re.Match[str]) -> str:
+        text = match.group()
         if self._has_ids and not self._come[text]:
             return text[0] + _GUARD + text[1:]
         self._come[text] -= 1

@@ -23,8 +23,8 @@ def _next_of(text: str, marks: Collection[str]) -> str | None:
     rest = text.lstrip()
     if len(text) - len(rest) > MAX_BLANKS:
         return None
-    found = max((one for one in marks if rest.startswith(one)), key=len, default=None)
-    return "" if found is None and any(one.startswith(rest) for one in marks) else found
+    mark = max((one for one in marks if rest.startswith(one)), key=len, default=None)
+    return "" if mark is None and any(one.startswith(rest) for one in marks) else mark
 
 
 class TaggedReader(ToolReader):
@@ -151,7 +151,7 @@ class TaggedReader(ToolReader):
             text = text.removesuffix("\n")
         if self._json is not None:
             self._json.take(text, 0)
-            self._json.given()  # nobody asks for it
+            self._json.drain()  # nobody asks for it
         if is_text(self._types):
             self._argue(quoted(text)[1:-1])
         else:
@@ -174,11 +174,11 @@ class TaggedReader(ToolReader):
     def _end_of_value(self) -> tuple[int, int, bool]:
         """Return where a value ends or may end, how long the text is that says so, and whether it does."""
         ends = {self.value_end: self._steps().keys(), **self._other_ends()}
-        for found in re.finditer("|".join(map(re.escape, ends)), self._held):
-            mark = _next_of(self._held[found.end() :], ends[found.group()])
-            if mark is not None and not self._is_in_string(self._held[: found.start()]):
-                length = len(self.value_end) if mark and found.group() == self.value_end else 0
-                return found.start(), length, bool(mark)
+        for match in re.finditer("|".join(map(re.escape, ends)), self._held):
+            mark = _next_of(self._held[match.end() :], ends[match.group()])
+            if mark is not None and not self._is_in_string(self._held[: match.start()]):
+                length = len(self.value_end) if mark and match.group() == self.value_end else 0
+                return match.start(), length, bool(mark)
         return len(self._held) - num_held(self._held, tuple(ends)), 0, False
 
     def _is_in_string(self, more: str) -> bool:
@@ -277,12 +277,12 @@ class Glm4Reader(TaggedReader):
     def _opened(self) -> bool:
         """The name."""
         marks = tuple(self._steps())
-        found = first(self._held, marks)
-        name = self._held[: len(self._held) - num_held(self._held, marks) if found is None else found[0]].strip()
-        is_far = (len(self._held) if found is None else found[0]) > _MAX_OPENING
-        if is_far or (name or found) and not _NAME.fullmatch(name):
+        hit = first(self._held, marks)
+        name = self._held[: len(self._held) - num_held(self._held, marks) if hit is None else hit[0]].strip()
+        is_far = (len(self._held) if hit is None else hit[0]) > _MAX_OPENING
+        if is_far or (name or hit) and not _NAME.fullmatch(name):
             return self._refuse()
-        if found is not None:
-            self._cut(found[0])
+        if hit is not None:
+            self._cut(hit[0])
             self._begin_call(name)
-        return found is not None
+        return hit is not None

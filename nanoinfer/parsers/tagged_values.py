@@ -71,12 +71,12 @@ def value_of(schema: Any, root: Mapping[str, Any], ends: Sequence[str]) -> Value
     Raises:
         Unenforceable: the schema asks for what no grammar of such values can hold.
     """
-    found = branches(schema, root)
-    if not found:
+    options = branches(schema, root)
+    if not options:
         raise Unenforceable("no value fulfils it")
-    kinds = frozenset().union(*(kinds_of(one) or {"string"} for one in found))
-    if all("enum" in one for one in found):
-        values = [value for one in found for value in one["enum"] if _holds(value, one)]
+    kinds = frozenset().union(*(kinds_of(one) or {"string"} for one in options))
+    if all("enum" in one for one in options):
+        values = [value for one in options for value in one["enum"] if _holds(value, one)]
         texts = {value if isinstance(value, str) else json.dumps(value): value for value in values}
         kept = [text for text, value in texts.items() if _is_read_as(text, value, kinds)]
         kept = [text for text in kept if not any(end in text for end in ends)]
@@ -84,8 +84,8 @@ def value_of(schema: Any, root: Mapping[str, Any], ends: Sequence[str]) -> Value
             raise Unenforceable("its choices would be read as values of another type")
         return Value(choices=tuple(kept))
     texts, others, scalars = [], [], []
-    beside_text = any(not (own := kinds_of(one)) or "string" in own for one in found)
-    for one in found:
+    beside_text = any(not (own := kinds_of(one)) or "string" in own for one in options)
+    for one in options:
         own = kinds_of(one)
         if not own or "string" in own:
             _check(one, _OF_TEXTS if own == {"string"} else _OF_TEXTS | _OF_OTHERS)
@@ -120,10 +120,10 @@ def properties_of(parameters: Mapping[str, Any]) -> tuple[dict[str, Any], frozen
     Raises:
         Unenforceable: a schema of more than properties.
     """
-    found = branches(parameters, parameters)
-    if len(found) != 1:
+    options = branches(parameters, parameters)
+    if len(options) != 1:
         raise Unenforceable("arguments that stand between tags have one object, without anyOf and oneOf")
-    (one,) = found
+    (one,) = options
     _check(one, _OF_ARGUMENTS)
     properties = dict(one.get("properties") or {})
     needed = [name for name in one.get("required") or () if isinstance(name, str)]

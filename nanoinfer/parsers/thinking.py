@@ -108,12 +108,12 @@ class Thinking:
 
     def message(self, content: str, thought: str | None) -> dict[str, str]:
         """Return an answer as the template wants it: it decides itself whether what was thought is in the prompt."""
-        found = {"role": "assistant", "content": content}
+        message = {"role": "assistant", "content": content}
         if thought is not None and self.field is not None:
-            found[self.field] = thought
+            message[self.field] = thought
         elif thought is not None and self.is_read_in_content:
-            found["content"] = f"{self.markers.begin}\n{thought}\n{self.markers.end[0]}\n\n{content}"
-        return found
+            message["content"] = f"{self.markers.begin}\n{thought}\n{self.markers.end[0]}\n\n{content}"
+        return message
 
     def reader(self, prompt: str, behind: Reader) -> ThinkingReader:
         """Return what reads the answer to a prompt, which may end with the begin of thinking."""
@@ -150,9 +150,9 @@ class ThinkingReader(Reader):
 
     def feed(self, text: str) -> Iterator[Event]:
         self._held += text
-        while (found := self._first()) is not None:
-            place, marker = found
-            yield from self._give(place)
+        while (hit := self._first()) is not None:
+            position, marker = hit
+            yield from self._give(position)
             self._held = self._held[len(marker) :]
             if marker not in self._markers.dropped:
                 self._is_thinking = marker == self._markers.begin
@@ -200,7 +200,7 @@ class ThinkingReader(Reader):
         return (*(() if self._has_text else (self._markers.begin,)), *self._markers.dropped)
 
     def _first(self) -> tuple[int, str] | None:
-        found = first(self._held, self._wanted())
-        if found is None or found[1] != self._markers.begin or not self._held[: found[0]].strip():
-            return found
+        hit = first(self._held, self._wanted())
+        if hit is None or hit[1] != self._markers.begin or not self._held[: hit[0]].strip():
+            return hit
         return first(self._held, self._markers.dropped)

@@ -35,19 +35,19 @@ def named(tools: Sequence[Tool], name: str) -> Tool | None:
     return next((tool for tool in tools if tool.name == name), None)
 
 
-def checked_tools(given: Any) -> list[Tool]:
+def checked_tools(raw_tools: Any) -> list[Tool]:
     """Return the tools of a request.
 
     Raises:
         RequestError: they are not in OpenAI's form, too many, or two have one name.
     """
-    if not isinstance(given, list | tuple):
-        raise _wrong(f"tools is {shown(given)}: give a list of {_FORM}")
-    if len(given) > MAX_TOOLS:
-        raise _wrong(f"there are {len(given)} tools, {MAX_TOOLS} are possible: give fewer")
+    if not isinstance(raw_tools, list | tuple):
+        raise _wrong(f"tools is {shown(raw_tools)}: give a list of {_FORM}")
+    if len(raw_tools) > MAX_TOOLS:
+        raise _wrong(f"there are {len(raw_tools)} tools, {MAX_TOOLS} are possible: give fewer")
     tools: dict[str, Tool] = {}
-    for place, one in enumerate(given):
-        where = f"tools[{place}]"
+    for index, one in enumerate(raw_tools):
+        where = f"tools[{index}]"
         function = one.get("function") if isinstance(one, Mapping) else None
         if not isinstance(function, Mapping) or one.get("type") != "function":
             raise _wrong(f"{where} is {shown(one)}: only functions are tools here, give {_FORM}")
@@ -67,7 +67,7 @@ def checked_tools(given: Any) -> list[Tool]:
     return list(tools.values())
 
 
-def shown_tools(given: Any, *, is_filled: bool = False) -> list[dict[str, Any]] | None:
+def shown_tools(tools: Any, *, is_filled: bool = False) -> list[dict[str, Any]] | None:
     """Return checked tools as templates are shown them: of these some read what need not be there. None: no tools.
 
     One tool has one form, whatever the order in which clients and APIs name its parts.
@@ -75,29 +75,29 @@ def shown_tools(given: Any, *, is_filled: bool = False) -> list[dict[str, Any]] 
     is_filled: with all that any template reads of a schema.
     """
     blank = {"description": "", "parameters": {"type": "object", "properties": {}}}
-    found = []
-    for one in given or ():
+    forms = []
+    for one in tools or ():
         told = blank | {name: value for name, value in one["function"].items() if value is not None}
         if is_filled:
             told["parameters"] = blank["parameters"] | _filled(told["parameters"])
         function = {name: told[name] for name in (*_PARTS, *told) if name in told}
         others = {name: value for name, value in one.items() if name not in ("type", "function")}
-        found.append({"type": one["type"], "function": function, **others})
-    return found or None
+        forms.append({"type": one["type"], "function": function, **others})
+    return forms or None
 
 
 def _filled(schema: Any) -> dict[str, Any]:
     """Return a schema whose properties have descriptions and one type each, without nulls."""
     if not isinstance(schema, Mapping):
         return {}
-    found = {name: value for name, value in schema.items() if value is not None}
-    if isinstance(kinds := found.get("type"), list | tuple):
-        found["type"] = next((kind for kind in kinds if kind != "null"), "null")
-    if isinstance(found.get("properties"), Mapping):
-        found["properties"] = {name: {"description": ""} | _filled(one) for name, one in found["properties"].items()}
-    if isinstance(found.get("items"), Mapping | bool):
-        found["items"] = _filled(found["items"])
-    return found
+    filled = {name: value for name, value in schema.items() if value is not None}
+    if isinstance(kinds := filled.get("type"), list | tuple):
+        filled["type"] = next((kind for kind in kinds if kind != "null"), "null")
+    if isinstance(filled.get("properties"), Mapping):
+        filled["properties"] = {name: {"description": ""} | _filled(one) for name, one in filled["properties"].items()}
+    if isinstance(filled.get("items"), Mapping | bool):
+        filled["items"] = _filled(filled["items"])
+    return filled
 
 
 def is_deeper(value: Any, depth: int) -> bool:
@@ -115,24 +115,24 @@ def is_deeper(value: Any, depth: int) -> bool:
     return True
 
 
-def checked_choice(given: Any, tools: Sequence[Tool]) -> str | Tool:
+def checked_choice(choice: Any, tools: Sequence[Tool]) -> str | Tool:
     """Return "none", "auto", "required", or the one tool that must be called.
 
     Raises:
         RequestError: it is none of these, or no tool has the name.
     """
-    if given is None:
+    if choice is None:
         return "auto" if tools else "none"
-    name = given if isinstance(given, str) else None
+    name = choice if isinstance(choice, str) else None
     if name in ("none", "auto") or name == "required" and tools:
         return name if tools else "none"
     if name == "required":
         raise RequestError('tool_choice is "required", but there are no tools: give tools', field="tool_choice")
-    function = given.get("function") if isinstance(given, Mapping) and given.get("type") == "function" else None
+    function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str):
         raise RequestError(
-            f'tool_choice is {shown(given)}: give "none", "auto", "required", or {{"type": "function", "function": '
+            f'tool_choice is {shown(choice)}: give "none", "auto", "required", or {{"type": "function", "function": '
             '{"name": ...}}',
             field="tool_choice",
         )

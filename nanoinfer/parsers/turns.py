@@ -43,11 +43,11 @@ class TurnRules:
 def in_turns(messages: Sequence[Mapping[str, Any]], rules: TurnRules) -> list[Message]:
     """Return messages as a template takes them; what stands before a message does not depend on it."""
     front, rest = _split(messages, rules)
-    found: list[Message] = list(front)
+    turns: list[Message] = list(front)
     for message in rest:
         for one in _parts(dict(message), rules):
-            _add(found, one, rules)
-    return found
+            _add(turns, one, rules)
+    return turns
 
 
 def _split(messages: Sequence[Mapping[str, Any]], rules: TurnRules) -> tuple[list[Message], list[Mapping[str, Any]]]:
@@ -75,15 +75,15 @@ def _parts(message: Message, rules: TurnRules) -> list[Message]:
     return [message]
 
 
-def _add(found: list[Message], message: Message, rules: TurnRules) -> None:
-    last = found[-1] if found else {"role": None}
+def _add(turns: list[Message], message: Message, rules: TurnRules) -> None:
+    last = turns[-1] if turns else {"role": None}
     behind_result, is_blank = last["role"] == "tool", not message["content"].strip()
     if message["role"] in _INSTRUCTS:
         is_developer = message["role"] == "developer" and rules.knows_developer
         role = rules.late_developer if is_developer else rules.late
         role = rules.behind_result if behind_result else role
         if role == "tool":
-            found[-1] = _joined(last, message)
+            turns[-1] = _joined(last, message)
             return
         if is_blank and role == "user":
             return
@@ -91,14 +91,14 @@ def _add(found: list[Message], message: Message, rules: TurnRules) -> None:
     if behind_result:
         if rules.joins_results and message["role"] == "user":
             message = _joined(last, message)
-            found.pop()
+            turns.pop()
     elif rules.joins:
         if is_blank and message["role"] == "assistant" and message.keys() <= {"role", "content"}:
             return
         if last["role"] == message["role"] and _may_join(last):
             message = {**last, **message, "content": _joined(last, message)["content"]}
-            found.pop()
-    found.append(message)
+            turns.pop()
+    turns.append(message)
 
 
 def _may_join(message: Message) -> bool:
