@@ -61,18 +61,18 @@ def find_model(
     Raises:
         ValueError: there is no such model, or the hub does not provide it. The message gives the nearest name.
     """
-    found = located(model, names)
-    if isinstance(found, Path):
-        return found
-    if found.is_gguf:
-        return _gguf_of(found.repository, found.tag, say)
+    where = located(model, names)
+    if isinstance(where, Path):
+        return where
+    if where.is_gguf:
+        return _gguf_of(where.repository, where.tag, say)
     try:
-        _announce(found.repository, CONFIG_AND_TOKENIZER + _WEIGHTS, say)
+        _announce(where.repository, CONFIG_AND_TOKENIZER + _WEIGHTS, say)
         patterns = CONFIG_AND_TOKENIZER + (_WEIGHTS if weights else [])
-        return Path(snapshot_download(found.repository, allow_patterns=patterns))
+        return Path(snapshot_download(where.repository, allow_patterns=patterns))
     except Exception as error:  # the client's errors and those of its HTTP library have no common base class
         raise ValueError(
-            f"model {str(model)!r} is no directory here, and the Hugging Face hub does not give {found.repository} "
+            f"model {str(model)!r} is no directory here, and the Hugging Face hub does not give {where.repository} "
             f"({type(error).__name__}: {error}). Check the name, the network and your access, or give a directory"
             + shapes_near(model, names)
         ) from error
@@ -91,8 +91,8 @@ def located(model: str | Path, names: Collection[str] = ()) -> Path | OnHub:
         return path if is_checkpoint else file_in(path) or path
     if path.is_file() and path.suffix.lower() == ".gguf":
         return named_file(path)
-    if (found := ollama_file(name) or packaged_file(name)) is not None:
-        return found
+    if (file := ollama_file(name) or packaged_file(name)) is not None:
+        return file
     if path.exists():
         raise ValueError(f"model {name!r} is a file: give the directory that holds config.json, or a file of GGUF")
     if (known := checkpoint_named(name)) is not None:
@@ -133,8 +133,8 @@ def _announce(repository: str, patterns: list[str], say: Callable[[str], None] |
 def _gguf_of(repository: str, tag: str | None, say: Callable[[str], None] | None) -> Path:
     """Return the file of a repository with GGUF files: LM Studio's, if it has one of that name, or the hub's."""
     folder = lm_studio_folder(repository)
-    if folder is not None and (found := file_in(folder, tag)) is not None:
-        return found
+    if folder is not None and (file := file_in(folder, tag)) is not None:
+        return file
     try:
         names = list_repo_files(repository)
     except Exception as error:  # as above; without a network, what was downloaded before is there

@@ -33,11 +33,11 @@ def end_token_ids(checkpoint: CheckpointInfo) -> frozenset[int]:
     null means that no token does, in either file, as in transformers (5.17). A field that is left out does not mean
     that: transformers goes on for ever then, and vLLM takes the tokenizer's end token.
     """
-    found = read(checkpoint.directory).get("eos_token_id", getattr(checkpoint.hf_config, "eos_token_id", None))
-    TOKEN_IDS.check(str(checkpoint.directory / FILE), "eos_token_id", found)
-    if found is None:
+    ids = read(checkpoint.directory).get("eos_token_id", getattr(checkpoint.hf_config, "eos_token_id", None))
+    TOKEN_IDS.check(str(checkpoint.directory / FILE), "eos_token_id", ids)
+    if ids is None:
         return frozenset()
-    return frozenset(found if isinstance(found, list) else [found])
+    return frozenset(ids if isinstance(ids, list) else [ids])
 
 
 def sampling_defaults(checkpoint: CheckpointInfo, model: str = "") -> dict[str, Any]:

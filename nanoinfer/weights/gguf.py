@@ -56,7 +56,7 @@ def notices(checkpoint: CheckpointInfo, dtype: torch.dtype) -> Iterator[str]:
     file, num_layers = checkpoint.gguf, checkpoint.hf_config.num_hidden_layers
     sizes = [one.num_bytes for name, one in file.tensors.items() if skipped_part(name, num_layers)]
     if sizes:
-        kinds = sorted({found for name in file.tensors if (found := skipped_part(name, num_layers))})
+        kinds = sorted({kind for name in file.tensors if (kind := skipped_part(name, num_layers))})
         size = f"{len(sizes):,} tensors, {sum(sizes) / 2**20:,.0f} MiB"
         yield f"{file.path} has {' and '.join(kinds)} ({size}): they are skipped"
     rounded = [one for one in checkpoint.tensors.values() if one.dtype == torch.float16 and len(one.shape) > 1]
@@ -73,12 +73,12 @@ def _parts(file: GGUFFile, raw: Mapping[str, Any]) -> dict[str, Part]:
 
 def _entry(name: str, part: Part) -> TensorEntry:
     tensor = part.tensor
-    place = dict(name=name, path=tensor.path, offset=tensor.offset + part.offset)
+    source = dict(name=name, path=tensor.path, offset=tensor.offset + part.offset)
     change = dict(turned=part.turned, added=part.added)
     if tensor.type.is_wide:
-        return TensorEntry(shape=part.shape, dtype=_WIDE[tensor.type.name], **place, **change)
+        return TensorEntry(shape=part.shape, dtype=_WIDE[tensor.type.name], **source, **change)
     shape = (*part.shape[:-1], tensor.row_bytes)
-    return TensorEntry(shape=shape, dtype=torch.uint8, block_type=tensor.type.name, **place, **change)
+    return TensorEntry(shape=shape, dtype=torch.uint8, block_type=tensor.type.name, **source, **change)
 
 
 def as_filled(view: Tensor | Filling, entry: TensorEntry) -> Tensor | Filling:

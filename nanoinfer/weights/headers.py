@@ -87,11 +87,11 @@ def check_safetensors(model_dir: str | Path) -> dict[str, TensorEntry]:
     missing = [shard for shard in shards if not (model_dir / shard).is_file()]
     if missing:
         raise ValueError(f"{index} names files that are not there: {listed(missing)}. Download them again")
-    found = {shard: _read_header(model_dir / shard) for shard in shards}
-    absent = [f"{name} in {shard}" for name, shard in shard_of.items() if name not in found[shard]]
+    by_shard = {shard: _read_header(model_dir / shard) for shard in shards}
+    absent = [f"{name} in {shard}" for name, shard in shard_of.items() if name not in by_shard[shard]]
     if absent:
         raise ValueError(f"{index} names tensors that are not there: {listed(absent)}. Download the files again")
-    return {name: found[shard][name] for name, shard in shard_of.items()}
+    return {name: by_shard[shard][name] for name, shard in shard_of.items()}
 
 
 def _read_index(path: Path) -> dict[str, str]:

@@ -178,7 +178,7 @@ def check_matches(entries: Mapping[str, TensorEntry], model: Decoder, model_dir:
             "Does config.json belong to these weights?"
         )
     there = [(entries[name], view) for name, view in views.items() if name in entries]
-    wrong = [f"{entry.name} is {found}" for entry, view in there if (found := _difference(entry, view))]
+    wrong = [f"{entry.name} is {difference}" for entry, view in there if (difference := _difference(entry, view))]
     if wrong:
         raise ValueError(f"{model_dir} does not fit its config.json: {listed(wrong)}")
     if model.spec.tied_embeddings and "lm_head.weight" in entries:

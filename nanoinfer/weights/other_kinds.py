@@ -39,8 +39,8 @@ def shapes_near(model: str | Path, shapes: Collection[str]) -> str:
     name = str(model).rpartition("/")[2].lower()
     size = re.search(r"\d+(\.\d+)?b\b", name)
     alike = [one for one in shapes if size is not None and one.endswith(f"-{size[0]}")]
-    found = difflib.get_close_matches(name, alike or shapes, n=3, cutoff=0.3)
-    near = f", such as {' or '.join(found)}" if found else ""
+    nearest = difflib.get_close_matches(name, alike or shapes, n=3, cutoff=0.3)
+    near = f", such as {' or '.join(nearest)}" if nearest else ""
     return f"; or give a shape{near} (nanoinfer plan --help lists them)"
 
 

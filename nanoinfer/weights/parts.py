@@ -60,32 +60,32 @@ def parts_of(source: CheckpointInfo, wanted: CheckpointInfo) -> list[Part]:
     entries, model = tensors_of(source), without_weights(source)
     check_matches(entries, model, source.directory)
     views, fused, ignored = without_weights(wanted).checkpoint_views(), _fused(model), model.ignored(entries)
-    formats, found = wanted.formats, []
+    formats, parts = wanted.formats, []
     for name, entry in entries.items():
         view, module = views.get(name), name.rpartition(".")[0]
         if name in fused:
             if not name.endswith(SCALES[1]):  # which belong to the codes
                 scales = entries.get(name.removesuffix(CODES[1]) + SCALES[1])
-                found.append(_OfExperts(entry, fused[name], module, scales, source.formats, formats).part)
+                parts.append(_OfExperts(entry, fused[name], module, scales, source.formats, formats).part)
         elif view is None and name in ignored:
             continue  # such as a tied head, which repeats the embeddings
         elif isinstance(view, Filling) and view.by_rows:
             weights = formats.of_embeddings(module) if module == EMBEDDINGS else formats.of(module)
             sizes = {f"{module}.{ending}": size for ending, size in stored(weights, entry.shape).items()}
-            found.append(Part((entry,), sizes, partial(_quantised, entry, module, weights)))
+            parts.append(Part((entry,), sizes, partial(_quantised, entry, module, weights)))
         else:
-            found.append(Part((entry,), {name: (entry.shape, entry.dtype)}, partial(_copied, entry, name)))
-    return found
+            parts.append(Part((entry,), {name: (entry.shape, entry.dtype)}, partial(_copied, entry, name)))
+    return parts
 
 
 def _fused(model: Decoder) -> dict[str, FusedTensor]:
     """Return the tensors of all experts of a layer, by their names in the checkpoint."""
-    found = {}
+    tensors = {}
     for path, module in model.named_modules():
         if isinstance(module, Experts) and module.is_fused:
             prefix = model.name_in_checkpoint(f"model.{path}")
-            found |= {f"{prefix}.{ending}": tensor for ending, tensor in fused_tensors(module).items()}
-    return found
+            tensors |= {f"{prefix}.{ending}": tensor for ending, tensor in fused_tensors(module).items()}
+    return tensors
 
 
 def _copied(entry: TensorEntry, name: str, device: torch.device | str, **options) -> Iterator[tuple[str, Tensor]]:
@@ -98,8 +98,8 @@ def _quantised(
     entry: TensorEntry, module: str, weights: QuantisedWhileRead, device: torch.device | str, **options
 ) -> Iterator[tuple[str, Tensor]]:
     with refusals_of(entry):
-        found = quantise(read_rows(entry, device, **options), entry.shape, weights, device)
-    for ending, values in found.items():
+        quantised = quantise(read_rows(entry, device, **options), entry.shape, weights, device)
+    for ending, values in quantised.items():
         yield f"{module}.{ending}", values
 
 
@@ -124,13 +124,13 @@ class _OfExperts:
     def part(self) -> Part:
         parts = self.tensor.parts(torch.empty(self.entry.shape, device="meta"))
         each = {name: self._stored(name, tuple(part.shape[1:])) for name, part in parts}
-        found = {
+        tensors = {
             f"{self.module}.{number}.{name.rpartition('.')[0]}.{ending}": size
             for number in range(self.entry.shape[0])
             for name, sizes in each.items()
             for ending, size in sizes.items()
         }
-        return Part((self.entry,) if self.scales is None else (self.entry, self.scales), found, self.pieces)
+        return Part((self.entry,) if self.scales is None else (self.entry, self.scales), tensors, self.pieces)
 
     def _stored(self, name: str, shape: tuple[int, ...]) -> Stored:
         projection, _, kind = name.rpartition(".")
@@ -144,12 +144,12 @@ class _OfExperts:
         wide = self._wide if self.scales is None else self._expanded
         for begin, name, part in wide(device, **options):
             projection, _, kind = name.rpartition(".")
-            found = {kind: part}
+            tensors = {kind: part}
             if kind != "bias":
                 with refusals_of(self.entry):
                     weights = self.formats.of(f"{self.module}.0.{projection}")
-                    found = quantise([part.contiguous()], tuple(part.shape), weights, device)
-            for ending, values in found.items():
+                    tensors = quantise([part.contiguous()], tuple(part.shape), weights, device)
+            for ending, values in tensors.items():
                 for number, of_expert in enumerate(values, begin):
                     yield f"{self.module}.{number}.{projection}.{ending}", of_expert
 

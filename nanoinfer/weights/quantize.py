@@ -49,9 +49,9 @@ def quantised_while_read(
     wanted = quantization if checkpoint.formats is DENSE and quantization in QUANTISED else None
     if wanted is None and head_quantization is None:
         return checkpoint
-    found = replace(checkpoint, quantised_to=(settings_for(checkpoint, wanted, head_quantization), wanted))
-    read_spec(found, "auto")  # refuses what the checkpoint has quantised already
-    return found
+    quantised = replace(checkpoint, quantised_to=(settings_for(checkpoint, wanted, head_quantization), wanted))
+    read_spec(quantised, "auto")  # refuses what the checkpoint has quantised already
+    return quantised
 
 
 def settings_for(checkpoint: CheckpointInfo, quantization: str | None, head: str | None) -> dict[str, Any]:
@@ -123,11 +123,11 @@ def _targets(sizes: Mapping[str, int | None]) -> dict[int | None, list[str]]:
         for end in ends[kind]:
             by_end.setdefault(end, set()).add(size)
     unique = {kind: next((end for end in ends[kind] if len(by_end[end]) == 1), None) for kind in ends}
-    found: dict[int | None, dict[str, None]] = {}
+    by_size: dict[int | None, dict[str, None]] = {}
     for name, size in sizes.items():
         end = unique[kinds[name]] or re.escape(name.partition(".")[2])
-        found.setdefault(size, {})[rf"re:.*\.{end}$"] = None
-    return {size: list(targets) for size, targets in found.items()}
+        by_size.setdefault(size, {})[rf"re:.*\.{end}$"] = None
+    return {size: list(targets) for size, targets in by_size.items()}
 
 
 def _ends(kind: str) -> list[str]:

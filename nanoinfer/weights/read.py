@@ -106,19 +106,19 @@ def in_file_order(entries: Iterable[TensorEntry], device: torch.device | str) ->
     A checkpoint may hold tens of thousands of small tensors, and each that is read by itself costs as much as 500 KB.
     What lies in between is a few bytes that nobody asked for, such as the shapes of packed weights: it has no name.
     """
-    places: list[tuple[TensorEntry, int]] = []
+    layout: list[tuple[TensorEntry, int]] = []
     size, end, path = 0, 0, None
     for entry in sorted(entries, key=lambda entry: (entry.path, entry.offset)):
         gap = entry.offset - end if entry.path == path else -1
         if 0 <= gap <= _MAX_GAP_BYTES and not (size + gap) % entry.dtype.itemsize:
-            places.append((replace(entry, name="", shape=(gap,), dtype=torch.uint8, offset=end), size))
+            layout.append((replace(entry, name="", shape=(gap,), dtype=torch.uint8, offset=end), size))
             size += gap
         else:
             size += -size % 16
-        places.append((entry, size))
+        layout.append((entry, size))
         size, end, path = size + entry.num_bytes, entry.end, entry.path
     memory = torch.empty(size, dtype=torch.uint8, device=device)
-    parts = [(entry, memory[begin : begin + entry.num_bytes]) for entry, begin in places]
+    parts = [(entry, memory[begin : begin + entry.num_bytes]) for entry, begin in layout]
     return [(entry, part.view(entry.dtype).view(entry.shape)) for entry, part in parts if entry.name or entry.num_bytes]
 
 

@@ -34,14 +34,14 @@ def text_config(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
     wrapper = raw["architectures"][0]
     OBJECT.check(f"{path} is no valid config", "text_config", raw.get("text_config"))
     outer = ("quantization_config", "compression_config", "dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings")
-    found = {name: raw[name] for name in outer if raw.get(name) is not None}
-    found = {"model_type": WRAPPERS[wrapper]} | raw["text_config"] | found
-    architecture = architecture_of(found["model_type"])
+    config = {name: raw[name] for name in outer if raw.get(name) is not None}
+    config = {"model_type": WRAPPERS[wrapper]} | raw["text_config"] | config
+    architecture = architecture_of(config["model_type"])
     if architecture is None:
-        name = found["model_type"]
-        why = f"{why_not(str(name), found)}; {instead_of(wrapper, room_here())}"
+        name = config["model_type"]
+        why = f"{why_not(str(name), config)}; {instead_of(wrapper, room_here())}"
         raise ValueError(f"{path}: the text part of this {wrapper}, {shown(name)}, is not supported: {why}")
-    return found | {"architectures": [architecture]}
+    return config | {"architectures": [architecture]}
 
 
 def text_tensors(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:

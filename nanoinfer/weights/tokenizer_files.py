@@ -42,12 +42,12 @@ def load_tokenizer(config: EngineConfig, checkpoint: CheckpointInfo) -> PreTrain
     return tokenizer
 
 
-def _load(given: str | Path | None, checkpoint: CheckpointInfo) -> PreTrainedTokenizerBase | None:
-    if given is None and checkpoint.gguf is not None:
+def _load(tokenizer: str | Path | None, checkpoint: CheckpointInfo) -> PreTrainedTokenizerBase | None:
+    if tokenizer is None and checkpoint.gguf is not None:
         return tokenizer_of(checkpoint.gguf.metadata)
-    if given is None and not any((checkpoint.directory / name).exists() for name in _FILES):
+    if tokenizer is None and not any((checkpoint.directory / name).exists() for name in _FILES):
         return None
-    source = given or checkpoint.directory
+    source = tokenizer or checkpoint.directory
     try:
         _check_ids(Path(source))
         # Use the full name, so that transformers imports this class now and not with this module: it takes seconds.

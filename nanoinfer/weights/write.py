@@ -117,14 +117,14 @@ def _whole_directory(out: Path, num_bytes: int) -> Iterator[Path]:
     try:
         if not is_there:
             out.parent.mkdir(parents=True, exist_ok=True)
-        place = out if is_there else out.parent
-        free = shutil.disk_usage(place).free
+        parent = out if is_there else out.parent
+        free = shutil.disk_usage(parent).free
         if free < num_bytes:
             raise ValueError(
                 f"{out} needs {format_size(num_bytes)}, its disk has {format_size(free)} free: give a directory "
                 "on another disk, or make room"
             )
-        directory = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=place))
+        directory = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=parent))
     except OSError as error:
         raise ValueError(f"{out} cannot be made ({error}): give another directory") from error
     moved: list[Path] = []
@@ -159,9 +159,9 @@ def _write_weights(directory: Path, parts: list[Part], device: torch.device | st
         for name, shard in files.items():
             with (directory / name).open("wb") as file:
                 _write_header(file, shard)
-                places = _places(shard, file.tell())
+                offsets = _offsets(shard, file.tell())
                 for part in shard:
-                    _write_part(file, part, places, device, dict(report=bar.update, buffers=buffers))
+                    _write_part(file, part, offsets, device, dict(report=bar.update, buffers=buffers))
     if len(shards) > 1:
         shard_of = {tensor: name for name, shard in files.items() for part in shard for tensor in part.stored}
         metadata = dict(total_size=sum(part.num_bytes for part in parts))
@@ -183,24 +183,24 @@ def _write_header(file: BinaryIO, parts: list[Part]) -> None:
 
 
 def _write_part(
-    file: BinaryIO, part: Part, places: dict[str, int], device: torch.device | str, options: dict[str, Any]
+    file: BinaryIO, part: Part, offsets: dict[str, int], device: torch.device | str, options: dict[str, Any]
 ) -> None:
-    """places: where each tensor begins in the file; options: of `read_tensors`."""
-    places = places.copy()
+    """offsets: where each tensor begins in the file; options: of `read_tensors`."""
+    offsets = offsets.copy()
     for name, values in part.pieces(device, **options):
-        file.seek(places[name])
+        file.seek(offsets[name])
         _write_tensor(file, values)
-        places[name] += values.nbytes
+        offsets[name] += values.nbytes
 
 
-def _places(parts: list[Part], begin: int) -> dict[str, int]:
+def _offsets(parts: list[Part], begin: int) -> dict[str, int]:
     """Return where tensors begin that lie behind each other."""
-    found = {}
+    offsets = {}
     for part in parts:
         for name, (shape, dtype) in part.stored.items():
-            found[name] = begin
+            offsets[name] = begin
             begin += math.prod(shape) * dtype.itemsize
-    return found
+    return offsets
 
 
 def _write_tensor(file: BinaryIO, values: Tensor) -> None:
