@@ -66,7 +66,7 @@ def walk(matcher, random):
     matcher = matcher.deep_copy()
     for _ in range(WALK_TOKENS):
         bits = matcher.compute_bitmask()[:WALK_BYTES]
-        allowed = [8 * place + bit for place, byte in enumerate(bits) for bit in range(8) if byte >> bit & 1]
+        allowed = [8 * index + bit for index, byte in enumerate(bits) for bit in range(8) if byte >> bit & 1]
         if not allowed or not matcher.consume_token(random.choice(allowed)) or matcher.is_stopped():
             break
     return matcher.get_error()
@@ -80,13 +80,13 @@ def fault(tokenizer, grammar):
 
 def on_stack(num_bytes, work):
     """Return what `work` returns or raises, called on a thread with a stack of this size."""
-    found = []
+    outcomes = []
 
     def call():
         try:
-            found.append((work(), None))
+            outcomes.append((work(), None))
         except BaseException as error:
-            found.append((None, error))
+            outcomes.append((None, error))
 
     before = threading.stack_size(num_bytes)
     try:
@@ -95,7 +95,7 @@ def on_stack(num_bytes, work):
     finally:
         threading.stack_size(before)
     thread.join()
-    result, error = found[0]
+    result, error = outcomes[0]
     if error is not None:
         raise error
     return result
@@ -123,7 +123,7 @@ def parts(schema):
         if name in _NAMED and isinstance(value, dict):
             yield from ((f"{name}/{key}", part) for key, part in value.items() if isinstance(part, dict))
         elif name in _LISTS and isinstance(value, list):
-            yield from ((f"{name}/{place}", part) for place, part in enumerate(value) if isinstance(part, dict))
+            yield from ((f"{name}/{index}", part) for index, part in enumerate(value) if isinstance(part, dict))
         elif isinstance(value, dict):
             yield name, value
 

@@ -96,28 +96,28 @@ def _closed(schema: Any, params: StructuredOutputsParams) -> Any:
 
 def _tags(params: StructuredOutputsParams, special: Collection[str]) -> str:
     """Return the grammar of text with tags, as vLLM reads them: {"triggers": [...], "structures": [{...}]}."""
-    given = json.loads(params.structural_tag)
-    triggers, structures = given.get("triggers"), given.get("structures")
+    tag_spec = json.loads(params.structural_tag)
+    triggers, structures = tag_spec.get("triggers"), tag_spec.get("structures")
     form = (
         'give {"triggers": ["<f="], "structures": [{"begin": "<f=add>", "schema": {"type": "object"}, "end": "</f>"}]}'
     )
     if not _texts(triggers) or not isinstance(structures, list) or not structures:
         raise ValueError(f"it has no triggers or no structures: {form}")
     tags, (usual, wanted) = [], _spaces(params)
-    for place, one in enumerate(structures):
+    for index, one in enumerate(structures):
         begin, schema, end = (one.get(name) for name in ("begin", "schema", "end")) if isinstance(one, dict) else "???"
         schema = json.loads(schema) if isinstance(schema, str) and schema.lstrip()[:1] == "{" else schema
         if not _texts([begin]) or not isinstance(schema, dict) or not isinstance(end, str):
-            raise ValueError(f"structures[{place}] lacks begin, schema or end: {form}")
+            raise ValueError(f"structures[{index}] lacks begin, schema or end: {form}")
         trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
         if trigger is None:
-            raise ValueError(f"structures[{place}].begin is {begin!r}, which no trigger begins: {form}")
+            raise ValueError(f"structures[{index}].begin is {begin!r}, which no trigger begins: {form}")
         schema = _closed(taken(schema), params)
         if schema is False:
-            raise ValueError(f"structures[{place}].schema is one that no text fulfils")
+            raise ValueError(f"structures[{index}].schema is one that no text fulfils")
         own = schema.get("x-guidance", {})
         if not isinstance(own, dict):
-            raise ValueError(f"structures[{place}].schema has x-guidance {shown(own)}: give an object, or leave it out")
+            raise ValueError(f"structures[{index}].schema has x-guidance {shown(own)}: give an object, or leave it out")
         schema["x-guidance"] = usual | own | wanted
         tags.append(load_llguidance().StructTag(trigger=trigger, begin=begin, grammar=schema, end=end))
     # A trigger such as <f> is a special token to llguidance; where there is none of this name, it is a text.
@@ -131,5 +131,5 @@ def _tags(params: StructuredOutputsParams, special: Collection[str]) -> str:
     return load_llguidance().StructTag.to_grammar(tags, assume_special=all(are_tokens))
 
 
-def _texts(given: Any) -> bool:
-    return isinstance(given, list) and bool(given) and all(isinstance(one, str) and one for one in given)
+def _texts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(one, str) and one for one in value)

@@ -32,7 +32,7 @@ def taken(schema: Any) -> Any:
         return [taken(one) for one in schema]
     if not isinstance(schema, Mapping):
         return schema
-    found = {}
+    supported = {}
     for key, value in schema.items():
         if key in _SCHEMA:
             value = taken(value)
@@ -40,16 +40,16 @@ def taken(schema: Any) -> Any:
             value = [taken(one) for one in value]
         elif key in _BY_NAME and isinstance(value, Mapping):
             value = {name: taken(one) for name, one in value.items()}
-        found[key] = value
-    if "not" in found and found["not"] in ({}, True):  # zod's `never`
+        supported[key] = value
+    if "not" in supported and supported["not"] in ({}, True):  # zod's `never`
         return False
-    if found.get("not") is False:
-        del found["not"]
-    if found.get("uniqueItems") is False:
-        del found["uniqueItems"]
-    _take_format(found)
-    _take_names(found)
-    return found
+    if supported.get("not") is False:
+        del supported["not"]
+    if supported.get("uniqueItems") is False:
+        del supported["uniqueItems"]
+    _take_format(supported)
+    _take_names(supported)
+    return supported
 
 
 def _take_format(schema: dict[str, Any]) -> None:
@@ -84,8 +84,8 @@ def _take_names(schema: dict[str, Any]) -> None:
 
 def remedy(reason: str) -> str:
     """Return what to do about a keyword that llguidance has not, behind its own words; "" where nothing is known."""
-    if found := re.match(r"Unimplemented keys: \[(.*)\]", reason):
-        return f": no grammar can hold {found[1]}: leave it out, and look at the answer yourself"
+    if match := re.match(r"Unimplemented keys: \[(.*)\]", reason):
+        return f": no grammar can hold {match[1]}: leave it out, and look at the answer yourself"
     if reason.startswith("Unknown format"):
         return ": leave the format out, or say it as a pattern"
     if "look-around" in reason:

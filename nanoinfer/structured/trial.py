@@ -41,15 +41,15 @@ class Trial:
     def fault(self, grammar: str, schema: Any = None) -> tuple[str, str | None] | None:
         """Return what is wrong with a grammar, and the part of its schema that is at fault, if there is one; None:
         nothing is."""
-        found = self._tried(dict(grammar=grammar, gbnf=None, schema=schema))
-        return None if found["error"] is None else (found["error"], found["path"])
+        outcome = self._tried(dict(grammar=grammar, gbnf=None, schema=schema))
+        return None if outcome["error"] is None else (outcome["error"], outcome["path"])
 
     def of_gbnf(self, text: str) -> str:
         """Return llama.cpp's GBNF as a grammar, which has no fault; ValueError says what is wrong."""
-        found = self._tried(dict(grammar=None, gbnf=text, schema=None))
-        if found["error"] is not None:
-            raise ValueError(found["error"])
-        return found["grammar"]
+        outcome = self._tried(dict(grammar=None, gbnf=text, schema=None))
+        if outcome["error"] is not None:
+            raise ValueError(outcome["error"])
+        return outcome["grammar"]
 
     def _tried(self, what: dict[str, Any]) -> dict[str, Any]:
         """Return what the process says of a grammar."""
