@@ -1,6 +1,10 @@
 """Who may import whom: folders lie in layers, imports go down, and no two folders or files import each other."""
 
 import ast
+import itertools
+import re
+import sys
+import tomllib
 
 import pytest
 from arrows import MODULES, ROOT, imports, names_imported
@@ -125,3 +129,13 @@ def test_the_root_is_what_users_import():
     assert {path.stem for path in (ROOT / "nanoinfer").glob("*.py")} == {
         "__init__", "__main__", "config", "llm", "outputs", "sampling_params", "structured_outputs"
     }  # fmt: skip
+
+
+def test_every_package_that_is_imported_is_asked_for():
+    """One that another brings along may be gone with it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {name: asked for name, asked in project["optional-dependencies"].items() if name != "test"}
+    asked = {re.match(r"[\w-]+", one)[0] for one in itertools.chain(project["dependencies"], *extras.values())}
+    modules = {name.lower().replace("-", "_").removesuffix("_py") for name in asked}
+    found = {name.split(".")[0] for path in MODULES.values() for name in names_imported(ast.parse(path.read_text()))}
+    assert "starlette" in found and sorted(found - sys.stdlib_module_names - {"nanoinfer", "offload"} - modules) == []

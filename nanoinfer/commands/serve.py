@@ -34,8 +34,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    prepare(options, say=logger.info)
-    try:
+    try:  # before a model is downloaded
         import uvicorn
 
         from nanoinfer.serve.connection import server_config
@@ -43,6 +42,7 @@ def _run(options: argparse.Namespace) -> int:
         from nanoinfer.serve.settings import settings_of
     except ModuleNotFoundError as error:
         raise ValueError(f"{error.name} is not installed: in the clone, pip install -e '.[serve]'") from error
+    prepare(options, say=logger.info)
     settings = settings_of(options)
     if options.ray:
         return _run_replicas(options)

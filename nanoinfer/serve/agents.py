@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from fastapi import FastAPI, Request
-from fastapi.responses import Response
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from nanoinfer.serve.answers import Answer
 from nanoinfer.serve.errors import MESSAGES, BadRequestError
@@ -17,22 +18,17 @@ from nanoinfer.serve.responses_request import SEND_ITEMS, ResponsesRequest
 from nanoinfer.serve.token_answers import MAX_TOKENIZING_BYTES, counted
 
 
-def add_agents(app: FastAPI, responder: Responder) -> None:
-    @app.post("/v1/responses")
+def agent_routes(responder: Responder) -> list[Route]:
     async def responses(request: Request) -> Response:
         return await responder.generate(request, responses_answer)
 
-    @app.get("/v1/responses/{name:path}")
-    @app.delete("/v1/responses/{name:path}")
-    @app.post("/v1/responses/{name:path}")
-    async def kept(name: str) -> Response:
+    async def kept(request: Request) -> Response:
+        name = request.path_params["name"]
         raise BadRequestError(f"there is no response {name[:200]!r}: {SEND_ITEMS}", status=404)
 
-    @app.post(MESSAGES)
     async def messages(request: Request) -> Response:
         return await responder.generate(request, messages_answer)
 
-    @app.post(f"{MESSAGES}/count_tokens")
     async def count_tokens(request: Request) -> Response:
         return await responder.reply(request, number_of_tokens, MAX_TOKENIZING_BYTES)
 
@@ -50,3 +46,10 @@ def add_agents(app: FastAPI, responder: Responder) -> None:
         responder.model_name(chat.model)
         prompts = responder.engine.prompts
         return await prompts.aside(len(body), lambda: counted(chat, prompts, responder.template))
+
+    return [
+        Route("/v1/responses", responses, methods=["POST"]),
+        *(Route("/v1/responses/{name:path}", kept, methods=[method]) for method in ("POST", "DELETE", "GET")),
+        Route(MESSAGES, messages, methods=["POST"]),
+        Route(f"{MESSAGES}/count_tokens", count_tokens, methods=["POST"]),
+    ]

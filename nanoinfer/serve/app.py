@@ -9,18 +9,19 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
-from fastapi import FastAPI, Request
-from fastapi.responses import Response
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 import nanoinfer
 from nanoinfer.common.errors import RequestError
 from nanoinfer.common.other_names import NO_PATHS, PATHS
 from nanoinfer.parsers.answer_format import AnswerFormat
 from nanoinfer.requests.chats import ChatTemplate
-from nanoinfer.serve.agents import add_agents
+from nanoinfer.serve.agents import agent_routes
 from nanoinfer.serve.answers import ChatAnswer, CompletionAnswer
 from nanoinfer.serve.async_engine import AsyncEngine
 from nanoinfer.serve.client import DEFAULT_BODY_SECONDS, error_response
@@ -57,7 +58,7 @@ def create_app(
     tool_call_parser: str = "auto",
     reasoning_parser: str = "auto",
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-) -> FastAPI:
+) -> Starlette:
     """Make the application for an engine that was started, and that the caller closes.
 
     Args:
@@ -79,23 +80,28 @@ def create_app(
 
     engine.requests.on_finished, engine.requests.on_load = finished, log_load
     engine.log.on_parted = metrics.observe_parting
-    app = FastAPI(title="nanoinfer", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    _add_gates(app, metrics, api_key, allowed_origins)
     tokenizer = engine.prompts.tokenizer
     form = AnswerFormat.of_tokenizer(tokenizer, tool_parser=tool_call_parser, reasoning_parser=reasoning_parser)
     engine.prompts.intake.form = form  # budgets of thinking go by it
     template = ChatTemplate(tokenizer, form, spells_special=special_tokens == "text")
     fields = Fields(refuses_unknown=strict, replaces_images=images == "replace")
     responder = Responder(engine, served_model_names, fields, template, body_timeout, sleep)
-    _add_generation(app, responder)
-    add_agents(app, responder)
-    _add_tokenizing(app, responder)
-    _add_models(app, responder)
-    _add_health(app, engine, metrics)
+    routes = [
+        *_generation_routes(responder),
+        *agent_routes(responder),
+        *_tokenizing_routes(responder),
+        *_models_routes(responder),
+        *_health_routes(engine, metrics),
+    ]
+    for route in routes:
+        route.methods.discard("HEAD")  # which Starlette adds to GET
+    app = Starlette(routes=routes)
+    app.router.redirect_slashes = False  # `WithoutSlash` has dealt with them
+    _add_gates(app, metrics, api_key, allowed_origins)
     return app
 
 
-def _add_gates(app: FastAPI, metrics: ServerMetrics, api_key: str | None, allowed_origins: Sequence[str]) -> None:
+def _add_gates(app: Starlette, metrics: ServerMetrics, api_key: str | None, allowed_origins: Sequence[str]) -> None:
     """Add what a request passes before its path is looked at, and what becomes of errors."""
     # A request passes the middleware added last first. CORS comes before the API key, because a browser's preflight
     # request has no key, and browsers must be able to read errors, too.
@@ -120,35 +126,35 @@ def _add_gates(app: FastAPI, metrics: ServerMetrics, api_key: str | None, allowe
     app.add_exception_handler(Exception, _unexpected_error)
 
 
-def _add_health(app: FastAPI, engine: AsyncEngine, metrics: ServerMetrics) -> None:
-    @app.get("/health")
-    @app.get("/ping")
-    @app.post("/ping")
-    async def health() -> Response:
+def _health_routes(engine: AsyncEngine, metrics: ServerMetrics) -> list[Route]:
+    async def health(_: Request) -> Response:
         engine.check_health()
         return Response()
 
-    @app.get("/docs")
-    async def docs() -> Response:
+    async def docs(_: Request) -> Response:
         return Response(docs_page(), headers=DOCS_HEADERS, media_type="text/html")
 
-    @app.get("/version")
-    async def version() -> dict[str, str]:
-        return {"version": nanoinfer.__version__}
+    async def version(_: Request) -> Response:
+        return JSONResponse({"version": nanoinfer.__version__})
 
-    @app.get("/metrics")
-    async def prometheus() -> Response:
+    async def prometheus(_: Request) -> Response:
         return Response(metrics.render(await engine.stats()), media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    return [
+        Route("/health", health),
+        *(Route("/ping", health, methods=[method]) for method in ("POST", "GET")),
+        Route("/docs", docs),
+        Route("/version", version),
+        Route("/metrics", prometheus),
+    ]
 
-def _add_generation(app: FastAPI, responder: Responder) -> None:
+
+def _generation_routes(responder: Responder) -> list[Route]:
     engine = responder.engine
 
-    @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         return await responder.generate(request, completion_answer)
 
-    @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         return await responder.generate(request, chat_answer)
 
@@ -166,13 +172,16 @@ def _add_generation(app: FastAPI, responder: Responder) -> None:
     async def chat_answer(body: bytes) -> Prepared:
         return await responder.chat(await responder.parsed(ChatRequest, body), len(body), ChatAnswer)
 
+    return [
+        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+    ]
 
-def _add_tokenizing(app: FastAPI, responder: Responder) -> None:
-    @app.post("/tokenize")
+
+def _tokenizing_routes(responder: Responder) -> list[Route]:
     async def tokenize(request: Request) -> Response:
         return await reply(request, TokenizeRequest, tokenized)
 
-    @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         return await reply(request, DetokenizeRequest, detokenized)
 
@@ -184,8 +193,10 @@ def _add_tokenizing(app: FastAPI, responder: Responder) -> None:
 
         return await responder.reply(request, answer, MAX_TOKENIZING_BYTES)
 
+    return [Route("/tokenize", tokenize, methods=["POST"]), Route("/detokenize", detokenize, methods=["POST"])]
 
-def _add_models(app: FastAPI, responder: Responder) -> None:
+
+def _models_routes(responder: Responder) -> list[Route]:
     created, engine = int(time.time()), responder.engine
 
     def card(name: str) -> dict[str, Any]:
@@ -198,13 +209,13 @@ def _add_models(app: FastAPI, responder: Responder) -> None:
             "max_model_len": engine.plan.max_model_len,
         }
 
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [card(name) for name in responder.names]}
+    async def models(_: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [card(name) for name in responder.names]})
 
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
-        return card(responder.model_name(name))
+    async def model(request: Request) -> Response:
+        return JSONResponse(card(responder.model_name(request.path_params["name"])))
+
+    return [Route("/v1/models", models), Route("/v1/models/{name:path}", model)]
 
 
 # Errors
@@ -244,7 +255,7 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
     return response
 
 
-def _paths(app: FastAPI) -> list[str]:
+def _paths(app: Starlette) -> list[str]:
     return sorted({route.path for route in app.routes if "{" not in route.path})
 
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from fastapi import Request
-from fastapi.responses import Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from nanoinfer.common.errors import RequestError
 from nanoinfer.parsers.answer_format import PROMPT_END_TOKENS

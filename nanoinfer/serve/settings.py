@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass, fields
 from typing import Any
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from nanoinfer.common.units import parse_bytes
 from nanoinfer.config import EngineConfig
@@ -56,7 +56,7 @@ class ServerSettings:
         """Return an engine that is not started."""
         return AsyncEngine(lambda: LLMEngine(self.config), **self._named(_OF_ENGINE))
 
-    def make_app(self, engine: AsyncEngine) -> FastAPI:
+    def make_app(self, engine: AsyncEngine) -> Starlette:
         """Return the application for an engine that was started."""
         return create_app(engine, **self._named(_OF_APP))
 

@@ -324,8 +324,9 @@ def test_unknown_models_and_paths_are_not_found(path):
                     f"there is no path {url.rstrip('/')}, as {why}"
                 )
             assert "zzz: there are /detok" in error_of(await served.client.get("/zzz"))
+            assert error_of(await served.client.get("/health//")).startswith("there is no path /health/ ")
             samples = await metrics_of(served)
-            assert samples["nanoinfer:http_responses_total other 404"] == 8
+            assert samples["nanoinfer:http_responses_total other 404"] == 9
             assert samples["nanoinfer:http_responses_total /v1/completions 404"] == 1
 
     asyncio.run(ask())
