@@ -150,3 +150,13 @@ def specs_of(tmp_path_factory):
         return made[shape]
 
     return specs
+
+
+@pytest.fixture(scope="module")
+def checksums():
+    """Engines of this module compute checksums, in blocks of 4 tokens: see `tests/support/checksum`."""
+    import checksum
+
+    with pytest.MonkeyPatch.context() as patch:
+        checksum.use(patch)
+        yield

@@ -171,11 +171,15 @@ def play_at_random(
     pytest.fail("the engine does not come to an end")
 
 
-def tree_of_prompts(generator: random.Random, count: int) -> list[list[int]]:
+def tree_of_prompts(generator: random.Random, count: int, block: int = 4) -> list[list[int]]:
     """Each goes on from where another one may be left: at a block edge, inside a block, or at its end."""
-    prompts = [random_prompts(1, 40, 90, seed=generator.getrandbits(30))[0]]
+
+    def drawn(shortest, longest):
+        return random_prompts(1, shortest, longest, seed=generator.getrandbits(30))[0]
+
+    prompts = [drawn(5 * block // 2, 11 * block // 2)]
     while len(prompts) < count:
         stem = generator.choice(prompts)
-        cut = generator.choice([0, len(stem), generator.randint(0, len(stem)), *range(16, len(stem) + 1, 16)])
-        prompts.append(stem[: min(cut, 120)] + random_prompts(1, 1, 40, seed=generator.getrandbits(30))[0])
+        cut = generator.choice([0, len(stem), generator.randint(0, len(stem)), *range(block, len(stem) + 1, block)])
+        prompts.append(stem[: min(cut, 15 * block // 2)] + drawn(1, 5 * block // 2))
     return prompts

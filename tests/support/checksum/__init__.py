@@ -11,15 +11,33 @@ dtypes, scales, kernels, masks inside a tile, graphs, and sampling, which is the
 
 from __future__ import annotations
 
+import engines
 from checksum.mixing import ReadPoison
 from checksum.words import WrongKey
+from nanoinfer import EngineConfig
 from nanoinfer.devices.cpu import CpuDevice
+from nanoinfer.kernels.attention.spec import AttentionSpec
 
-__all__ = ["ReadPoison", "WrongKey", "use"]
+__all__ = ["BLOCK_BYTES", "LAYER_BLOCK_BYTES", "ReadPoison", "WrongKey", "use"]
+
+# Of `engines.SMALL`, with blocks of 4 tokens.
+LAYER_BLOCK_BYTES = engines.LAYER_BLOCK_BYTES // 4
+BLOCK_BYTES = engines.BLOCK_BYTES // 4
 
 
-def use(monkeypatch) -> None:
-    """Have the CPU compute checksums, for engines that are built from now on."""
+def use(monkeypatch, block_size: int = 4) -> None:
+    """Have the CPU compute checksums, for engines that are built from now on.
+
+    block_size: no kernel needs blocks of 16 tokens here. Shorter ones are filled, moved and shared in fewer steps.
+    """
+    check = EngineConfig._check
+
+    def check_others(self, name, is_right, what):
+        check(self, name, is_right or (name == "block_size" and self.block_size == block_size), what)
+
+    monkeypatch.setattr(EngineConfig, "_check", check_others)
+    monkeypatch.setattr(AttentionSpec, "__post_init__", lambda self: None)  # which refuses such blocks, too
+    monkeypatch.setitem(engines.COMMON, "block_size", block_size)
     monkeypatch.setattr(CpuDevice, "operations", "checksum.operations")
     monkeypatch.setattr(CpuDevice, "attention_backends", {"checksum": "checksum.attention:ChecksumAttention"})
     monkeypatch.setattr(CpuDevice, "attention_backend", "checksum")
