@@ -3,9 +3,9 @@
 import re
 
 import pytest
+from checksum import BLOCK_BYTES, LAYER_BLOCK_BYTES
 from checksum.answers import check
 from checksum.oracle import Oracle
-from checksum import BLOCK_BYTES, LAYER_BLOCK_BYTES
 from engines import (
     SMALL,
     assert_pools_as_before,

@@ -6,11 +6,11 @@ Whatever share of the blocks stays, and in whatever order the streams run: the s
 import functools
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
+from checksum import BLOCK_BYTES, LAYER_BLOCK_BYTES
 from engines import (
-    BLOCK_BYTES,
-    LAYER_BLOCK_BYTES,
     RULES,
     SMALL,
     VOCAB,
@@ -30,8 +30,9 @@ from transformers import PreTrainedTokenizerFast
 
 from nanoinfer import LLMEngine, SamplingParams
 
-FAMILIES = {"qwen3": {}, "llama": {}, "gemma3": dict(sliding_window=24)}
-ARGUMENTS = dict(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=192, ring_slot_bytes=2 * LAYER_BLOCK_BYTES)
+pytestmark = pytest.mark.usefixtures("checksums")
+FAMILIES = {"qwen3": {}, "llama": {}, "gemma3": dict(sliding_window=6)}
+ARGUMENTS = dict(max_num_seqs=4, max_num_batched_tokens=8, max_model_len=48, ring_slot_bytes=2 * LAYER_BLOCK_BYTES)
 OFFLOAD = ARGUMENTS | dict(enable_cpu_offload=True, resident_kv_limit=None)
 
 
@@ -58,14 +59,14 @@ def random_script(generator: random.Random) -> Script:
     """Eight requests of unequal lengths, some with log-probabilities."""
     arrivals = {}
     for i in range(8):
-        prompt = random_prompts(1, 1, 110, seed=generator.getrandbits(30))[0]
+        prompt = random_prompts(1, 1, 27, seed=generator.getrandbits(30))[0]
         logprobs = generator.choice([None, None, 2])
-        params = greedy(generator.randint(1, 60), temperature=0.8 * (i % 2), seed=i, logprobs=logprobs)
-        arrivals.setdefault(generator.choice([0, 0, 9, 20]), []).append((prompt, params))
+        params = greedy(generator.randint(1, 15), temperature=0.8 * (i % 2), seed=i, logprobs=logprobs)
+        arrivals.setdefault(generator.choice([0, 0, 4, 8]), []).append((prompt, params))
     arrivals = dict(sorted(arrivals.items()))
     # Two that cannot have ended by then.
-    arrivals[21] = [(random_prompts(1, length, length, seed=length)[0], greedy(60)) for length in (70, 40)]
-    return Script(arrivals, aborts={22: 8, 24: 9})
+    arrivals[9] = [(random_prompts(1, length, length, seed=length)[0], greedy(15)) for length in (18, 10)]
+    return Script(arrivals, aborts={10: 8, 12: 9})
 
 
 class Watch:
@@ -155,13 +156,13 @@ def test_any_budget_pool_ring_and_order_gives_the_same_batches_and_bits_as_resid
 
 def test_blocks_leave_as_sequences_grow_and_come_back_when_others_end(path_of):
     """With everything back, nothing streams and a step is one graph."""
-    prompts = random_prompts(3, 60, 60, seed=4)
-    params = [greedy(78, logprobs=1), greedy(40, logprobs=1), greedy(40, logprobs=1)]
+    prompts = random_prompts(3, 15, 15, seed=4)
+    params = [greedy(19, logprobs=1), greedy(10, logprobs=1), greedy(10, logprobs=1)]
     wanted = run(make_engine(path_of("qwen3"), **ARGUMENTS), prompts, params)
     runtime, captured = counting_runtime()
     engine = make_engine(path_of("qwen3"), runtime, **OFFLOAD)
     num_captured = len(captured)
-    give_back = shrink_gpu_pool(engine, 15)  # 60 + 78 tokens are 9 blocks; all three have 18 when the two end
+    give_back = shrink_gpu_pool(engine, 15)  # 15 + 19 tokens are 9 blocks; all three have 18 when the two end
     watch = Watch(engine)
     num_checked, stated = 0, []
 
@@ -180,11 +181,11 @@ def test_blocks_leave_as_sequences_grow_and_come_back_when_others_end(path_of):
                 num_checked += 1
 
     assert run(engine, prompts, params, check_device_tables) == wanted
-    assert num_checked > 10 and stated == watch.states
+    assert num_checked > 4 and stated == watch.states
     streamed = [state[1] for state in watch.states]
     began = next(step for step, count in enumerate(streamed) if count)
     ended = max(step for step, count in enumerate(streamed) if count) + 1
-    assert 10 < began < ended < len(streamed) - 30, "streaming does not begin in the middle and end before the end"
+    assert 4 < began < ended < len(streamed) - 5, "streaming does not begin in the middle and end before the end"
     assert max(streamed) >= 4 and sum(watch.promoted) >= 2 and sum(watch.dropped) >= 4
     assert all(state[2] == 0 for state in watch.states[: began + 1]) and watch.states[ended][2] > 0
     last = watch.states[ended + 1 :]
@@ -199,8 +200,8 @@ def test_window_layers_never_stream_in_decode_while_their_blocks_fit(path_of):
     engine = make_engine(path_of("gemma3"), **OFFLOAD)
     give_back = shrink_gpu_pool(engine, 16)  # 4 rows with a tail and 2 blocks in the window each, and 4 more
     watch = Watch(engine)
-    run(engine, random_prompts(4, 90, 110, seed=6), [greedy(30)] * 4)
-    assert watch.filled["DecodeStep"][1] > 100, "the layer with full attention does not stream"
+    run(engine, random_prompts(4, 23, 27, seed=6), [greedy(8)] * 4)
+    assert watch.filled["DecodeStep"][1] > 25, "the layer with full attention does not stream"
     assert watch.filled["DecodeStep"][0] == 0
     give_back()
     assert_pools_as_before(engine)
@@ -211,7 +212,7 @@ def test_every_layer_with_full_attention_streams_the_same_bytes(path_of, pool):
     engine = make_engine(path_of("llama"), **OFFLOAD)
     give_back = shrink_gpu_pool(engine, pool)
     watch = Watch(engine)
-    run(engine, random_prompts(4, 50, 110, seed=7), some_params(4, max_tokens=24, logprobs=None))
+    run(engine, random_prompts(4, 12, 27, seed=7), some_params(4, max_tokens=14, logprobs=None))
     for filled in watch.filled.values():
         assert filled[0] == filled[1] > 0
     stats = engine.stats()
@@ -223,19 +224,19 @@ def test_every_layer_with_full_attention_streams_the_same_bytes(path_of, pool):
 
 # Shared prefixes and switches
 
-PREFIX = random_prompts(1, 70, 70, seed=11)[0]
+PREFIX = random_prompts(1, 18, 18, seed=11)[0]
 SHARED = [
-    (PREFIX + tail, greedy(20 + 5 * i, temperature=0.7 * (i % 2), seed=i, n=1 + i % 2, logprobs=[None, 2][i % 2]))
-    for i, tail in enumerate(random_prompts(5, 1, 30, seed=12))
+    (PREFIX + tail, greedy(5 + i, temperature=0.7 * (i % 2), seed=i, n=1 + i % 2, logprobs=[None, 2][i % 2]))
+    for i, tail in enumerate(random_prompts(5, 1, 7, seed=12))
 ]
 # The first request's blocks are published before the others come.
-SHARED_SCRIPT = {0: SHARED[:1], 6: SHARED[1:3], 14: SHARED[3:]}
+SHARED_SCRIPT = {0: SHARED[:1], 4: SHARED[1:3], 7: SHARED[3:]}
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 @pytest.mark.parametrize(
     "pool, modes",
-    [(38, {1: "offload"}), (62, {24: "resident", 34: "offload"}), (38, {3: "resident", 18: "offload"})],
+    [(38, {1: "offload"}), (62, {9: "resident", 12: "offload"}), (38, {3: "resident", 8: "offload"})],
 )
 @pytest.mark.sampled("62-modes1-qwen3", "38-modes2-gemma3")
 def test_a_shared_prefix_survives_switches_with_any_budget(path_of, family, pool, modes, fuzz):
@@ -243,13 +244,13 @@ def test_a_shared_prefix_survives_switches_with_any_budget(path_of, family, pool
 
     Rows that share host blocks get GPU blocks of their own when resident mode comes back, so that takes a larger pool.
     """
-    arguments = dict(max_num_seqs=8, max_model_len=160)
+    arguments = dict(max_num_seqs=8, max_model_len=40)
 
     def play_with(seed=None, num_gpu_blocks=None, **budget):
         engine = make_engine(path_of(family), SimulatedRuntime(seed), **(OFFLOAD | arguments | budget))
         played = play(engine, Script(SHARED_SCRIPT, modes=modes, num_gpu_blocks=num_gpu_blocks))
         assert engine.scheduler.num_preemptions == 0
-        assert engine.stats()["num_prefill_tokens"] < sum(len(prompt) * params.n for prompt, params in SHARED) - 100
+        assert engine.stats()["num_prefill_tokens"] < sum(len(prompt) * params.n for prompt, params in SHARED) - 25
         assert_pools_as_before(engine)
         return played
 
@@ -264,8 +265,8 @@ def test_a_shared_prefix_survives_switches_with_any_budget(path_of, family, pool
 @pytest.mark.sampled("1")
 def test_blocks_that_rows_share_when_offload_mode_begins_can_leave_one_by_one(path_of, seed):
     """In resident mode rows share GPU blocks: dropping one row's share of a block gives the pool nothing back."""
-    prompts = [PREFIX + tail for tail in random_prompts(4, 3, 12, seed=2)]
-    params = [greedy(40)] * 4
+    prompts = [PREFIX + tail for tail in random_prompts(4, 1, 3, seed=2)]
+    params = [greedy(10)] * 4
     outcomes = []
     for num_gpu_blocks in (None, 13):
         engine = make_engine(path_of("qwen3"), SimulatedRuntime(seed), **(OFFLOAD | dict(enable_cpu_offload=False)))
@@ -273,9 +274,9 @@ def test_blocks_that_rows_share_when_offload_mode_begins_can_leave_one_by_one(pa
         run(engine, [[*PREFIX, 5]], [greedy(2)])
 
         def at_step(engine, step):
-            if step == 20:
+            if step == 6:
                 held = engine.kv_cache.tables.gpu_blocks.num_used
-                assert sum(s.num_computed // 16 for s in engine.scheduler.running) > held - 90, "nothing is shared"
+                assert sum(s.num_computed // 4 for s in engine.scheduler.running) > held - 90, "nothing is shared"
                 engine.switch_mode("offload")
 
         outcomes.append(run(engine, prompts, params, at_step))
@@ -287,11 +288,11 @@ def test_blocks_that_rows_share_when_offload_mode_begins_can_leave_one_by_one(pa
 
 def test_host_blocks_that_others_still_hold_are_not_promised_as_soon_as_one_row_ends(path_of):
     """A short request ends while another holds its prefix; the third, which waits, must not be let in for that."""
-    prefix = random_prompts(1, 48, 48)[0]
-    prompts = [[*prefix, 5], [*prefix, 6, 7], random_prompts(1, 52, 52, seed=4)[0]]
-    params = [greedy(4), greedy(46), greedy(40)]
+    prefix = random_prompts(1, 12, 12)[0]
+    prompts = [[*prefix, 5], [*prefix, 6, 7], random_prompts(1, 13, 13, seed=4)[0]]
+    params = [greedy(2), greedy(11), greedy(10)]
     wanted = [completions[0][0] for completions in run(make_engine(path_of("qwen3"), **ARGUMENTS), prompts, params)]
-    arguments = OFFLOAD | dict(resident_kv_limit=0, host_memory_limit=8 * BLOCK_BYTES, max_model_len=112)
+    arguments = OFFLOAD | dict(resident_kv_limit=0, host_memory_limit=8 * BLOCK_BYTES, max_model_len=28)
     engine = make_engine(path_of("qwen3"), **arguments)
     run(engine, [[*prefix, 3]], [greedy(2)])
     outcomes = run(engine, prompts, params)
@@ -302,15 +303,15 @@ def test_host_blocks_that_others_still_hold_are_not_promised_as_soon_as_one_row_
 
 def test_host_blocks_that_the_next_row_takes_up_again_are_not_promised_to_it_as_new_room(path_of):
     """A request ends, and the one that waited for its row finds its prefix while copies may still touch the blocks."""
-    prefix = random_prompts(1, 48, 48)[0]
-    prompts = [[*prefix, 5], random_prompts(1, 20, 20, seed=4)[0], [*prefix, 6, 7]]
-    params = [greedy(6), greedy(54), greedy(44)]
+    prefix = random_prompts(1, 12, 12)[0]
+    prompts = [[*prefix, 5], random_prompts(1, 5, 5, seed=4)[0], [*prefix, 6, 7]]
+    params = [greedy(2), greedy(14), greedy(10)]
     wanted = [completions[0][0] for completions in run(make_engine(path_of("qwen3"), **ARGUMENTS), prompts, params)]
-    arguments = OFFLOAD | dict(resident_kv_limit=0, host_memory_limit=8 * BLOCK_BYTES, max_model_len=112)
+    arguments = OFFLOAD | dict(resident_kv_limit=0, host_memory_limit=8 * BLOCK_BYTES, max_model_len=28)
     engine = make_engine(path_of("qwen3"), **(arguments | dict(max_num_seqs=2)))
     outcomes = run(engine, prompts, params)
     assert [completions[0][0] for completions in outcomes] == wanted
-    assert engine.stats()["num_prefill_tokens"] < sum(map(len, prompts)) - 45, "the prefix was not found"
+    assert engine.stats()["num_prefill_tokens"] < sum(map(len, prompts)) - 11, "the prefix was not found"
     assert_pools_as_before(engine)
 
 
@@ -318,23 +319,23 @@ def test_host_blocks_that_the_next_row_takes_up_again_are_not_promised_to_it_as_
 @pytest.mark.sampled("1")
 def test_blocks_that_came_back_through_the_ring_serve_others_in_resident_mode_with_all_their_layers(path_of, seed):
     """Layers whose window has moved on do not stream, so what comes back lacks them until the mode is switched."""
-    first, other = random_prompts(2, 90, 90, seed=16)
-    params = [greedy(42), greedy(20)]
+    first, other = random_prompts(2, 22, 22, seed=16)
+    params = [greedy(16), greedy(4)]
     tokens = []
     for num_gpu_blocks in (None, 10):
         engine = make_engine(path_of("gemma3"), SimulatedRuntime(seed), **OFFLOAD)
         give_back = shrink_gpu_pool(engine, num_gpu_blocks) if num_gpu_blocks else lambda: None
         watch = Watch(engine)
         requests = [engine.add_request(str(i), *pair) for i, pair in enumerate(zip([first, other], params))]
-        while requests[0].sequences[0].num_generated < 32:
+        while requests[0].sequences[0].num_generated < 12:
             engine.step()
         assert requests[1].is_finished and (sum(watch.promoted) > 0) == (num_gpu_blocks is not None)
         engine.switch_mode("resident")
         give_back()
-        again = engine.add_request("again", [*first[:49], 7, 8], greedy(4))
+        again = engine.add_request("again", [*first[:13], 7, 8], greedy(4))
         while engine.has_work:
             engine.step()
-        assert again.sequences[0].num_cached == 48
+        assert again.sequences[0].num_cached == 12
         tokens.append([outcome(request)[0][0] for request in (*requests, again)])
         assert_pools_as_before(engine)
     assert tokens[0] == tokens[1]
@@ -345,15 +346,19 @@ def test_blocks_that_came_back_through_the_ring_serve_others_in_resident_mode_wi
 
 TIGHT = OFFLOAD | dict(
     max_num_seqs=3,
-    max_num_batched_tokens=48,
-    max_model_len=128,
+    max_num_batched_tokens=12,
+    max_model_len=40,
     num_ring_slots=2,
     ring_slot_bytes=LAYER_BLOCK_BYTES,
     host_memory_limit=15 * BLOCK_BYTES,
     enable_prefix_caching=False,
 )
-PAIRS = list(zip(random_prompts(6, 60, 90, seed=3), some_params(6, max_tokens=26, logprobs=None), strict=True))
-TIGHT_SCRIPT = Script({0: PAIRS[:2], 3: PAIRS[2:4], 9: PAIRS[4:]}, aborts={6: 1, 20: 3}, num_gpu_blocks=9)
+LENGTHS = (10, 6, 5, 10, 6, 15)
+PAIRS = [
+    (prompt, replace(params, max_tokens=length))
+    for prompt, params, length in zip(random_prompts(6, 15, 22, seed=3), some_params(6), LENGTHS, strict=True)
+]
+TIGHT_SCRIPT = Script({0: PAIRS[:2], 3: PAIRS[2:4], 9: PAIRS[4:]}, aborts={5: 1, 10: 3}, num_gpu_blocks=9)
 
 
 def play_tight(path_of, seed):
@@ -367,7 +372,7 @@ def play_tight(path_of, seed):
 def test_every_order_of_the_streams_gives_the_same_bits_with_a_host_that_runs_ahead(path_of, fuzz):
     wanted, engine, watch = play_tight(path_of, None)
     assert sorted(engine.runner.runtime.rules_seen) == RULES
-    assert sum(watch.promoted) >= 2 and sum(watch.dropped) >= 10
+    assert sum(watch.promoted) and sum(watch.dropped) >= 5
     for seed in range(12 if fuzz else 1):
         assert play_tight(path_of, seed)[0] == wanted, f"seed {seed}"
 
@@ -376,7 +381,7 @@ def test_every_order_of_the_streams_gives_the_same_bits_with_a_host_that_runs_ah
 
 
 def prompts_and_params(**arguments) -> list[tuple[list[int], SamplingParams]]:
-    prompts = random_prompts(4, 1, 60, seed=21)
+    prompts = random_prompts(4, 1, 15, seed=21)
     defaults = [dict(max_tokens=12 + i, temperature=0.9 * (i % 2), seed=i) for i in range(4)]
     return [(prompt, greedy(**(default | arguments))) for prompt, default in zip(prompts, defaults, strict=True)]
 
@@ -420,13 +425,13 @@ def tokens_and_reasons(engine, pairs, is_ahead=True):
     ids=lambda arguments: " ".join(arguments),
 )
 @pytest.mark.sampled(
-    "repetition_penalty-32768",
+    "repetition_penalty-8192",
     "repetition_penalty top_k-None",
     "presence_penalty frequency_penalty-resident",
-    "frequency_penalty n-32768",
+    "frequency_penalty n-8192",
     "min_tokens ignore_eos stop_token_ids-None",
     "stop_token_ids-resident",
-    "n top_p stop_token_ids-32768",
+    "n top_p stop_token_ids-8192",
     "stop-None",
     "max_tokens-resident",
 )
@@ -441,18 +446,16 @@ def test_running_ahead_gives_the_tokens_of_an_engine_that_reads_every_step_at_on
 
 
 @BOTH_MODES
-@pytest.mark.sampled("resident", "32768")
-def test_a_stop_token_ends_a_request_with_itself_although_one_more_step_was_launched(path_of, budget, fuzz):
+@pytest.mark.sampled("resident", "8192")
+def test_a_stop_token_ends_a_request_with_itself_although_one_more_step_was_launched(path_of, budget):
     """At every place in the output, block edges included; the row and the blocks serve the next request at once."""
-    prompt = random_prompts(1, 20, 20, seed=5)[0]
+    prompt = random_prompts(1, 5, 5, seed=5)[0]
     engine = engine_with(path_of("qwen3"), budget, max_num_seqs=1)
-    drawn = functools.partial(greedy, 40, temperature=1.0, seed=1)  # hardly a token twice
+    drawn = functools.partial(greedy, 12, temperature=1.0, seed=1)  # hardly a token twice
     (((free, _, _),),) = run(engine, [prompt], [drawn()])
     places = [place for place, token in enumerate(free) if token not in free[:place]]
     assert len(places) > 8
-    if not fuzz:  # the first, and those around the end of a block
-        places = [place for place in places if place < 2 or (len(prompt) + place) % 16 in (14, 15, 0)]
-        assert {(len(prompt) + place) % 16 for place in places} >= {14, 15, 0}
+    assert {(len(prompt) + place) % 4 for place in places} == {0, 1, 2, 3}
     requests = [engine.add_request(f"stop at {place}", prompt, drawn(stop_token_ids=[free[place]])) for place in places]
     while engine.has_work:
         engine.step()
@@ -466,15 +469,15 @@ def test_a_stop_token_ends_a_request_with_itself_although_one_more_step_was_laun
 
 @BOTH_MODES
 @pytest.mark.parametrize("seed", [None, 3])
-@pytest.mark.sampled("None-resident", "3-32768")
+@pytest.mark.sampled("None-resident", "3-8192")
 def test_an_abort_between_steps_touches_nobody_else_and_its_id_and_row_serve_again(path_of, budget, seed, fuzz):
     """The step in flight still writes to the row when another sequence has it already."""
-    prompts = random_prompts(3, 20, 50, seed=8)
-    params = greedy(20)
+    prompts = random_prompts(3, 5, 12, seed=8)
+    params = greedy(10)
     runtime = SimulatedRuntime(seed)
     engine = engine_with(path_of("qwen3"), budget, runtime=runtime, max_num_seqs=2, enable_prefix_caching=False)
     wanted = [completions[0][0] for completions in run(engine, prompts, [params] * 3)]
-    for num_steps in range(1, 16) if fuzz else (1, 8) if seed is None else (3, 14):
+    for num_steps in range(3, 10) if fuzz else (3, 5) if seed is None else (3, 8):
         victim = engine.add_request("same id", prompts[0], params)
         other = engine.add_request("other", prompts[1], params)
         for _ in range(num_steps):
@@ -493,8 +496,8 @@ def test_an_abort_between_steps_touches_nobody_else_and_its_id_and_row_serve_aga
 
 
 def test_a_sequence_preempted_with_a_token_that_was_not_read_goes_on_with_that_token(path_of):
-    prompts = random_prompts(4, 28, 36, seed=9)
-    params = [greedy(40, temperature=0.8 * (i % 2), seed=i, frequency_penalty=0.2) for i in range(4)]
+    prompts = random_prompts(4, 7, 9, seed=9)
+    params = [greedy(10, temperature=0.8 * (i % 2), seed=i, frequency_penalty=0.2) for i in range(4)]
     plain = engine_with(path_of("qwen3"), "resident", enable_prefix_caching=False)
     wanted = [completions[0][0] for completions in run(plain, prompts, params)]
     engine = engine_with(path_of("qwen3"), "resident", enable_prefix_caching=False)

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from unittest.mock import Mock
 
 import pytest
+from checksum import LAYER_BLOCK_BYTES
 from engines import (
-    LAYER_BLOCK_BYTES,
     SMALL,
     assert_pools_as_before,
     make_engine,
@@ -24,7 +24,6 @@ from engines import (
 from refusing_driver import refuse_pinning
 from request_helpers import shrink_gpu_pool
 from simulated import SimulatedRuntime
-from tiny_models import make_checkpoint
 
 import nanoinfer.execution.runner
 from nanoinfer import LLMEngine, SamplingParams
@@ -40,25 +39,26 @@ from nanoinfer.requests.request import Request
 from offload import OffloadEngine
 from offload.memory.pinned import HostArena, PinError
 
+pytestmark = pytest.mark.usefixtures("checksums")
 ARGUMENTS = dict(
     max_num_seqs=3,
-    max_num_batched_tokens=32,
-    max_model_len=192,
+    max_num_batched_tokens=8,
+    max_model_len=48,
     ring_slot_bytes=LAYER_BLOCK_BYTES,
     num_ring_slots=2,
     enable_prefix_caching=False,
     resident_kv_limit=None,
 )
-PROMPTS = random_prompts(4, 40, 90, seed=9)
+PROMPTS = random_prompts(4, 10, 23, seed=9)
 PARAMS = [
     SamplingParams(temperature=0.9 * (i % 2), seed=i, max_tokens=max_tokens, ignore_eos=True)
-    for i, max_tokens in enumerate((16, 14, 17, 26))
+    for i, max_tokens in enumerate((5, 4, 5, 8))
 ]
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return make_checkpoint("qwen3", tmp_path_factory.mktemp("model"), **SMALL)
+def path(path_of):
+    return path_of("qwen3", **SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -136,18 +136,18 @@ def assert_goes_on_as_before(
 
 # Name: whose function it is, and at which of its calls it fails.
 PLACES = {
-    "planning": (StepPlanner, "begin_step", (1, 11, 30)),
+    "planning": (StepPlanner, "begin_step", (1, 6, 12)),
     "taking promoted blocks": (GPUCopies, "promote", (1, 4, 8)),
     "ring fill": (OffloadEngine, "_fill", (1, 2, 9)),
     "promotion copy": (DecodeProgram, "promote", (1, 2, 5)),
     "write-through": (OffloadEngine, "_write_through", (1, 2, 6, 12)),
     "sampling": (SamplingState, "sample", (1, 2, 8)),
-    "read-back": (ReadBack, "send", (1, 11, 30)),
-    "behind the read-back": (KVCache, "commit", (1, 12, 40)),
-    "waiting for a step": (PendingTokens, "read", (1, 11, 30)),
+    "read-back": (ReadBack, "send", (1, 6, 12)),
+    "behind the read-back": (KVCache, "commit", (1, 6, 16)),
+    "waiting for a step": (PendingTokens, "read", (1, 6, 12)),
     "late sampling": (SamplingState, "sample", (1, 2, 8)),
-    "waiting for a step while another has layers only": (PendingTokens, "read", (1, 11, 30)),
-    "taking a token": (Request, "take", (1, 24, 60)),
+    "waiting for a step while another has layers only": (PendingTokens, "read", (1, 6, 12)),
+    "taking a token": (Request, "take", (1, 8, 16)),
 }
 # An error of one request ends that one alone; only an interrupt there leaves the step.
 INTERRUPTS_ONLY = ["taking a token"]
@@ -188,7 +188,7 @@ def test_an_error_in_a_step_ends_its_requests_and_touches_no_other(path, alone, 
 @pytest.mark.parametrize("owner, name", [(Request, "take"), (Detokenizer, "append"), (Request, "stream_output")])
 @pytest.mark.sampled("Request-take-offload", "Detokenizer-append-resident", "Request-stream_output-auto")
 def test_an_error_of_one_request_ends_that_one_alone(path, alone, owner, name, mode, fuzz, monkeypatch):
-    calls = {"resident": 1, "offload": 24, "auto": 35}
+    calls = {"resident": 1, "offload": 8, "auto": 12}
     for call in calls.values() if fuzz else [calls[mode]]:
         engine, give_back = start(path, mode, seed=call)
         requests = add_all(engine)
@@ -206,7 +206,7 @@ def test_an_error_of_one_request_ends_that_one_alone(path, alone, owner, name, m
 
 def test_of_the_completions_of_a_request_one_fails_alone(path, alone, monkeypatch):
     engine, give_back = start(path, "auto")
-    params = SamplingParams(n=3, seed=1, max_tokens=20, ignore_eos=True)
+    params = SamplingParams(n=3, seed=1, max_tokens=5, ignore_eos=True)
     several, other = engine.add_request("several", PROMPTS[0], params), engine.add_request("0", PROMPTS[1], PARAMS[1])
     with monkeypatch.context() as patch:
         patch.setattr(Detokenizer, "append", fail_at(5, Detokenizer.append, RuntimeError))
@@ -223,8 +223,8 @@ def test_of_the_completions_of_a_request_one_fails_alone(path, alone, monkeypatc
 @pytest.mark.sampled("resident", "auto")
 def test_an_error_before_a_step_is_launched_ends_nobody(path, alone, mode, fuzz, monkeypatch):
     places = (
-        (GPUCopies, "take", (1, 3)), (Admission, "admit", (1, 4)), (KVCache, "grow", (1, 12)),
-        (KVCache, "without_slot", (1, 20)),
+        (GPUCopies, "take", (1, 3)), (Admission, "admit", (1, 4)), (KVCache, "grow", (1, 4)),
+        (KVCache, "without_slot", (1, 6)),
     )  # fmt: skip
     for owner, name, calls in places if fuzz else places[mode != "resident" :: 2]:
         for call in calls if fuzz else [calls[mode != "resident"]]:
@@ -319,7 +319,7 @@ def test_requests_are_aborted_while_their_blocks_are_in_flight(path, alone, mode
 # Pinning
 
 
-@pytest.mark.parametrize("num_pinned", [0, 2])
+@pytest.mark.parametrize("num_pinned", [0, 1])
 def test_a_switch_that_finds_no_pinned_memory_changes_nothing(path, alone, num_pinned, monkeypatch):
     driver = refuse_pinning(monkeypatch, num_pinned)
     engine, give_back = start(path, "resident", pin_host_memory="require")
@@ -343,7 +343,7 @@ def test_a_switch_that_finds_no_pinned_memory_changes_nothing(path, alone, num_p
 
 
 def test_auto_without_pinned_memory_preempts_and_says_so(path, alone, monkeypatch):
-    driver = refuse_pinning(monkeypatch, 1)
+    driver = refuse_pinning(monkeypatch, 0)
     engine, give_back = start(path, "auto", pin_host_memory="require")
     with pytest.warns(UserWarning, match="offload mode cannot be entered, so requests are preempted: .*refused to pin"):
         assert_goes_on_as_before(engine, give_back, alone)
@@ -389,19 +389,19 @@ def test_offload_mode_without_memory_for_the_host_pool_says_what_to_change(path,
         assert engine.mode == "resident"
 
 
-@pytest.mark.parametrize("num_prompt_tokens, max_tokens", [(180, 10), (60, 130)], ids=["prompt", "growth"])
+@pytest.mark.parametrize("num_prompt_tokens, max_tokens", [(45, 2), (15, 33)], ids=["prompt", "growth"])
 def test_auto_refuses_what_only_an_unusable_host_could_hold(path, num_prompt_tokens, max_tokens, monkeypatch):
     """That the host cannot be used is known only once it is needed; the requests behind must not wait for ever."""
     driver = refuse_pinning(monkeypatch, 0)
     engine, _ = start(path, "auto", pin_host_memory="require", num_gpu_blocks_override=10)
     (prompt,) = random_prompts(1, num_prompt_tokens, num_prompt_tokens)
-    small = PROMPTS[0][:30], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    small = PROMPTS[0][:7], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     big = engine.add_request("big", prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
     behind = engine.add_request("behind", *small)
     with pytest.warns(UserWarning, match="offload mode cannot be entered"):
         finish(engine)
     assert outcome(big)[0][2] == "error" and isinstance(big.failure, MemoryError)
-    assert re.match("request 'big' cannot run: it has 1.. tokens.* 144 and the host's cannot .*lower max", big.error)
+    assert re.match(r"request 'big' cannot run: it has \d\d tokens.* 36 and the host's cannot .*lower max", big.error)
     assert outcome(behind)[0] == run(engine, [small[0]], [small[1]])[0][0]
     assert_pools_as_before(engine)
     engine.close()

@@ -3,22 +3,24 @@
 import random
 from contextlib import suppress
 
+import checksum
 import pytest
 import torch
 from engines import BLOCK_BYTES, SMALL, assert_pools_as_before, make_engine, random_prompts, run
 from request_helpers import Script, play, record_batches, shrink_gpu_pool, tree_of_prompts
 from simulated import SimulatedRuntime
-from tiny_models import make_checkpoint
 
 from nanoinfer import SamplingParams
 from nanoinfer.requests.sequence import SequenceState
 
-PLAIN = dict(enable_prefix_caching=False)
+pytestmark = pytest.mark.usefixtures("checksums")
+PLAIN = dict(block_size=16, enable_prefix_caching=False)
+SHARED = dict(block_size=16, max_num_batched_tokens=256)  # nobody's tail becomes full
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return make_checkpoint("qwen3", tmp_path_factory.mktemp("model"), **SMALL)
+def path(path_of):
+    return path_of("qwen3", **SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +172,7 @@ def to_the_end(engine, requests):
 
 def test_who_finds_no_room_on_the_host_gives_back_what_was_kept_for_another_one(path, alone):
     """The document is kept already, its own tail finds no room."""
-    engine = make_engine(path, max_num_batched_tokens=256, host_memory_limit=7 * BLOCK_BYTES)
+    engine = make_engine(path, **SHARED, host_memory_limit=7 * BLOCK_BYTES)
     requests, wanted = share_a_document(engine, alone)
     two_give_way(engine)
     assert [request.is_finished for request in requests] == [False, True, False]
@@ -183,7 +185,7 @@ def test_who_finds_no_room_on_the_host_gives_back_what_was_kept_for_another_one(
 
 
 def test_an_interrupt_between_keeping_kv_and_giving_back_its_row_leaves_one_that_waits(path, alone):
-    prompts, params = random_prompts(3, 40, 44, seed=9), [greedy(28)] * 3
+    prompts, params = random_prompts(3, 10, 11, seed=9), [greedy(7)] * 3
     engine = make_engine(path, enable_prefix_caching=False)
     give_back, release, interrupted = shrink_gpu_pool(engine, 9), engine.kv_cache.release, []
 
@@ -201,14 +203,14 @@ def test_an_interrupt_between_keeping_kv_and_giving_back_its_row_leaves_one_that
         if interrupted:
             assert all(sequence.kept_blocks is None for sequence in engine.scheduler.running)
     assert interrupted
-    assert [request.sequences[0].output_token_ids for request in requests] == alone(prompts, 28)
+    assert [request.sequences[0].output_token_ids for request in requests] == alone(prompts, 7)
     give_back()
     assert_pools_as_before(engine)
 
 
 def test_a_beginning_that_several_share_is_kept_once_and_shared_again(path, alone):
     """Each of its blocks lies once on the host, however many gave way, and once on the GPU when they come back."""
-    engine = make_engine(path, max_num_batched_tokens=256)
+    engine = make_engine(path, **SHARED)
     requests, wanted = share_a_document(engine, alone, longest_end=12)
     two_give_way(engine)
     kept, waiting = engine.runner.kept, [sequence.kept_blocks for sequence in engine.scheduler.waiting]
@@ -223,7 +225,7 @@ def test_a_beginning_that_several_share_is_kept_once_and_shared_again(path, alon
 
 def test_two_that_gave_way_share_new_blocks_when_nobody_has_the_old_ones(path, alone):
     """Each shared block is copied once, to the host and back."""
-    engine = make_engine(path, max_num_batched_tokens=256)
+    engine = make_engine(path, **SHARED)
     requests, wanted = share_a_document(engine, alone)
     copied = count_copies(engine)
     two_give_way(engine)
@@ -245,7 +247,7 @@ def test_two_that_gave_way_share_new_blocks_when_nobody_has_the_old_ones(path, a
 @pytest.mark.sampled("0-offload", "1-resident")
 def test_who_gave_way_shares_blocks_after_a_switch_of_the_mode(path, alone, seed, back_in):
     """Whatever the modes in which they come back, nothing but their tails is copied."""
-    engine = make_engine(path, SimulatedRuntime(seed), max_num_batched_tokens=256, enable_cpu_offload="auto")
+    engine = make_engine(path, SimulatedRuntime(seed), **SHARED, enable_cpu_offload="auto")
     requests, wanted = share_a_document(engine, alone)
     two_give_way(engine)
     copied = count_copies(engine)
@@ -263,7 +265,7 @@ def test_who_gave_way_shares_blocks_after_a_switch_of_the_mode(path, alone, seed
 
 def test_a_block_that_was_handed_out_again_is_no_copy_of_what_is_kept(path):
     """The one who shared it has ended, and another one has written to it."""
-    engine = make_engine(path, max_num_batched_tokens=256)
+    engine = make_engine(path, **SHARED)
     (document,) = random_prompts(1, 96, 96, seed=8)
     wanted = run(make_engine(path, enable_prefix_caching=False), [document + [5], document + [6]], [greedy(8)] * 2)
     first = engine.add_request("first", document + [5], greedy(8))
@@ -294,16 +296,16 @@ def test_a_block_that_was_handed_out_again_is_no_copy_of_what_is_kept(path):
 
 def test_sequences_give_way_within_host_memory_limit(path, alone):
     """Who finds no room on the host fails alone and says what to raise; all others go on."""
-    engine = make_engine(path, host_memory_limit=3 * 2**13, enable_prefix_caching=False)
-    assert engine.runner.kept.max_bytes == 3 * 2**13
+    engine = make_engine(path, host_memory_limit=6 * checksum.BLOCK_BYTES, enable_prefix_caching=False)
+    assert engine.runner.kept.max_bytes == 6 * checksum.BLOCK_BYTES
     give_back = shrink_gpu_pool(engine, 9)
-    prompts, params = random_prompts(3, 40, 44, seed=9), [greedy(28)] * 3
+    prompts, params = random_prompts(3, 10, 11, seed=9), [greedy(7)] * 3
     requests = [engine.add_request(str(i), *pair) for i, pair in enumerate(zip(prompts, params, strict=True))]
     errors = [output.error for _ in range(300) if engine.has_work for output in engine.step() if output.error]
     assert errors and all("host_memory_limit" in error and "raise it" in error for error in errors)
     assert all(request.is_finished for request in requests) and engine.runner.kept.num_bytes == 0
     found = [request.sequences[0] for request in requests]
-    are_whole = [s.output_token_ids == w for s, w in zip(found, alone(prompts, 28))]
+    are_whole = [s.output_token_ids == w for s, w in zip(found, alone(prompts, 7))]
     assert are_whole == [s.finish_reason == "length" for s in found]
     assert sum(s.finish_reason == "length" for s in found) == 3 - len(errors) > 0
     give_back()
@@ -318,8 +320,8 @@ def test_a_kept_block_that_was_given_back_is_no_copy_while_another_one_is_kept(p
     first, last = random_prompts(1, length, length, seed=3) + random_prompts(1, 60, 60, seed=4)
     prompts = [first, *(document + end for end in random_prompts(2, 5, 5, seed=7)), last]
     params = [greedy(70), greedy(50), greedy(50), greedy(20)]
-    wanted = tokens_of(run(make_engine(path, enable_prefix_caching=False), prompts, params))
-    engine = make_engine(path, max_num_batched_tokens=256)
+    wanted = tokens_of(run(make_engine(path, **PLAIN), prompts, params))
+    engine = make_engine(path, **SHARED)
     give_back, requests = shrink_gpu_pool(engine, num_gpu_blocks), []
     gave_way, give_way = [], engine.mover.give_way
 
@@ -350,12 +352,12 @@ def test_many_that_share_and_give_way_get_what_they_get_alone(path, seed):
     """
     generator = random.Random(seed)
     prompts = tree_of_prompts(generator, 7)
-    params = [greedy(generator.choice([5, 30, 60, 90])) for _ in prompts]
+    params = [greedy(generator.choice([2, 8, 15, 23])) for _ in prompts]
     wanted = tokens_of(run(make_engine(path, enable_prefix_caching=False), prompts, params))
-    arguments = dict(max_num_batched_tokens=generator.choice([64, 256]))
+    arguments = dict(max_num_batched_tokens=generator.choice([16, 64]))
     if seed % 2:  # the host holds one or two that run, so there are some that wait with what is kept of them
-        limit = generator.randint(17, 30) * 2**13
-        arguments |= dict(enable_cpu_offload="auto", max_model_len=272, host_memory_limit=limit)
+        limit = generator.randint(34, 60) * checksum.BLOCK_BYTES
+        arguments |= dict(enable_cpu_offload="auto", max_model_len=68, host_memory_limit=limit)
     engine = make_engine(path, SimulatedRuntime(seed), **arguments)
     give_back = shrink_gpu_pool(engine, generator.randint(16, 24))
     requests, waiting = {}, list(range(len(prompts)))
