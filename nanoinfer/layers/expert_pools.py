@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from nanoinfer.layers.experts import Experts
 
 _TABLE_STEP = 4
-"""Tables begin at a multiple of so many places, 16 bytes: another alignment would be another binary of a kernel."""
+"""Tables begin at a multiple of so many entries, 16 bytes: another alignment would be another binary of a kernel."""
 
 
 def share_pools(
@@ -29,17 +29,17 @@ def share_pools(
     for sharing in by_pool.values():
         pool = memory[sharing[0]]
         if pool is None:
-            num_places = sum(one.num_experts for one in sharing)
-            pool = torch.zeros(num_places, sharing[0].stride, dtype=torch.uint8, device=device)
+            num_runs = sum(one.num_experts for one in sharing)
+            pool = torch.zeros(num_runs, sharing[0].stride, dtype=torch.uint8, device=device)
             pools.append(nn.Parameter(pool, requires_grad=False))
         sizes = [-(-one.num_experts // _TABLE_STEP) * _TABLE_STEP for one in sharing]
         table = torch.full((sum(sizes),), -1, dtype=torch.int32, device=device)
         pools.append(nn.Parameter(table, requires_grad=False))
         begin = 0
-        for one, places in zip(sharing, table.split(sizes), strict=True):
-            places = places[: one.num_experts]
-            places.copy_(torch.arange(begin, begin + one.num_experts))
-            one.share(pool, places, begin)
+        for one, indices in zip(sharing, table.split(sizes), strict=True):
+            indices = indices[: one.num_experts]
+            indices.copy_(torch.arange(begin, begin + one.num_experts))
+            one.share(pool, indices, begin)
             begin += one.num_experts
     if owners:
         pools.append(nn.Parameter(torch.zeros(1, dtype=torch.int64, device=device), requires_grad=False))

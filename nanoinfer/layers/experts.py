@@ -1,9 +1,9 @@
 """Sparse MLPs: a router chooses experts for each row, and what they give is added in a fixed order.
 
 An expert is one run of bytes: all tensors of its packed weights, each beginning at a multiple of 128 bytes, at the same
-places in all experts of a layer. The runs of all layers whose runs are of one length lie in one pool, and a table says
-in which place of it each expert's run lies. So products find experts by a number on the device, and where an expert
-lies changes no bit.
+offsets in all experts of a layer. The runs of all layers whose runs are of one length lie in one pool, and a table has
+the index of each expert's run in it. So products find experts by a number on the device, and where an expert lies
+changes no bit.
 
 A row has two sums, in float32: of its experts with a number in the first half, in the order of the choice, and of the
 others. A shared expert's last product has two parts, one for each sum, added last. The sum of both is rounded once.
@@ -73,13 +73,13 @@ class ExpertProjection:
         for name, tensor in self._tensors.items():
             begin = self._offsets[name]
             tensors[name] = run[..., begin : begin + tensor.nbytes].view(tensor.dtype).unflatten(-1, tensor.shape)
-        found = SimpleNamespace(**vars(self._template) | tensors)
+        module = SimpleNamespace(**vars(self._template) | tensors)
         if self.packed is not None:
-            found.packed = replace(self.packed, **{name: one for name, one in tensors.items() if name != "bias"})
-        return found
+            module.packed = replace(self.packed, **{name: one for name, one in tensors.items() if name != "bias"})
+        return module
 
     def weight(self, pool: Tensor) -> ExpertWeight:
-        """Return where kernels find it. pool: [places, stride] uint8."""
+        """Return where kernels find it. pool: [runs, stride] uint8."""
         names = {name: "codes" if name == "weight" else name for name in self._tensors}
         dtypes = {
             name: torch.uint8 if one.dtype == torch.float8_e4m3fn else one.dtype for name, one in self._tensors.items()
@@ -95,14 +95,14 @@ class ExpertProjection:
 
     def views(self, runs: Tensor) -> dict[str, Tensor | Filling]:
         """Return what stacked tensors of several experts fill, by the ends of their names. runs: [n, stride] uint8."""
-        module, begin, found = self.in_run(runs), 0, {}
+        module, begin, filled = self.in_run(runs), 0, {}
         for name, count in self.names.items():
             views = self.weights.views(module, begin, begin + count)
             if hasattr(module, "bias"):
                 views = views | {"bias": module.bias[..., begin : begin + count]}
-            found |= {f"{name}.{ending}": view for ending, view in views.items()}
+            filled |= {f"{name}.{ending}": view for ending, view in views.items()}
             begin += count
-        return found
+        return filled
 
     def matrix(self, run: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return one expert's matrix, in the model's dtype, and its bias."""
@@ -117,7 +117,7 @@ class ExpertProjection:
 class Experts(nn.Module):
     """The experts of a layer: down(activation(gate(x)) * up(x)) each.
 
-    `share_pools` gives it `pool`, [places, stride] uint8, and `table`, [num_experts] int32; `operands` are its
+    `share_pools` gives it `pool`, [runs, stride] uint8, and `table`, [num_experts] int32; `operands` are its
     weights. `reads`, [1] int64, counts the experts that all layers have read, each once a step. With `slots` they lie
     in host memory: a step of at most `most_rows` rows brings what it reads to the pool, a larger one finds all there.
 
@@ -213,9 +213,9 @@ class Experts(nn.Module):
         ]
         return self.num_experts, self.stride, tuple(packed)
 
-    def share(self, pool: Tensor, table: Tensor, first_place: int) -> None:
-        """Take runs of a pool. table: [num_experts], the places, from `first_place` on."""
-        self.pool, self.table, self._first_place = pool, table, first_place
+    def share(self, pool: Tensor, table: Tensor, first_index: int) -> None:
+        """Take runs of a pool. table: [num_experts], indices into it, from `first_index` on."""
+        self.pool, self.table, self._first_index = pool, table, first_index
         gate_up = tuple(one.weight(pool) for one in self.gate_up)
         self.operands = ExpertWeights(gate_up, self.down.weight(pool), self._matrices)
 
@@ -233,28 +233,28 @@ class Experts(nn.Module):
         part = -(-self.intermediate_size // (2 * SHARED_PART)) * SHARED_PART
         return self.operations.shared_mlp(x, self.table, self.operands, self.activation, part)
 
-    def _matrices(self, place: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    def _matrices(self, index: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         """Return gate and up as one matrix, their bias, down and its bias; see `kernels.experts.reference`."""
-        run = self.pool[place]
+        run = self.pool[index]
         parts, biases = zip(*(one.matrix(run) for one in self.gate_up), strict=True)
         bias = None if biases[0] is None else torch.cat(biases)
         return torch.cat(parts) if len(parts) > 1 else parts[0], bias, *self.down.matrix(run)
 
     @property
     def _runs(self) -> Tensor:
-        return self.pool[self._first_place : self._first_place + self.num_experts]
+        return self.pool[self._first_index : self._first_index + self.num_experts]
 
     def checkpoint_views(self) -> dict[str, Tensor | Filling]:
         """Return what checkpoint tensors fill, by the ends of their names, such as "7.up_proj.weight"."""
-        found: dict[str, Tensor | Filling] = {}
+        filled: dict[str, Tensor | Filling] = {}
         numbers = [""] if self.is_shared else [f"{expert}." for expert in range(self.num_experts)]
         for ending, view in self.stacked_views(0, self.num_experts).items():
             if isinstance(view, Tensor):
-                found |= {number + ending: one for number, one in zip(numbers, view.unbind(0), strict=True)}
+                filled |= {number + ending: one for number, one in zip(numbers, view.unbind(0), strict=True)}
                 continue
             stacked = replace(view, stack=Stack(partial(self._stacked_view, ending), self))
-            found |= dict.fromkeys([number + ending for number in numbers], stacked)
-        return found
+            filled |= dict.fromkeys([number + ending for number in numbers], stacked)
+        return filled
 
     def stacked_views(self, begin: int, end: int) -> dict[str, Tensor | Filling]:
         """Return what tensors of the experts [begin, end) fill, stacked, by the ends of names: "up_proj.weight"."""

@@ -50,7 +50,7 @@ def fused_tensors(experts: Experts) -> dict[str, FusedTensor]:
     and scales [experts, rows, groups], uint8. The rows of gate and up lie in turn, also in gate_up_proj_bias,
     [experts, 2 * size].
     """
-    found: dict[str, FusedTensor] = {}
+    tensors: dict[str, FusedTensor] = {}
     views, hidden, size = experts.stacked_views(0, experts.num_experts), experts.hidden_size, experts.intermediate_size
     in_turn, (gate, up, down) = experts.in_turn, experts.names
     for name, parts, rows, columns in (
@@ -59,7 +59,7 @@ def fused_tensors(experts: Experts) -> dict[str, FusedTensor]:
     ):
 
         def add(ending: str, kind: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
-            found[name + ending] = FusedTensor(
+            tensors[name + ending] = FusedTensor(
                 names=tuple(f"{part}.{kind}" for part in parts),
                 shape=(experts.num_experts, *shape),
                 dtypes=dtypes,
@@ -75,17 +75,17 @@ def fused_tensors(experts: Experts) -> dict[str, FusedTensor]:
             add(SCALES[1], SCALES[0], (rows, groups), (torch.uint8,))
         if f"{parts[0]}.bias" in views:
             add("_bias", "bias", (rows,), FLOATS)
-    return found
+    return tensors
 
 
 def fused_views(experts: Experts) -> dict[str, Filling]:
     """Return what the tensors of all experts fill, by the ends of their names."""
-    found, views = {}, experts.stacked_views(0, experts.num_experts)
+    fillings, views = {}, experts.stacked_views(0, experts.num_experts)
     for ending, tensor in fused_tensors(experts).items():
         checks = [check for name in tensor.names if (check := getattr(views[name], "check", None))]
         fill, check = partial(_fill, experts, tensor), partial(_call, checks)
-        found[ending] = Filling((tensor.shape,), tensor.dtypes, fill, by_rows=True, check=check)
-    return found
+        fillings[ending] = Filling((tensor.shape,), tensor.dtypes, fill, by_rows=True, check=check)
+    return fillings
 
 
 def _fill(experts: Experts, tensor: FusedTensor, pieces: Iterable[Tensor]) -> None:

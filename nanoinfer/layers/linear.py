@@ -60,9 +60,9 @@ class Linear(nn.Module):
 
         activation: the rows are those of gate, then of up; the result is activation(gate) * up, [N, num_rows / 2].
         """
-        found = self.weights.product(self, x, out, activation)
-        if found is not None:
-            return found
+        product = self.weights.product(self, x, out, activation)
+        if product is not None:
+            return product
         if activation is not None and not self.operations.has_activation(activation, x):
             return self.operations.act_and_mul(self.forward(x), activation)
         weight, counts = self.weights.matrix(self), self.library_counts
@@ -73,15 +73,15 @@ class Linear(nn.Module):
         parts = self.num_parts if y.element_size() == 2 else 1
         if parts == 1:
             return norm.after_sum(x, self.forward(y))
-        found = self.weights.product(self, y, parts=parts)
-        if found is not None:
-            return norm.after_sum(x, found)
+        product = self.weights.product(self, y, parts=parts)
+        if product is not None:
+            return norm.after_sum(x, product)
         weight = self.weights.matrix(self)
         # The result is allocated before the parts. Behind them it would leave a hole where they lay, and what a gated
         # layer allocates next would not fit into the rest.
         out = torch.empty_like(x)
-        found = self.operations.linear_parts(y, weight, parts, library_counts=self.library_counts)
-        return norm.after_sum(x, found, out)
+        product = self.operations.linear_parts(y, weight, parts, library_counts=self.library_counts)
+        return norm.after_sum(x, product, out)
 
     @property
     def num_parts(self) -> int:
@@ -90,14 +90,14 @@ class Linear(nn.Module):
 
     def checkpoint_views(self) -> dict[str, Tensor | Filling]:
         """Return what checkpoint tensors fill, by the end of their name: after this module's name, or its parent's."""
-        found, begin = {}, 0
+        filled, begin = {}, 0
         for name, count in (self.merged or {"": self.num_rows}).items():
             views = self.weights.views(self, begin, begin + count)
             if self.bias is not None:
                 views = views | {"bias": self.bias[begin : begin + count]}
-            found |= {f"{name}.{ending}".removeprefix("."): view for ending, view in views.items()}
+            filled |= {f"{name}.{ending}".removeprefix("."): view for ending, view in views.items()}
             begin += count
-        return found
+        return filled
 
     def fill_with_noise(self, generator: torch.Generator) -> None:
         """Fill weight and bias with random values."""

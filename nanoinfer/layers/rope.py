@@ -150,8 +150,8 @@ _NEEDED = {
 
 def distinct(ropes: tuple[Mapping | None, ...]) -> tuple[list[Mapping], list[int | None]]:
     """Return the distinct rotations of the layers, and for each layer the index of its rotation, or None."""
-    found: list[Mapping] = []
+    rotations: list[Mapping] = []
     for rope in ropes:
-        if rope is not None and rope not in found:
-            found.append(rope)
-    return found, [None if rope is None else found.index(rope) for rope in ropes]
+        if rope is not None and rope not in rotations:
+            rotations.append(rope)
+    return rotations, [None if rope is None else rotations.index(rope) for rope in ropes]

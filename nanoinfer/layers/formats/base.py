@@ -32,11 +32,11 @@ class CheckpointTensors:
 
     def dtype_of(self, name: str, default: torch.dtype | None = None) -> torch.dtype:
         """Return the dtype of scales: one of `FLOATS`, or a ValueError. If unknown: the default, or the model's."""
-        found = (self.dtypes or {}).get(name, default or self.dtype)
-        if found not in FLOATS:
-            known = ", ".join(str(dtype)[6:] for dtype in FLOATS)
-            raise ValueError(f"{name} has dtype {str(found)[6:]}: supported are {known}")
-        return found
+        dtype = (self.dtypes or {}).get(name, default or self.dtype)
+        if dtype not in FLOATS:
+            known = ", ".join(str(one)[6:] for one in FLOATS)
+            raise ValueError(f"{name} has dtype {str(dtype)[6:]}: supported are {known}")
+        return dtype
 
     def has(self, name: str) -> bool:
         """Whether the files hold a tensor; False if the files are not there."""
@@ -111,12 +111,12 @@ class Formats(ABC):
 
     def of_held(self, name: str) -> WeightFormat:
         """As `of`, of what the checkpoint holds. Where that is one tensor, a config may also name all of its parts."""
-        found = self.of(name)
-        if name in MERGED and found == self.of("another_proj"):  # nothing is said of it
+        own = self.of(name)
+        if name in MERGED and own == self.of("another_proj"):  # nothing is said of it
             apart = [self.of(part) for part in MERGED[name]]
             if all(part == apart[0] for part in apart):
                 return apart[0]
-        return found
+        return own
 
     def of_embeddings(self, name: str) -> WeightFormat:
         """Return the format of the embeddings, which has `lookup` as `Dense` has; ValueError: not supported."""

@@ -64,29 +64,29 @@ class CompressedTensors(Quantization):
     def of_embeddings(self, name: str) -> WeightFormat:
         # Older versions of the reference left embeddings wide, whatever expressions matched their name.
         is_wide = self.tensors.dtypes is not None and not self.tensors.has(f"{name}.weight_scale")
-        found = DENSE if is_wide else self._find(name, ("Embedding",))
-        if isinstance(found, PackedScaled) and (found.packing.rows > 1 or found.scale_of_tensor):
+        weights = DENSE if is_wide else self._find(name, ("Embedding",))
+        if isinstance(weights, PackedScaled) and (weights.packing.rows > 1 or weights.scale_of_tensor):
             raise ValueError(
                 f"{name} has scales for several rows in the quantization_config: embeddings need their own"
             )
-        return found
+        return weights
 
     def scheme_names(self) -> tuple[str, ...]:
         groups = {target: group for target, group in self._groups.items() if not _HEAD.fullmatch(target)}
         all_weights = [self.setting("weights", dict, None, group) or {} for group in groups.values()]
-        found = {_SCHEME_NAMES.get((weights.get("type"), weights.get("num_bits"))) for weights in all_weights}
-        if len(found) > 1 or not found or None in found:
+        schemes = {_SCHEME_NAMES.get((weights.get("type"), weights.get("num_bits"))) for weights in all_weights}
+        if len(schemes) > 1 or not schemes or None in schemes:
             return ()
         is_symmetric = all(self.setting("symmetric", bool, True, weights) for weights in all_weights)
-        return ("int4", "int4-symmetric") if found == {"int4"} and is_symmetric else tuple(found)
+        return ("int4", "int4-symmetric") if schemes == {"int4"} and is_symmetric else tuple(schemes)
 
     def _find(self, name: str, classes: tuple[str, ...]) -> WeightFormat:
         """Return the format of a module of these classes."""
         if any(_matches(pattern, name) or pattern in classes for pattern in self._ignored):
             return DENSE
-        found = [target for target in self._targets if _matches(target, name)]
-        found += [target for target in self._targets if target in classes]
-        group = self._groups[found[0]] if found else {}
+        targets = [target for target in self._targets if _matches(target, name)]
+        targets += [target for target in self._targets if target in classes]
+        group = self._groups[targets[0]] if targets else {}
         weights = self.setting("weights", dict, None, group)
         if weights is None:
             return DENSE
@@ -110,9 +110,9 @@ class CompressedTensors(Quantization):
                 "weights of type float have zero points in the quantization_config, which is not supported"
             )
         if kind == "float" and bits == 4:
-            found = packed_fp4(name, stored_as)
-            self.setting("group_size", (found.packing.columns,), found.packing.columns, weights)
-            return found
+            fp4 = packed_fp4(name, stored_as)
+            self.setting("group_size", (fp4.packing.columns,), fp4.packing.columns, weights)
+            return fp4
         is_packed = stored_as == "pack-quantized"
         if stored_as.startswith(("nvfp4", "mxfp4")) or (is_packed and kind == "float"):
             raise ValueError(f"format is {stored_as} for {bits} bits of type {kind} in the quantization_config")

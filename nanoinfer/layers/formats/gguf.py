@@ -61,20 +61,20 @@ class PackedBlocks(Packed):
 
     def _put(self, module: nn.Module, begin: int, rows: Tensor) -> None:
         """Write rows of a weight from `begin` on: [..., n, bytes of a row]."""
-        found = self._block.values(rows.unflatten(-1, (-1, self._block.num_bytes)))
-        numbers = [one for one in (found.scales, found.minima, *found.factors) if one is not None]
-        has_nan = found.scales.dtype == torch.uint8 and self.packing.has_exponents
+        values = self._block.values(rows.unflatten(-1, (-1, self._block.num_bytes)))
+        numbers = [one for one in (values.scales, values.minima, *values.factors) if one is not None]
+        has_nan = values.scales.dtype == torch.uint8 and self.packing.has_exponents
         if has_nan:
-            has_nan = bool((found.scales == _NAN_EXPONENT).any())
+            has_nan = bool((values.scales == _NAN_EXPONENT).any())
         if has_nan or not all(bool(one.isfinite().all()) for one in numbers if one.dtype == torch.float16):
             raise ValueError("holds NaN or infinite scales: the file is corrupt, download it again")
         packed, end = module.packed, begin + rows.shape[-2]
-        packed.put_codes(begin, found.codes.flatten(-2))
-        scales, minima = (one if one is None else one.flatten(-2) for one in (found.scales, found.minima))
+        packed.put_codes(begin, values.codes.flatten(-2))
+        scales, minima = (one if one is None else one.flatten(-2) for one in (values.scales, values.minima))
         if self.packing.scale_words is None:
             packed.put_scales(begin, end, scales)
         else:
-            packed.put_scale_words(begin, end, scales, minima, *(one.flatten(-2) for one in found.factors))
+            packed.put_scale_words(begin, end, scales, minima, *(one.flatten(-2) for one in values.factors))
 
 
 class GGUF(Quantization):
@@ -83,13 +83,13 @@ class GGUF(Quantization):
     name = "gguf"
 
     def of(self, name: str) -> WeightFormat:
-        found = (self.tensors.block_types or {}).get(f"{name}.weight")
-        if found is None or found in _WIDE:
+        block_type = (self.tensors.block_types or {}).get(f"{name}.weight")
+        if block_type is None or block_type in _WIDE:
             return DENSE
-        if found not in BLOCKS:
+        if block_type not in BLOCKS:
             known = ", ".join((*_WIDE, *BLOCKS))
-            raise ValueError(f"{name} has blocks of type {found}, which is not supported. Supported: {known}")
-        return PackedBlocks(BLOCKS[found].packing, name, found)
+            raise ValueError(f"{name} has blocks of type {block_type}, which is not supported. Supported: {known}")
+        return PackedBlocks(BLOCKS[block_type].packing, name, block_type)
 
     def of_embeddings(self, name: str) -> WeightFormat:
         return self.of(name)

@@ -76,13 +76,13 @@ class PackedTransposed(Packed):
 
         check = partial(self.check_finite, module, begin, end)
         shape = (in_features, count // fields) if self.is_awq else (in_features // fields, count)
-        found = super().views(module, begin, end) | {
+        fillings = super().views(module, begin, end) | {
             "qweight": Filling((shape,), (torch.int32,), fill_codes),
             "scales": Filling(((groups, count),), (packing.scale_dtype,), fill_scales, check=check),
         }
         if packing.has_zeros:
-            found["qzeros"] = Filling(((groups, count // fields),), (torch.int32,), fill_zeros)
-        return found if self.is_awq else found | self._of_gptq_alone(module, count)
+            fillings["qzeros"] = Filling(((groups, count // fields),), (torch.int32,), fill_zeros)
+        return fillings if self.is_awq else fillings | self._of_gptq_alone(module, count)
 
     def _of_gptq_alone(self, module: nn.Module, count: int) -> dict[str, Filling]:
         in_features, columns = module.in_features, self.packing.columns or module.in_features
@@ -174,12 +174,12 @@ class GPTQ(Quantization):
 
     def _quantised_endings(self) -> list[str] | None:
         """Return the ends of the names of quantised projections; None: all are quantised."""
-        given = self.setting("modules_in_block_to_quantize", list)
-        if given is None:
+        parts = self.setting("modules_in_block_to_quantize", list)
+        if parts is None:
             return None
-        names = [name for part in given for name in (part if isinstance(part, list) else [part])]
+        names = [name for part in parts for name in (part if isinstance(part, list) else [part])]
         if not all(isinstance(name, str) for name in names):
-            raise ValueError(f"modules_in_block_to_quantize is {shown(given)} in the quantization_config, not names")
+            raise ValueError(f"modules_in_block_to_quantize is {shown(parts)} in the quantization_config, not names")
         return names
 
     def of(self, name: str) -> WeightFormat:

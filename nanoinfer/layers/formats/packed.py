@@ -106,16 +106,16 @@ class Packed(ExpandedFormat):
         largest = _LARGEST.get(packing.kind, 2**packing.bits - 1)
         if packing.scale_words is not None:
             groups = packing.num_groups(module.in_features) * module.packed.stacked.numel()
-            found = []
+            bounds = []
             for some in pieces_of_rows(rows.stop - rows.start, groups):
                 some = slice(rows.start + some.start, rows.start + some.stop)
                 scales, minima = module.packed.float_scales_of(some)
                 of_some = scales.abs() * largest
-                found.append((of_some if minima is None else of_some + minima.abs()).amax(-1))
-            return torch.cat(found, -1)
+                bounds.append((of_some if minima is None else of_some + minima.abs()).amax(-1))
+            return torch.cat(bounds, -1)
         scales = self._scales(module, rows).amax(-1)
-        found = scales.to(packing.product_dtype or scales.dtype) * largest
-        return found.to(packing.result_dtype or found.dtype)
+        bounds = scales.to(packing.product_dtype or scales.dtype) * largest
+        return bounds.to(packing.result_dtype or bounds.dtype)
 
     def fill_with_noise(self, module: nn.Module, generator: torch.Generator) -> None:
         packing, packed = self.packing, module.packed
@@ -175,9 +175,9 @@ class Packed(ExpandedFormat):
         self, module: nn.Module, x: Tensor, out: Tensor | None = None, activation: str | None = None, parts: int = 1
     ) -> Tensor | None:
         multiply, packed, bias = module.operations.packed_linear, module.packed, module.bias
-        found = multiply(x, packed, bias, activation=activation, out=out, num_parts=parts)
-        if found is not None or self.scratch_size(module, device_of(x.device).is_fused and x.element_size() == 2):
-            return found
+        product = multiply(x, packed, bias, activation=activation, out=out, num_parts=parts)
+        if product is not None or self.scratch_size(module, device_of(x.device).is_fused and x.element_size() == 2):
+            return product
         out = x.new_empty(len(x), module.num_rows) if out is None else out
         for some, target in zip(x.split(MAX_ROWS), out.split(MAX_ROWS), strict=True):
             multiply(some, packed, bias, out=target)

@@ -73,26 +73,26 @@ class Parted(ExpandedFormat):
             return None
         biases = [None] * len(self._sizes) if module.bias is None else module.bias.split(self._sizes)
         held, operations = list(zip(module.held, biases, strict=True)), module.operations
-        places = [None] * len(held)
+        targets = [None] * len(held)
         if len(x) == 1:  # whose parts lie beside each other: each is written where it belongs, and nothing is copied
             out = x.new_empty(1, sum(self._sizes)) if out is None else out
-            places = out.split(self._sizes, 1)
+            targets = out.split(self._sizes, 1)
         packed = {
-            index: operations.packed_linear(x, projection.packed, bias, out=places[index])
+            index: operations.packed_linear(x, projection.packed, bias, out=targets[index])
             for index, ((weight_format, projection), bias) in enumerate(held)
             if isinstance(weight_format, Packed)
         }
-        if any(product is None for product in packed.values()):
+        if any(one is None for one in packed.values()):
             return None  # where one must be expanded, all are
         products = [
             packed[index]
             if index in packed
-            else operations.linear(x, weight_format.matrix(projection), bias, out=places[index])
+            else operations.linear(x, weight_format.matrix(projection), bias, out=targets[index])
             for index, ((weight_format, projection), bias) in enumerate(held)
         ]
-        found = out if len(x) == 1 else torch.cat(products, 1, out=out)
+        product = out if len(x) == 1 else torch.cat(products, 1, out=out)
         del packed, products  # an activation needs memory, too
-        return found if activation is None else operations.act_and_mul(found, activation)
+        return product if activation is None else operations.act_and_mul(product, activation)
 
     def expand_into(self, module: nn.Module, out: Tensor) -> None:
         for (weight_format, projection), rows in zip(module.held, out.split(self._sizes), strict=True):

@@ -39,11 +39,11 @@ class Quantization(Formats):
         self.of = cache(self.of)  # models are built several times, and may have thousands of experts
         self.has_kv_scheme = settings.get("kv_cache_scheme") is not None
         for name in _ROTATIONS:
-            given = settings.get(name)
-            if any(given.values()) if isinstance(given, dict) else given:
+            rotation = settings.get(name)
+            if any(rotation.values()) if isinstance(rotation, dict) else rotation:
                 raise ValueError(
-                    f"{name} is not supported in the quantization_config: it has {shown(given)}, and rotated weights "
-                    "need rotated activations"
+                    f"{name} is not supported in the quantization_config: it has {shown(rotation)}, and rotated "
+                    "weights need rotated activations"
                 )
 
     def scheme_names(self) -> tuple[str, ...]:

@@ -35,5 +35,5 @@ def formats_of(settings: dict[str, Any], tensors: CheckpointTensors, is_text_par
             f"the config has a quantization_config with quant_method={shown(method)}, which is not supported"
             f"{did_you_mean(str(method), FORMATS)}. Supported: {', '.join(FORMATS)}"
         )
-    found = FORMATS[method](dict(settings), tensors)
-    return TextPart(found, settings) if is_text_part else found
+    formats = FORMATS[method](dict(settings), tensors)
+    return TextPart(formats, settings) if is_text_part else formats

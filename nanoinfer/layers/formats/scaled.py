@@ -46,15 +46,15 @@ class PackedScaled(Packed):
         super().check_size(num_rows, in_features)
 
     def views(self, module: nn.Module, begin: int, end: int) -> dict[str, Filling]:
-        found = super().views(module, begin, end) | self._codes(module, begin, end)
-        found |= {self.scales_name: self._scales_of(module, begin, end)}
+        fillings = super().views(module, begin, end) | self._codes(module, begin, end)
+        fillings |= {self.scales_name: self._scales_of(module, begin, end)}
         if self.global_scale_name is not None:
-            found[self.global_scale_name] = self._global_scale(module, begin, end)
+            fillings[self.global_scale_name] = self._global_scale(module, begin, end)
         if self.packing.has_zeros:
-            found[ZEROS_NAME] = self._zeros(module, begin, end)
+            fillings[ZEROS_NAME] = self._zeros(module, begin, end)
         if self.packing.has_group_index:
-            found["weight_g_idx"] = self.group_index(module)
-        return found
+            fillings["weight_g_idx"] = self.group_index(module)
+        return fillings
 
     def _codes(self, module: nn.Module, begin: int, end: int) -> dict[str, Filling]:
         count, in_features, bits = end - begin, module.in_features, self.packing.bits

@@ -42,11 +42,11 @@ def stored(weights: PackedScaled, shape: tuple[int, ...]) -> dict[str, tuple[tup
     if weights.words != torch.int32:
         return {weights.codes_name: (shape, weights.words), weights.scales_name: scales}
     words = ((*several, num_rows, row_bytes(in_features, packing.bits) // 4), torch.int32)
-    found = {weights.codes_name: words, weights.scales_name: scales, "weight_shape": ((*several, 2), torch.int64)}
+    tensors = {weights.codes_name: words, weights.scales_name: scales, "weight_shape": ((*several, 2), torch.int64)}
     if packing.has_zeros:
         zeros = (*several, row_bytes(num_rows, packing.bits) // 4, packing.num_groups(in_features))
-        found[ZEROS_NAME] = (zeros, torch.int32)
-    return found
+        tensors[ZEROS_NAME] = (zeros, torch.int32)
+    return tensors
 
 
 def quantise(
@@ -63,13 +63,13 @@ def quantise(
     Raises:
         ValueError: a weight is NaN or infinite, or would become so; the message follows the tensor's name.
     """
-    found = {
+    tensors = {
         ending: torch.empty(size, dtype=dtype, device=device)
         for ending, (size, dtype) in stored(weights, shape).items()
     }
-    if "weight_shape" in found:
-        found["weight_shape"].copy_(torch.tensor(shape[-2:]))
-    codes, scales, begin = found[weights.codes_name], found[weights.scales_name], 0
+    if "weight_shape" in tensors:
+        tensors["weight_shape"].copy_(torch.tensor(shape[-2:]))
+    codes, scales, begin = tensors[weights.codes_name], tensors[weights.scales_name], 0
     zeros = torch.zeros(scales.shape, dtype=torch.uint8, device=device) if weights.packing.has_zeros else None
     largest = 15 if zeros is not None else _LARGEST_CODES[weights.packing.kind, weights.packing.bits]
     largest_scale = torch.finfo(scales.dtype).max / largest
@@ -98,8 +98,8 @@ def quantise(
                 )
             begin = end
     if zeros is not None:
-        found[ZEROS_NAME].copy_(_words(zeros.mT, weights.packing.bits).mT)
-    return found
+        tensors[ZEROS_NAME].copy_(_words(zeros.mT, weights.packing.bits).mT)
+    return tensors
 
 
 def _are_finite(groups: Tensor, scales: Tensor, zeros: Tensor | None, packing: Packing) -> bool:
@@ -147,8 +147,8 @@ def _least_squares(groups: Tensor, largest: Tensor, scale_dtype: torch.dtype) ->
     best = None
     for divisor in _DIVISORS:
         scales = _rounded(_over(largest, divisor), scale_dtype)
-        found = scales, _squared_error(groups, scales)
-        best = found if best is None else _better(best, found)
+        candidate = scales, _squared_error(groups, scales)
+        best = candidate if best is None else _better(best, candidate)
     return best[0]
 
 

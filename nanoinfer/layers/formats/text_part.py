@@ -33,8 +33,8 @@ def text_name(name: str) -> str:
 
 def long_names(name: str) -> list[str]:
     """Return the names that a tensor of the text model may have in the checkpoint, the newer way first."""
-    found = [long + name.removeprefix(short) for way in _BEGINNINGS for long, short in way if name.startswith(short)]
-    return found or [name]
+    names = [long + name.removeprefix(short) for way in _BEGINNINGS for long, short in way if name.startswith(short)]
+    return names or [name]
 
 
 class TextPart(Formats):
