@@ -23,7 +23,7 @@ from nanoinfer.memory.limits import TooSmall
 from nanoinfer.memory.remedies import with_remedies
 from nanoinfer.memory.setup import Setup
 from nanoinfer.models.decoder import Decoder
-from nanoinfer.models.streamed import OnHost
+from nanoinfer.models.streamed import HostPlacement
 from nanoinfer.weights.fill import check_kv_scales
 from nanoinfer.weights.find import find_model
 from nanoinfer.weights.generation_config import end_token_ids, sampling_defaults
@@ -121,7 +121,7 @@ def _load(setup: Setup, plan: MemoryPlan) -> Decoder:
         max_position=plan.max_model_len,
         context=config.max_model_len,  # not the plan's, which depends on the memory
         progress=config.progress_bar,
-        on_host=OnHost(
+        on_host=HostPlacement(
             plan.streamed_pieces,
             plan.num_expert_slots,
             plan.slot_rows,

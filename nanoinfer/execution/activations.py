@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from nanoinfer.attention.base import KeyRange
 from nanoinfer.common.units import GIB, format_size
-from nanoinfer.execution.pieces import Around, Pieces
+from nanoinfer.execution.pieces import Pieces, StepHooks
 from nanoinfer.execution.products import check_products, run_ours
 from nanoinfer.execution.prompt_logprobs import score
 from nanoinfer.execution.recurrent import RecurrentStates
@@ -68,7 +68,7 @@ class Activations:
         over = peak - (plan.fixed_bytes - plan.workspace_bytes - plan.graph_bytes)
         blocks = max(0, -(-over // resources.layout.block_bytes))
         if blocks:
-            weights = plan.weight_bytes + plan.ring_bytes + plan.place_bytes
+            weights = plan.weight_bytes + plan.ring_bytes + plan.landing_bytes
             warnings.warn(
                 f"memory use is {over / GIB:.3f} GiB above the plan (weights and ring {held / GIB:.3f} instead of "
                 f"{weights / GIB:.3f} GiB, prefill {(peak - held) / GIB:.3f} instead of "
@@ -99,7 +99,7 @@ class Activations:
         """Run a piece of each kind of a prefill step, and its head, on a pool of one block that all tokens share."""
         resources, model, plan = self.resources, self.resources.model, self.resources.plan
         device, spec, layout = resources.runtime.device, model.spec, resources.layout
-        resources.places.clear()
+        resources.landings.clear()
         kv = torch.zeros(1, *layout.block_shape, dtype=layout.dtype, device=device)
         held = Held([kv] * layout.num_layers, RecurrentStates(spec, 1, device).of_layer)
         pieces = Pieces(model, held)
@@ -107,20 +107,20 @@ class Activations:
         inputs = torch.zeros_like(numbers), numbers % plan.max_model_len, numbers % layout.block_size
         rows = torch.ones_like(numbers, dtype=torch.int32)
         tensors = StepTensors(*inputs, torch.full_like(rows[:1], tokens), rows)
-        around = self._around(kv, tokens)
+        hooks = self._hooks(kv, tokens)
         tensors.reserve(spec)
         for index in pieces.one_of_each_kind:
-            pieces.run_around(index, tensors, around)
+            pieces.run_with_hooks(index, tensors, hooks)
         normed = tensors.x
-        del tensors, around
+        del tensors, hooks
         model.logits(normed[: plan.max_num_seqs]).argmax(dim=-1)
         some = numbers[: plan.slice_rows]
         shape = len(some), 1 + min(MAX_LOGPROBS, spec.vocab_size)
         results = (torch.empty(shape, dtype=dtype, device=device) for dtype in (torch.float32, torch.int64))
         score(model, normed.index_select(0, some), torch.zeros_like(some), *results)
-        resources.places.clear()  # of slices of the head, if it is streamed
+        resources.landings.clear()  # of slices of the head, if it is streamed
 
-    def _around(self, kv: torch.Tensor, tokens: int) -> Around:
+    def _hooks(self, kv: torch.Tensor, tokens: int) -> StepHooks:
         """Return what the step does around pieces: one sequence of `tokens` tokens attends to one block."""
         table = torch.zeros(1, -(-tokens // kv.shape[2]), dtype=torch.int32, device=kv.device)
         key_range = KeyRange.of_one(tokens, table)
@@ -130,5 +130,5 @@ class Activations:
         def end_attention(layer: int, tensors: StepTensors) -> None:
             backend.prefill(tensors.q, kv, key_range, state, tensors.attention, windows[layer], sinks[layer])
 
-        nothing = dict.fromkeys(("begin", "attend", "end"), lambda *given: None)
+        nothing = dict.fromkeys(("begin", "attend", "end"), lambda *arguments: None)
         return SimpleNamespace(end_attention=end_attention, **nothing)

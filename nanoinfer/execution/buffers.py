@@ -35,7 +35,7 @@ def split_bytes(spec: ModelSpec, num_ring_slots: int) -> int:
 def buffer_bytes(
     spec: ModelSpec, sizes: MemoryPlan, batch_sizes: tuple[int, ...], token_counts: tuple[int, ...], num_ring_slots: int
 ) -> int:
-    """Return the bytes of all buffers, tables and states of an engine but the KV pool, the ring and its places.
+    """Return the bytes of all buffers, tables and states of an engine but the KV pool, ring and landing buffers.
 
     sizes: without splits, which `split_bytes` counts. batch_sizes, token_counts: what is captured, of decode and of
     small prefill steps.
@@ -67,7 +67,7 @@ def _count(
         backend=TorchBackend(spec.attention, "meta"),
         layout=spec.layout,
         ring=Ring(runtime, spec.layout, num_ring_slots, sizes.blocks_per_slot),
-        places=Places(runtime, []),
+        landings=Places(runtime, []),
         graphs={},
         states=RecurrentStates(spec, sizes.max_num_seqs, runtime.device),
     )
@@ -75,7 +75,7 @@ def _count(
     read_back = ReadBack(runtime, None, len(decode.tokens), fault="")
     masks = TokenMasks(runtime, None, resources.graphs, decode.logits)
     held = [decode, PrefillProgram(resources), read_back, resources.states, masks]
-    return sum(_storages(held, {id(resources.places.bytes)}).values())
+    return sum(_storages(held, {id(resources.landings.bytes)}).values())
 
 
 def _storages(owner: object, seen: set[int]) -> dict[int, int]:
@@ -88,7 +88,7 @@ def _storages(owner: object, seen: set[int]) -> dict[int, int]:
         return {storage._cdata: storage.nbytes()}
     if type(owner).__module__.startswith("nanoinfer."):
         owner = getattr(owner, "__dict__", {})
-    found: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     for one in owner.values() if isinstance(owner, dict) else owner if isinstance(owner, list | tuple) else ():
-        found |= _storages(one, seen)
-    return found
+        sizes |= _storages(one, seen)
+    return sizes

@@ -80,9 +80,9 @@ class DecodeProgram:
 
         whole_rows: whether attention takes whole rows of the GPU pool, in place of splits.
         """
-        pieces, tensors, around = self.resources.pieces, self._tensors(size), _Around(self, whole_rows)
+        pieces, tensors, hooks = self.resources.pieces, self._tensors(size), _DecodeHooks(self, whole_rows)
         for index in indices:
-            pieces.run_around(index, tensors, around)
+            pieces.run_with_hooks(index, tensors, hooks)
         # The first piece and the last one have made another x.
         if indices[-1] < len(pieces.cuts) - 1 and not {0, len(pieces) - 1}.isdisjoint(indices):
             self._buffers.x[:size].copy_(tensors.x)
@@ -129,7 +129,7 @@ class DecodeProgram:
         """Run pieces that together use every kernel of a step, for each kind of batch, on padding rows."""
         self._reset_tables()
         pieces = self.resources.pieces
-        indices = [*pieces.one_of_each_kind, *pieces.numbers(True)[len(pieces) :]]
+        indices = [*pieces.one_of_each_kind, *pieces.piece_indices(True)[len(pieces) :]]
         beyond = [size for size in self.batch_sizes if size > MAX_ROWS]
         for size in [size for size in self.batch_sizes if size <= MAX_ROWS] + beyond[:1] + beyond[-1:]:
             self.run_pieces(indices, size, whole_rows=False)
@@ -200,21 +200,21 @@ class DecodeProgram:
         may_repeat = beside is None and step.later_gpu_blocks is None and not step.write_through
         if may_repeat and self.last is not None and self.last.is_repeated_by(step):
             return self.last
-        self.last, make = None, self.attention.lists  # forget first: from here on the tables may hold anything
+        self.last, planner = None, self.attention.planner  # forget first: from here on the tables may hold anything
         self.rows.update(self._compute, step.changed_rows)
         self._set_batch(rows, size)
         pieces = self.resources.pieces
         host_blocks = step.host_blocks[first:]
-        lists = make.splits(size, step.gpu_blocks[first:], host_blocks, step.ends)
-        chunks = make.chunks(lists, beside)
+        lists = planner.splits(size, step.gpu_blocks[first:], host_blocks, step.ends)
+        chunks = planner.chunks(lists, beside)
         self.attention.upload(lists, chunks if beside is None else [a + b for a, b in zip(chunks, beside, strict=True)])
         plan = pieces.plan(chunks)
         # If no sequence comes or goes, the next step streams the same blocks, except those that have come meanwhile.
         ahead, later = plan, step.later_gpu_blocks
         if later is not None:
-            ahead = pieces.plan(make.chunks(make.splits(size, later, host_blocks, step.ends)))
+            ahead = pieces.plan(planner.chunks(planner.splits(size, later, host_blocks, step.ends)))
         elif beside is not None:
-            ahead = pieces.plan(make.chunks(lists))
+            ahead = pieces.plan(planner.chunks(lists))
         result = DecodeStep(
             program=self,
             size=size,
@@ -223,9 +223,9 @@ class DecodeProgram:
             ahead=ahead,
             write_through=[] if step.chunks else step.write_through,
             promoted=step.promoted,
-            readers=[(found.on_host[:, 0], found.on_host[:, 2]) for found in lists],
+            readers=[(of_window.on_host[:, 0], of_window.on_host[:, 2]) for of_window in lists],
             rows=rows,
-            until=make.until(size, step.ends),
+            valid_up_to=planner.valid_up_to(size, step.ends),
         )
         self.last = result if may_repeat else None
         return result
@@ -239,9 +239,9 @@ class DecodeProgram:
     def promote(self, layer: int, chunk: Chunk, ring_slot: int, promoted: dict[int, int]) -> None:
         """Copy promoted blocks, which stay on the GPU from now on, from the ring slot into the GPU pool."""
         kv, slot = self.resources.gpu_kv[layer], self.resources.ring.slots[ring_slot]
-        pairs = [(promoted[block], place) for place, block in enumerate(chunk.blocks) if block in promoted]
-        for gpu_block, place, count in runs(pairs):
-            self._compute.copy(kv[gpu_block : gpu_block + count], slot[place : place + count])
+        pairs = [(promoted[block], position) for position, block in enumerate(chunk.blocks) if block in promoted]
+        for gpu_block, position, count in runs(pairs):
+            self._compute.copy(kv[gpu_block : gpu_block + count], slot[position : position + count])
 
 
 def _key_of_sections(is_cut: bool, size: int) -> Hashable:
@@ -249,8 +249,8 @@ def _key_of_sections(is_cut: bool, size: int) -> Hashable:
 
 
 @dataclass(frozen=True)
-class _Around:
-    """What a decode step does around pieces; see `Around`.
+class _DecodeHooks:
+    """What a decode step does around pieces; see `StepHooks`.
 
     whole_rows: whether attention takes whole rows of the GPU pool, in place of splits.
     """
@@ -283,7 +283,7 @@ class DecodeStep(OffloadStep):
         chunks: for each window the KV chunks of each layer that has it.
         promoted: host block -> GPU block that takes over its content from the ring.
         readers: for each window two parallel arrays, the number of a sequence and a host block that it reads.
-        rows, until: [d] the rows, and how long each may get before it reads other splits of the same blocks.
+        rows, valid_up_to: [d] the rows, and how long each may get before it reads other splits of the same blocks.
         shares: what `stream_shares` returns for the step, once it was asked for.
     """
 
@@ -296,7 +296,7 @@ class DecodeStep(OffloadStep):
     promoted: dict[int, int]
     readers: list[tuple[np.ndarray, np.ndarray]]
     rows: np.ndarray
-    until: np.ndarray
+    valid_up_to: np.ndarray
     shares: np.ndarray | None = None
 
     def __post_init__(self) -> None:
@@ -310,7 +310,7 @@ class DecodeStep(OffloadStep):
         """
         if len(step.changed_rows) or not np.array_equal(step.rows, self.rows):
             return False
-        return bool(np.all(step.ends <= self.until))
+        return bool(np.all(step.ends <= self.valid_up_to))
 
     def compute(self, section: int) -> None:
         program = self.program

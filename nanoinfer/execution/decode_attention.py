@@ -8,7 +8,7 @@ import torch
 
 from nanoinfer.attention.base import DecodeWork, Partials
 from nanoinfer.execution.resources import Resources
-from nanoinfer.execution.splits import DecodeLists, SplitLists
+from nanoinfer.execution.splits import SplitLists, SplitPlanner
 from nanoinfer.execution.tables import ChunkRecords, SplitTables
 from nanoinfer.kernels.attention.spec import MAX_TILES_APART
 from offload import Chunk
@@ -23,14 +23,14 @@ class DecodeAttention:
         block_table: [max_batch, max_blocks_per_seq] int32, the rows' GPU blocks, for backends without fixed splits.
 
     Attributes:
-        lists: makes the lists of what is attended to.
+        planner: makes the lists of what is attended to.
         whole_rows: whether decode attends to whole rows of the GPU pool, because the backend has no fixed splits.
     """
 
     def __init__(self, resources: Resources, q: torch.Tensor, lengths: torch.Tensor, block_table: torch.Tensor) -> None:
         runtime, ring, self._gpu_kv = resources.runtime, resources.ring, resources.gpu_kv
         self._compute, self._backend, self._ring = resources.compute, resources.backend, ring
-        self._windows, self._window_of, self.lists = resources.windows, resources.window_of, DecodeLists(resources)
+        self._windows, self._window_of, self.planner = resources.windows, resources.window_of, SplitPlanner(resources)
         self._sinks = resources.pieces.sinks
         self._q, self._lengths, self._block_table = q, lengths, block_table
         self.whole_rows = not resources.backend.exact_splits
@@ -43,9 +43,9 @@ class DecodeAttention:
         self.records = [ChunkRecords(runtime, most) for _ in resources.windows]
         self._slot_records = torch.zeros(ring.num_ring_slots, 4 + 4 * most, dtype=torch.int32, device=runtime.device)
 
-    def upload(self, found: list[SplitLists], chunks: Sequence[list[Chunk]]) -> None:
+    def upload(self, by_window: list[SplitLists], chunks: Sequence[list[Chunk]]) -> None:
         """Upload for each window the lists of splits, and the records of the KV chunks that pass in the step."""
-        for index, lists in enumerate(found):
+        for index, lists in enumerate(by_window):
             num_splits = lists.ranges[-1]
             assert num_splits <= self._max_splits, f"{num_splits} splits in a workspace of {self._max_splits}"
             self.splits[index].set(self._compute, lists)
@@ -80,7 +80,7 @@ class DecodeAttention:
                 splits.ranges[: len(out) + 1],
                 splits.partials_per_block,
                 out,
-                is_cut=self.lists.may_cut(len(out)),
+                is_cut=self.planner.may_cut(len(out)),
                 sinks=self._sinks[layer],
             )
 

@@ -13,18 +13,18 @@ _REPEATS = 3
 
 @torch.inference_mode()
 def link_speed(runtime: Runtime, compute: Stream, streamed: StreamedWeights) -> float | None:
-    """Return the bytes per second of copies of experts to the place where large steps have them; None without slots.
+    """Return the bytes per second of copies of experts to the area where large steps have them; None without slots.
 
     Nothing may be in flight.
     """
     if not streamed.slot_sets:
         return None
-    run = max(streamed.runs.values(), key=lambda one: len(one.place))
-    num_bytes, times = min(len(run.place), _MOST_BYTES), []
+    run = max(streamed.runs.values(), key=lambda one: len(one.buffer))
+    num_bytes, times = min(len(run.buffer), _MOST_BYTES), []
     for _ in range(1 + _REPEATS):  # the first one warms up
         begin, end = runtime.event(timed=True), runtime.event(timed=True)
         compute.record(begin)
-        compute.copy(run.place[:num_bytes], run.home[:num_bytes])
+        compute.copy(run.buffer[:num_bytes], run.home[:num_bytes])
         compute.record(end)
         runtime.synchronize()
         times.append(end.seconds_since(begin))

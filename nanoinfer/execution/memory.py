@@ -18,7 +18,7 @@ class MemoryPlan:
         workspace_bytes: fixed buffers of decode and of small prefill steps, and tables, without the attention partials
             of whole blocks.
         weight_bytes: of those that stay on the GPU, with position tables and the buffer for a matrix.
-        place_bytes: what lies on the GPU of the weights that are streamed, two pieces' at a time; or the pool of
+        landing_bytes: the landing buffers of streamed weights on the GPU, for two pieces at a time; or the pool of
             experts with slots.
         matrix_bytes: of the matrices of packed weights, where they are kept and not written for each product.
         library_bytes: workspaces of libraries, and rounding.
@@ -44,7 +44,7 @@ class MemoryPlan:
     library_bytes: int = 0
     graph_bytes: int = 0
     ring_bytes: int = 0
-    place_bytes: int = 0
+    landing_bytes: int = 0
     matrix_bytes: int = 0
     block_bytes: int = 0
     split_bytes: int = 0
@@ -70,7 +70,7 @@ class MemoryPlan:
     def fixed_bytes(self) -> int:
         """All but the KV pool and the partials that grow with it."""
         buffers = self.workspace_bytes + self.library_bytes + self.graph_bytes
-        weights = self.weight_bytes + self.place_bytes + self.matrix_bytes
+        weights = self.weight_bytes + self.landing_bytes + self.matrix_bytes
         return weights + self.activation_bytes + self.ring_bytes + buffers
 
     @property
@@ -111,10 +111,10 @@ class MemoryPlan:
         buffers = self.workspace_bytes + self.library_bytes + self.graph_bytes
         streamed = ""
         if self.streamed_bytes:
-            streamed = f" and {gib(self.streamed_bytes)} streamed from host memory through {gib(self.place_bytes)}"
+            streamed = f" and {gib(self.streamed_bytes)} streamed from host memory through {gib(self.landing_bytes)}"
             streamed += ", the head among them" * bool(self.head_bytes)
         if self.num_expert_slots:
-            streamed = f" and {gib(self.place_bytes)} for {self.num_expert_slots} experts of each layer, of "
+            streamed = f" and {gib(self.landing_bytes)} for {self.num_expert_slots} experts of each layer, of "
             streamed += f"{gib(self.expert_bytes)} in host memory"
         if self.embedding_bytes:
             streamed += f", embeddings {gib(self.embedding_bytes)} in host memory"

@@ -34,7 +34,7 @@ class MixedStep(OffloadStep):
         num_rows, self.section_ends = len(prefill.tensors), prefill.section_ends
         self.plan = self._resources.pieces.plan(self.chunks, num_rows)
         self._whole_rows = self._attention.whole_rows and not any(self.chunks)
-        self.ahead = None if prefill.takes_places else decode.ahead  # as if the decode rows went on alone
+        self.ahead = None if prefill.takes_landings else decode.ahead  # as if the decode rows went on alone
         self.write_through = prefill.write_through
         self.shares: np.ndarray | None = None  # as in `DecodeStep`
 
@@ -47,7 +47,7 @@ class MixedStep(OffloadStep):
         return result
 
     def compute(self, section: int) -> None:
-        self._resources.pieces.run_around(section, self._prefill.tensors, self, self._resources.graphs.run)
+        self._resources.pieces.run_with_hooks(section, self._prefill.tensors, self, self._resources.graphs.run)
 
     def use(self, cut: int, chunk: Chunk, ring_slot: int) -> None:
         if chunk.tag is not None:

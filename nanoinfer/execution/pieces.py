@@ -18,7 +18,7 @@ from nanoinfer.models.step_tensors import StepTensors
 from offload import Chunk, KVLayout, StreamPlan
 
 
-class Around(Protocol):
+class StepHooks(Protocol):
     """What a kind of step does around pieces: at once if the piece runs at once, else enqueued as the piece is.
 
     Behind the layers come the slices of the head, one where it stays on the GPU; none in a step that samples nothing.
@@ -40,7 +40,7 @@ class Around(Protocol):
         """Make the logits of a slice of the head."""
 
 
-def at_once(key: Hashable, work: Callable[[], None], number: int = 0) -> None:
+def run_now(key: Hashable, work: Callable[[], None], number: int = 0) -> None:
     """Run the work now: it is captured as part of something larger, or nothing is captured."""
     work()
 
@@ -72,7 +72,7 @@ class Pieces:
         """The number of pieces, without the head."""
         return len(self._pieces)
 
-    def numbers(self, samples: bool) -> range:
+    def piece_indices(self, samples: bool) -> range:
         """The numbers of all pieces and slices of a step."""
         return range(len(self.cuts) if samples else len(self))
 
@@ -82,12 +82,12 @@ class Pieces:
         first = {piece.kind(): i for i, piece in reversed([*enumerate(self._pieces)])}
         return sorted(first.values())
 
-    def run_around(
+    def run_with_hooks(
         self,
         index: int,
         tensors: StepTensors,
-        around: Around,
-        run: Callable[[Hashable, Callable[[], None], int], object] = at_once,
+        hooks: StepHooks,
+        run: Callable[[Hashable, Callable[[], None], int], object] = run_now,
     ) -> None:
         """Run a piece, or a slice of the head, and what a kind of step does around it.
 
@@ -95,17 +95,17 @@ class Pieces:
             run: runs the piece, as `Graphs.run` does with the key of a prefill step.
         """
         if index >= len(self):
-            around.head(index - len(self), tensors)
+            hooks.head(index - len(self), tensors)
             return
         if index == 0:
-            around.begin(tensors)
+            hooks.begin(tensors)
         elif (layer := self.cuts[index - 1].kv_layer) is not None:
-            around.end_attention(layer, tensors)
+            hooks.end_attention(layer, tensors)
         run(("prefill", len(tensors)), partial(self.run, index, tensors), index)
         if index == len(self) - 1:
-            around.end(tensors)
+            hooks.end(tensors)
         elif (layer := self.cuts[index].kv_layer) is not None:
-            around.attend(layer, tensors)
+            hooks.attend(layer, tensors)
 
     def run(self, index: int, tensors: StepTensors) -> None:
         """Run a piece on the current stream."""

@@ -50,8 +50,8 @@ class PrefillProgram:
         size += 3 * len(resources.windows) * blocks
         self._table = DeviceTable(runtime, size)
         self.pieces = PrefillPieces(resources, self._table, self._padding)
-        places = torch.arange(resources.ring.blocks_per_slot, dtype=torch.int32, device=runtime.device)
-        self.slot_places = places.view(1, -1)
+        positions = torch.arange(resources.ring.blocks_per_slot, dtype=torch.int32, device=runtime.device)
+        self.slot_table = positions.view(1, -1)
 
     def begin(self, step: StepPlan, logits: torch.Tensor) -> PrefillStep:
         """Upload the tables of the step's chunks and plan what the chunks attend to.
@@ -89,16 +89,17 @@ class PrefillProgram:
             self._table.forget()  # `MixedStep` writes there, too
         tensors = self.pieces.begin(num_live, inputs)
         pieces, samples = self.resources.pieces, len(logits) > 0
-        # Log-probabilities of prompts are made behind the step, with the head in the places.
-        takes_places = len(scored) > 0 and self.resources.model.streamed.head is not None
+        # Log-probabilities of prompts are made behind the step, with the head's slices in the landing buffers.
+        takes_landings = len(scored) > 0 and self.resources.model.streamed.head is not None
         return PrefillStep(
             program=self,
             write_through=step.write_through,
             chunks=passing,
             plan=pieces.plan(passing, len(tensors), samples),
-            # A decode step or another prompt follows: no KV can be guessed, nor whether that will be large.
-            ahead=None if any(passing) or takes_places else pieces.plan(passing, samples=samples),
-            section_ends=tuple(pieces.numbers(samples)),
+            # A decode step or another prompt may follow. We do not know which KV it reads, so only weights are fetched
+            # ahead, and none of those that large steps alone bring.
+            ahead=None if any(passing) or takes_landings else pieces.plan(passing, samples=samples),
+            section_ends=tuple(pieces.piece_indices(samples)),
             logits=logits,
             num_tokens=num_tokens,
             tensors=tensors,
@@ -107,7 +108,7 @@ class PrefillProgram:
             last_rows=last_rows,
             scored=scored,
             scored_by=scored_by,
-            takes_places=takes_places,
+            takes_landings=takes_landings,
             gpu_ranges=[on_gpu(load_state=load_state) for load_state in load_states],
             slot_tables=slot_tables,
             lengths=lengths,
@@ -169,18 +170,20 @@ class PrefillProgram:
         assert all(np.all(blocks[first:] != NO_BLOCK) for blocks, first in zip(lists, firsts, strict=True)), (
             "a block lies neither on the GPU nor on the host"
         )
-        found, rows, number = [], [], 0
+        tagged, rows, number = [], [], 0
         for chunk, readers in pack_together(lists, firsts, self.resources.ring.blocks_per_slot):
             # Runs of neighbours, which one launch attends to: (number of the first record, first sequence, count).
-            neighbours = [(number + place, first, count) for place, first, count in runs(list(enumerate(readers)))]
+            neighbours = [
+                (number + position, first, count) for position, first, count in runs(list(enumerate(readers)))
+            ]
             end = (chunk.begin + len(chunk.blocks)) * block_size
             rows += [(chunk.begin, end, int(chunk.begin > firsts[reader])) for reader in readers]
             number += len(readers)
-            found.append(replace(chunk, tag=tuple(neighbours)))
+            tagged.append(replace(chunk, tag=tuple(neighbours)))
         blocks = [blocks[first:] for blocks, first in zip(lists, firsts, strict=True)]
         readers = np.repeat(np.arange(len(blocks)), [len(one) for one in blocks]), np.concatenate(blocks)
         load_state = packer.add([first < end for first, end in zip(firsts, ends, strict=True)])
-        return found, load_state, packer.add(np.array(rows, dtype=np.int32).reshape(-1, 3).T), readers
+        return tagged, load_state, packer.add(np.array(rows, dtype=np.int32).reshape(-1, 3).T), readers
 
 
 def _scored(chunks: Sequence[PromptChunk], lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -214,7 +217,7 @@ class PrefillStep(OffloadStep):
         last_normed: [n, hidden_size], what the head reads; filled by the last piece.
         scored, scored_by: [m] each, index in the step of each token behind which one of the prompt has its
             log-probability made, and that one's id; none if nobody wants any.
-        takes_places: whether the head is brought for these behind the step, which fetches nothing ahead then.
+        takes_landings: whether the head is brought for these behind the step, which fetches nothing ahead then.
         normed: [N, hidden_size], what the head reads of all tokens; left by the last piece where some are scored.
         gpu_ranges: for each window what the chunks attend to in the GPU pool.
         slot_tables: for each window [3, n] int32: first block, end of the keys and load state of each pair of a ring
@@ -236,7 +239,7 @@ class PrefillStep(OffloadStep):
     last_rows: torch.Tensor
     scored: torch.Tensor
     scored_by: torch.Tensor
-    takes_places: bool
+    takes_landings: bool
     gpu_ranges: list[KeyRange]
     slot_tables: Sequence[torch.Tensor]
     lengths: np.ndarray
@@ -248,7 +251,7 @@ class PrefillStep(OffloadStep):
 
     def compute(self, section: int) -> None:
         resources = self.program.resources
-        resources.pieces.run_around(section, self.tensors, self, resources.graphs.run)
+        resources.pieces.run_with_hooks(section, self.tensors, self, resources.graphs.run)
 
     def use(self, cut: int, chunk: Chunk, ring_slot: int) -> None:
         resources = self.program.resources
@@ -299,7 +302,7 @@ class PrefillStep(OffloadStep):
                 first_block=records[0],
                 kv_end=records[1],
                 load_state=records[2],
-                block_table=self.program.slot_places.expand(count, -1),
+                block_table=self.program.slot_table.expand(count, -1),
                 max_query_len=int(self.lengths[first:last].max()),
                 query_rows=(int(self.lengths[:first].sum()), int(self.lengths[:last].sum())),
                 store_state=True,

@@ -30,15 +30,15 @@ def check_products(model: Decoder, max_rows: int) -> dict[str, list[int]]:
     Returns:
         For each shape of weights, such as "4096x1024" ([num_rows, size]), the numbers of rows at which bits differ.
     """
-    counts, found = padded_counts(max_rows), {}
+    counts, differing = padded_counts(max_rows), {}
     for (num_rows, size, _), modules in _by_shape(model).items():
         model.streamed.bring(modules[0])
         agreeing = library_counts(modules[0], counts)
         for module in modules:
             module.library_counts = agreeing
         shape = f"{num_rows}x{size}"
-        found[shape] = sorted((set(counts) - agreeing).union(found.get(shape, ())))
-    return found
+        differing[shape] = sorted((set(counts) - agreeing).union(differing.get(shape, ())))
+    return differing
 
 
 def run_ours(model: Decoder) -> None:

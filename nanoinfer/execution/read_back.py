@@ -32,8 +32,8 @@ class PendingTokens:
 
     Args:
         tokens: [n] int64, pinned, valid once `done` was reached; `UNSOUND` or `NOTHING_LEFT` where none could be drawn.
-        places: of the tokens with log-probabilities.
-        values, ids: [places, 1 + top] float32 and int64, pinned, as `copy_logprobs` writes them.
+        lines: of `tokens`, those with log-probabilities.
+        values, ids: [lines, 1 + top] float32 and int64, pinned, as `copy_logprobs` writes them.
         prompts: log-probabilities of the prompts of the step; None: nobody wants any.
         fault: why logits are unsound, as far as it is known.
         count_experts: returns `experts_read` and `fetched_bytes`, once the step has run.
@@ -48,7 +48,7 @@ class PendingTokens:
     def __init__(
         self,
         tokens: torch.Tensor,
-        places: Sequence[int],
+        lines: Sequence[int],
         values: torch.Tensor,
         ids: torch.Tensor,
         prompts: PendingPrompts | None,
@@ -56,7 +56,7 @@ class PendingTokens:
         fault: str,
         count_experts: Callable[[], tuple[int, int]],
     ) -> None:
-        self._tokens, self._places, self._values, self._ids, self._fault = tokens, places, values, ids, fault
+        self._tokens, self._lines, self._values, self._ids, self._fault = tokens, lines, values, ids, fault
         self.done, self._count_experts, self._prompts = done, count_experts, prompts
         self.made: float | None = None
         self.experts_read = self.fetched_bytes = 0
@@ -67,15 +67,15 @@ class PendingTokens:
         tokens = self._tokens.tolist()
         self.experts_read, self.fetched_bytes = self._count_experts()
         logprobs: list[Logprobs | None] = [None] * len(tokens)
-        for place, values, ids in zip(self._places, self._values.tolist(), self._ids.tolist(), strict=True):
-            logprobs[place] = values[0], ids[0], values[1:], ids[1:]
+        for line, values, ids in zip(self._lines, self._values.tolist(), self._ids.tolist(), strict=True):
+            logprobs[line] = values[0], ids[0], values[1:], ids[1:]
         return list(zip(tokens, logprobs, map(self._error, tokens), strict=True))
 
     def read_prompts(self) -> list[tuple[ChunkLogprobs, Exception | None] | None]:
         """Return, once the step was read, the log-probabilities of the prompt of each of its chunks, and why they are
         unusable, or None; None for a chunk of which none are wanted. Empty where no chunk has any."""
-        found = [] if self._prompts is None else self._prompts.read()
-        return [one and (one[0], None if one[1] else ValueError(self._fault)) for one in found]
+        chunks = [] if self._prompts is None else self._prompts.read()
+        return [one and (one[0], None if one[1] else ValueError(self._fault)) for one in chunks]
 
     def _error(self, token: int) -> Exception | None:
         if token == NOTHING_LEFT:
@@ -104,7 +104,7 @@ class ReadBack:
         self._counts = [] if reads is None else [reads, *(one.counts for one in slots)]
         for one in self._counts:
             one.zero_()
-        self._places = DeviceTable(runtime, max_rows)
+        self._lines = DeviceTable(runtime, max_rows)
         each = max_rows * (1 + MAX_LOGPROBS)
         sizes = [(max_rows, torch.int64), (each, torch.float32), (each, torch.int64)]
         sizes += [(one.numel(), torch.int64) for one in self._counts]
@@ -123,11 +123,11 @@ class ReadBack:
         """
         self.buffers.rotate()
         (tokens_host, values, ids, *counts), done = self.buffers[0]
-        places, top = list(num_logprobs), max(num_logprobs.values(), default=0)
-        values, ids = (buffer[: len(places) * (1 + top)].view(len(places), 1 + top) for buffer in (values, ids))
-        if places:
-            self._places.set(self._compute, np.array(places, dtype=np.int32))
-            index = self._places.tensor[: len(places)]
+        lines, top = list(num_logprobs), max(num_logprobs.values(), default=0)
+        values, ids = (buffer[: len(lines) * (1 + top)].view(len(lines), 1 + top) for buffer in (values, ids))
+        if lines:
+            self._lines.set(self._compute, np.array(lines, dtype=np.int32))
+            index = self._lines.tensor[: len(lines)]
 
             def look_up() -> None:
                 chosen = tokens.index_select(0, index).clamp(min=0)  # not those without one
@@ -141,7 +141,7 @@ class ReadBack:
             self._compute.copy(host, device.view(-1))
         self._compute.record(done)
         count = partial(self._count_experts, counts)
-        return PendingTokens(tokens_host, places, values, ids, prompts, done, self._fault, count)
+        return PendingTokens(tokens_host, lines, values, ids, prompts, done, self._fault, count)
 
     def _count_experts(self, counts: Sequence[torch.Tensor]) -> tuple[int, int]:
         """Return what copies of the counts say: how many experts were read, and the bytes that came one by one."""
@@ -152,4 +152,4 @@ class ReadBack:
 
     def forget(self) -> None:
         """Have the table uploaded again: after an exception, the one on the device may hold anything."""
-        self._places.forget()
+        self._lines.forget()

@@ -25,7 +25,7 @@ class Resources:
     """The resources of one engine with which steps are carried out. Layers without attention do not count.
 
     Attributes:
-        places: where transfers lie that do not pass through the ring.
+        landings: where transfers lie that do not pass through the ring.
         gpu_kv: `[num_layers, num_gpu_blocks, 2, block_size, num_kv_heads, head_dim]`, the GPU pool, once memory was
             measured.
         states: what rows keep besides blocks.
@@ -41,7 +41,7 @@ class Resources:
     backend: AttentionBackend
     layout: KVLayout
     ring: Ring
-    places: Places
+    landings: Places
     graphs: Graphs
     gpu_kv: torch.Tensor | None = None
     states: RecurrentStates | None = None

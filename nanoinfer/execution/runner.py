@@ -95,10 +95,10 @@ class ModelRunner:
         self.compute: Stream = runtime.stream("compute")
         self.ring = Ring(runtime, self.layout, config.num_ring_slots, plan.blocks_per_slot)
         self.num_gpu_blocks = plan.num_gpu_blocks
-        self.places = Places(runtime, model.streamed.places)
+        self.landings = Places(runtime, model.streamed.landing_buffers)
         self.graphs = Graphs(runtime, self.compute)
         self._resources = Resources(
-            config, plan, runtime, self.compute, model, backend, layout, self.ring, self.places, self.graphs
+            config, plan, runtime, self.compute, model, backend, layout, self.ring, self.landings, self.graphs
         )
         self._activations = Activations(self._resources, memory_before)
         self.product_checks: dict[str, list[int]] = {}  # as `check_products` returns
@@ -120,7 +120,7 @@ class ModelRunner:
         host = HostPool(self.layout, plan.num_host_blocks, blocks_per_segment)
         self.decode_program, self.prefill_program = self._programs(self.gpu_kv, states)
         cuts = self.decode_program.resources.pieces.cuts
-        self.offload = OffloadEngine(runtime, self.gpu_kv, host, self.ring, self.compute, cuts, self.places)
+        self.offload = OffloadEngine(runtime, self.gpu_kv, host, self.ring, self.compute, cuts, self.landings)
         self.block_copies = BlockCopies(self.offload, self.gpu_kv, self.kept, states)
         # A broken weight makes logits of every request unsound, an overflow those of single ones, at any step.
         logits_fault = (
@@ -214,9 +214,9 @@ class ModelRunner:
         gc.disable()
         try:
             with bar, self.compute.current():
-                if self.places.bytes:  # warm-up runs read them, and what another piece left leads an index anywhere
+                if self.landings.bytes:  # warm-up runs read them, and what another piece left leads an index anywhere
                     self.offload.drain()
-                    self.places.clear()
+                    self.landings.clear()
                 for work in works:
                     self.graphs.capture(work)
                     bar.set_postfix_str(work.name)
@@ -229,8 +229,8 @@ class ModelRunner:
         self.graph_memory = (first, last + taken)
 
     def _memory_in_use(self) -> int:
-        found = self.device.memory()
-        return 0 if found is None else found[1] - found[0]
+        memory = self.device.memory()
+        return 0 if memory is None else memory[1] - memory[0]
 
     # Steps
 
@@ -254,7 +254,7 @@ class ModelRunner:
             self.offload.run(step, plan.operation, plan.gone_host_blocks, timeline)
             logits = self._logits(plan)
             prompts = None if prefill is None else self._prompt_logprobs.launch(prefill, plan.chunks)
-            if prefill is not None and prefill.takes_places:
+            if prefill is not None and prefill.takes_landings:
                 self.offload.hold_places()
         if step.plan.transfers and step.shares is None:
             step.shares = self._shares(step, plan.num_members)

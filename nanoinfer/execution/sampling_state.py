@@ -64,12 +64,12 @@ class SamplingState:
         uploaded = self._updates[: len(lines)]
         self._staging.upload(stream, uploaded.view(-1))
         stream.run(lambda: self.settings.words.index_copy_(0, SettingsTable(uploaded)["row"].long(), uploaded))
-        penalised = [(row, given.penalty_token_ids) for row, given in settings if given.repetition_penalty != 1]
+        penalised = [(row, own.penalty_token_ids) for row, own in settings if own.repetition_penalty != 1]
         if penalised:
             self._upload_seen(stream, penalised)
-        for row, given in settings:
-            if given.counts_output:
-                self._upload_counts(stream, self.counts[row], given.output_token_ids)
+        for row, own in settings:
+            if own.counts_output:
+                self._upload_counts(stream, self.counts[row], own.output_token_ids)
         self._upload_limits(stream, settings)
 
     def _upload_seen(self, stream: Stream, seen: list[tuple[int, Collection[int]]]) -> None:
@@ -88,16 +88,16 @@ class SamplingState:
             stream.run(counts.zero_)
             return
         # Only preempted sequences come here. They are rare, so the third one of a step may wait for the first upload.
-        found = np.bincount(list(output_token_ids), minlength=self.vocab_size)
-        np.minimum(found, MAX_COUNT, out=self._counts_staging.acquire().numpy(), casting="unsafe")
+        counted = np.bincount(list(output_token_ids), minlength=self.vocab_size)
+        np.minimum(counted, MAX_COUNT, out=self._counts_staging.acquire().numpy(), casting="unsafe")
         self._counts_staging.upload(stream, counts)
 
     def _upload_limits(self, stream: Stream, settings: Several[tuple[int, RowSampling]]) -> None:
         """Upload the lines of rows with limits: one line for all rows for which it is the same."""
         rows_of: dict[tuple[TokenLimits, tuple[int, ...]], list[int]] = {}
-        for row, given in settings:
-            if given.limits is not None:
-                rows_of.setdefault((given.limits, tuple(given.output_token_ids)), []).append(row)
+        for row, own in settings:
+            if own.limits is not None:
+                rows_of.setdefault((own.limits, tuple(own.output_token_ids)), []).append(row)
         for (limits, output), (first, *others) in rows_of.items():
             self._limits_staging.acquire().numpy()[:] = limits.line(self.vocab_size, output)
             lines = self.limits.words
@@ -108,21 +108,21 @@ class SamplingState:
     def _lines(self, settings: Several[tuple[int, RowSampling]]) -> np.ndarray:
         """Return settings, each with its row, as the table holds them: [n, ROW_WORDS] int32."""
         lines = np.zeros(len(settings), dtype=ROW)
-        for line, (row, given) in zip(lines, settings, strict=True):
+        for line, (row, own) in zip(lines, settings, strict=True):
             # A stop token id beyond the vocabulary can never come, so there is nothing to ban.
-            banned = sorted(token_id for token_id in given.banned_token_ids if token_id < self.vocab_size)
-            line["row"], line["step"] = row, given.step
-            line["seed"] = np.uint64(given.seed).view(np.int64)
-            line["temperature"] = min(given.temperature, _FLOAT32.max)  # an infinite one would give -inf / inf
-            line["repetition_penalty"] = min(max(given.repetition_penalty, _FLOAT32.tiny), _FLOAT32.max)
+            banned = sorted(token_id for token_id in own.banned_token_ids if token_id < self.vocab_size)
+            line["row"], line["step"] = row, own.step
+            line["seed"] = np.uint64(own.seed).view(np.int64)
+            line["temperature"] = min(own.temperature, _FLOAT32.max)  # an infinite one would give -inf / inf
+            line["repetition_penalty"] = min(max(own.repetition_penalty, _FLOAT32.tiny), _FLOAT32.max)
             for name in ("top_p", "min_p", "presence_penalty", "frequency_penalty"):
-                line[name] = getattr(given, name)
-            line["top_k"] = min(given.top_k, self.vocab_size)
-            line["is_counted"] = given.counts_output
-            line["banned_until"] = min(given.min_tokens, 2**31 - 1) if banned else 0
+                line[name] = getattr(own, name)
+            line["top_k"] = min(own.top_k, self.vocab_size)
+            line["is_counted"] = own.counts_output
+            line["banned_until"] = min(own.min_tokens, 2**31 - 1) if banned else 0
             line["num_banned"] = len(banned)
             line["banned_ids"][: len(banned)] = banned
-            if (limits := given.limits) is not None:
+            if (limits := own.limits) is not None:
                 line["is_masked"], line["num_listed"] = limits.is_masked, len(limits.listed)
                 line["num_places"] = limits.num_places
         return lines.view(np.int32).reshape(len(lines), ROW_WORDS)

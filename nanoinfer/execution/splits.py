@@ -145,8 +145,8 @@ def slot_records(on_host: np.ndarray, chunks: list[Chunk]) -> list[np.ndarray]:
     return [work_table(items[begin:end]) for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
-class DecodeLists:
-    """Makes the lists of decode steps."""
+class SplitPlanner:
+    """Makes the lists of splits of decode steps."""
 
     def __init__(self, resources: Resources) -> None:
         self._windows = resources.windows
@@ -169,8 +169,8 @@ class DecodeLists:
             for window in self._windows
         ]
 
-    def until(self, size: int, lengths: np.ndarray) -> np.ndarray:
-        """Return the length, [rows], up to which a row of the same blocks has the same splits as at `lengths`."""
+    def valid_up_to(self, size: int, lengths: np.ndarray) -> np.ndarray:
+        """Return the length, [rows], up to which a row of the same blocks has the splits that it has at `lengths`."""
         ends = []
         for window in self._windows:
             first, counts = visible_blocks(lengths, window, self._block_size)
@@ -196,8 +196,8 @@ class DecodeLists:
     def chunks(self, lists: list[SplitLists], beside: Sequence[list[Chunk]] | None = None) -> list[list[Chunk]]:
         """Return for each window what streams for these splits, besides what passes for the same step's prompts."""
         chunks = []
-        for index, found in enumerate(lists):
-            blocks = found.host_blocks
+        for index, of_window in enumerate(lists):
+            blocks = of_window.host_blocks
             if beside is not None and beside[index]:
                 blocks = np.setdiff1d(blocks, [block for chunk in beside[index] for block in chunk.blocks])
             chunks.append(pack(blocks, self._blocks_per_slot))

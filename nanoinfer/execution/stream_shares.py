@@ -44,9 +44,9 @@ def shares(streamed: list[int], numbers: np.ndarray, blocks: np.ndarray, count: 
     Returns:
         [count] int64 bytes, which add up to those of the stream.
     """
-    found, times = np.unique(np.array(streamed, dtype=np.int64), return_counts=True)
-    at = np.searchsorted(found, blocks)
-    num_readers = np.bincount(at, minlength=len(found))
+    passing, times = np.unique(np.array(streamed, dtype=np.int64), return_counts=True)
+    at = np.searchsorted(passing, blocks)
+    num_readers = np.bincount(at, minlength=len(passing))
     num_bytes = times * block_bytes
     each = (num_bytes // num_readers)[at]
     _, first_reader = np.unique(at, return_index=True)

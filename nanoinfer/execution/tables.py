@@ -78,14 +78,14 @@ class ChunkRecords:
 
     def set(self, stream: Stream, lists: SplitLists, chunks: list[Chunk]) -> None:
         """Upload the records for all work enqueued on `stream` from here on. Chunks may hold other blocks, too."""
-        self._records, found, end = {}, [], 0
+        self._records, stored, end = {}, [], 0
         for chunk, record in zip(chunks, slot_records(lists.on_host, chunks), strict=True):
             if len(record) > 1:
                 self._records[chunk] = self.table.tensor[end : end + record.size]
-                found.append(record)
+                stored.append(record)
                 end += record.size
-        if found:
-            self.table.set(stream, np.concatenate(found))
+        if stored:
+            self.table.set(stream, np.concatenate(stored))
 
     def copy(self, stream: Stream, chunk: Chunk, target: torch.Tensor) -> bool:
         """Copy the chunk's record to the start of `target`. Return False if no row attends to the chunk."""
@@ -140,11 +140,11 @@ class Packer:
     def add(self, values: np.ndarray | list[int]) -> torch.Tensor:
         """Add `values` (any shape, whole numbers) and return where they will lie, in their shape."""
         array = np.asarray(values, dtype=np.int32)
-        place = self._table.tensor[self._size : self._size + array.size].view(array.shape)
+        target = self._table.tensor[self._size : self._size + array.size].view(array.shape)
         padding = np.zeros(-array.size % 4, dtype=np.int32)
         self._arrays += [array.reshape(-1), padding]
         self._size += array.size + len(padding)
-        return place
+        return target
 
     def upload(self, stream: Stream) -> None:
         """Put all arrays into the table for work enqueued on `stream` from here on."""

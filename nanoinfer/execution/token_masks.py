@@ -28,13 +28,13 @@ class TokenMasks:
 
     def __init__(self, runtime: Runtime, compute: Stream, graphs: Graphs, logits: torch.Tensor) -> None:
         self._compute, self._graphs, self._logits = compute, graphs, logits
-        place, device = runtime.device, device_of(runtime.device)
+        target, device = runtime.device, device_of(runtime.device)
         max_lines, self._width = len(logits), 1 + -(-logits.shape[1] // 32)
         self._counts = [*(1 << power for power in range((max_lines - 1).bit_length())), max_lines]
         reads_host_memory = device.reads_host_memory or device.is_host
         shape = max_lines, self._width
-        self._copy = None if reads_host_memory else torch.full(shape, -1, dtype=torch.int32, device=place)
-        self._apply_masks = operations_of(place).apply_masks
+        self._copy = None if reads_host_memory else torch.full(shape, -1, dtype=torch.int32, device=target)
+        self._apply_masks = operations_of(target).apply_masks
         self._staging = Staging(runtime, max_lines * self._width, torch.int32)
 
     def works(self) -> Iterator[GraphWork]:

@@ -121,8 +121,8 @@ class Forecast:
         rows = [
             ("GPU memory", f"{format_gib(memory.total_bytes)} of {format_gib(self.budget_bytes)} GiB"),
             ("  weights", format_size(memory.weight_bytes) + embeddings),
-            *([("  places", f"{format_size(memory.place_bytes)}, for {_streamed(memory)}")] if weights else []),
-            *([("  experts", f"{format_size(memory.place_bytes)}, {memory.num_expert_slots} of each layer; all "
+            *([("  places", f"{format_size(memory.landing_bytes)}, for {_streamed(memory)}")] if weights else []),
+            *([("  experts", f"{format_size(memory.landing_bytes)}, {memory.num_expert_slots} of each layer; all "
                              f"{format_size(memory.expert_bytes)} lie in host memory")] if slots else []),
             ("  working memory", f"{format_size(memory.activation_bytes)}, "
                                  f"{memory.max_num_batched_tokens:,} tokens of a prompt at a time"),
@@ -149,7 +149,7 @@ class Forecast:
 
 
 def _streamed(memory: MemoryPlan) -> str:
-    """Name what passes through the places."""
+    """Name what passes through the landing buffers."""
     if not memory.head_bytes:
         return "layers that are streamed"
     return "layers and a head that are streamed" if memory.streamed_pieces else "the head, which is streamed"

@@ -10,7 +10,7 @@ from nanoinfer.common.units import GIB, format_size
 from nanoinfer.config import EngineConfig
 from nanoinfer.devices.base import Device
 from nanoinfer.execution.memory import MemoryPlan
-from nanoinfer.memory.candidates import Candidate, Streamed, placed, slot_bytes
+from nanoinfer.memory.candidates import Candidate, StreamedChoice, sizes_of, slot_bytes
 from nanoinfer.memory.limits import KV_SHARE, TooSmall, above_available, min_blocks
 from nanoinfer.memory.rates import Rates
 from nanoinfer.memory.sized import most_blocks, sized_plan
@@ -35,7 +35,7 @@ class Cost(NamedTuple):
     fixed_bytes: int
     streamed_bytes: int
     head_bytes: int
-    place_bytes: int
+    landing_bytes: int
     expert_bytes: int
     embedding_bytes: int
     num_expert_slots: int
@@ -113,7 +113,7 @@ class Planner:
         return spec.embedding_bytes if reads and not spec.tied_embeddings and self.config.cpu_offload_gb != 0 else 0
 
     @cached_property
-    def least(self) -> Streamed:
+    def least(self) -> StreamedChoice:
         """What the settings alone ask to be streamed.
 
         The head comes behind all layers, or with a limit of what stays that is below its own bytes.
@@ -135,7 +135,7 @@ class Planner:
             wanted = max(wanted, of_layers - limit)
         counts = range(most + 1)
         count = next(n for n in counts if sum(spec.piece_bytes[piece] for piece in spread(most + 1, n)) >= wanted)
-        return Streamed(count, head)
+        return StreamedChoice(count, head)
 
     def check_host_limit(self) -> None:
         """Raise ValueError for a limit of host memory that this machine cannot have, if KV is to lie there."""
@@ -174,7 +174,7 @@ class Planner:
     def num_blocks(self, candidate: Candidate) -> int:
         """Return the blocks of a candidate's pool, of which `cost` may leave less: an upper bound."""
         tokens, streamed, num_slots, embeddings = candidate
-        gains = self.embedding_bytes * embeddings + placed(self.spec, streamed).freed_bytes
+        gains = self.embedding_bytes * embeddings + sizes_of(self.spec, streamed).freed_bytes
         if num_slots:
             gains += self.spec.sparse.expert_bytes - slot_bytes(self.spec.sparse, num_slots)
         return most_blocks(self.sized(tokens), gains)
@@ -185,13 +185,13 @@ class Planner:
         Of host memory streamed weights are taken first, then KV blocks.
         """
         config, spec, sized = self.config, self.spec, self.sized(candidate.tokens)
-        on_host, num_slots = placed(spec, candidate.streamed), candidate.num_expert_slots
+        on_host, num_slots = sizes_of(spec, candidate.streamed), candidate.num_expert_slots
         experts = spec.sparse.expert_bytes if num_slots else 0
         embeddings = self.embedding_bytes * candidate.embeddings
-        places = slot_bytes(spec.sparse, num_slots) if num_slots else on_host.place_bytes
+        landing = slot_bytes(spec.sparse, num_slots) if num_slots else on_host.landing_bytes
         weights = on_host.num_bytes + experts + embeddings  # in host memory
-        fixed, least = sized.fixed_bytes - weights + places, self.least_blocks(candidate.tokens)
-        blocks = self._pool(sized, least, most_blocks(sized, weights - places))
+        fixed, least = sized.fixed_bytes - weights + landing, self.least_blocks(candidate.tokens)
+        blocks = self._pool(sized, least, most_blocks(sized, weights - landing))
         host_blocks, lacks = self._host_blocks(sized, weights, fixed)
         most = -(-sized.max_model_len // config.block_size) * sized.max_num_seqs
         fewest = min(most, 2 * max(blocks, host_blocks) + sized.max_num_seqs)
@@ -210,7 +210,7 @@ class Planner:
             fixed,
             on_host.num_bytes,
             spec.head_bytes * candidate.streamed.head,
-            places,
+            landing,
             experts,
             embeddings,
             num_slots,
@@ -230,7 +230,7 @@ class Planner:
         sized, numbers = self.sized(cost.candidate.tokens), cost._asdict()
         return replace(
             sized,
-            streamed_pieces=placed(self.spec, cost.candidate.streamed).pieces,
+            streamed_pieces=sizes_of(self.spec, cost.candidate.streamed).pieces,
             weight_bytes=sized.weight_bytes - cost.host_weight_bytes,
             **{name: numbers[name] for name in numbers if name in MemoryPlan.__dataclass_fields__},
         )

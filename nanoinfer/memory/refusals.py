@@ -80,18 +80,18 @@ def _lacks_gpu(config: EngineConfig, plan: MemoryPlan, also: str = "") -> ValueE
     if plan.streamed_bytes:
         streamed = f" beside {format_size(plan.streamed_bytes)} that are streamed"
     elif plan.num_expert_slots:
-        streamed = f", {format_size(plan.place_bytes)} for {plan.num_expert_slots} experts of each layer"
+        streamed = f", {format_size(plan.landing_bytes)} for {plan.num_expert_slots} experts of each layer"
     given = "what is free of the device's memory, or the share of it that may be taken,"
     if config.gpu_memory_limit is not None:
         given = f"gpu_memory_limit={config.gpu_memory_limit!r}"
     lower = [name for name in ("max_num_batched_tokens", "max_num_seqs") if getattr(plan, name) > 1]
-    if plan.weight_bytes + plan.place_bytes >= plan.budget_bytes:
+    if plan.weight_bytes + plan.landing_bytes >= plan.budget_bytes:
         lower = []
     help_lower = ", or set " + " or ".join(f"{name} below {getattr(plan, name)}" for name in lower) if lower else ""
     help_offload = "" if config.may_offload else ", lower max_model_len or set enable_cpu_offload=True"
     if config.expert_slots is not None:
         help_offload = f", or lower expert_slots={config.expert_slots}"
-    rest = plan.fixed_bytes - plan.weight_bytes - plan.place_bytes * bool(plan.num_expert_slots)
+    rest = plan.fixed_bytes - plan.weight_bytes - plan.landing_bytes * bool(plan.num_expert_slots)
     return TooSmall(
         f"{given} ({format_size(plan.budget_bytes)}) is too small: weights {format_size(plan.weight_bytes)}{streamed}, "
         f"working memory and buffers {format_size(rest)} and the least KV cache "

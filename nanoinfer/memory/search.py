@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from nanoinfer.execution.memory import MemoryPlan
-from nanoinfer.memory.candidates import Candidate, Streamed, choices
+from nanoinfer.memory.candidates import Candidate, StreamedChoice, choices
 from nanoinfer.memory.limits import checked_slots
 from nanoinfer.memory.measure import Measure
 from nanoinfer.memory.planner import Cost, Planner
@@ -80,7 +80,7 @@ class Search:
         if planner.may_have_slots:
             sparse = planner.spec.sparse
             counts = range(sparse.num_experts, sparse.num_chosen - 1, -1)
-            self._look_along([Candidate(tokens, Streamed(), count) for count in counts])
+            self._look_along([Candidate(tokens, StreamedChoice(), count) for count in counts])
 
     def _look_along(self, family: Sequence[Candidate]) -> None:
         """Look for the best of a family, each of whose members leaves more to the pool than those before.

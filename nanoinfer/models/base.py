@@ -119,7 +119,7 @@ class ModelSpec:
     head_rows: tuple[int, ...] = ()
     """Tokens of each slice of the head, where it is streamed."""
     slice_bytes: tuple[int, ...] = ()
-    """Bytes of each slice of the head, which follow the pieces through the places then."""
+    """Bytes of each slice of the head, which follow the pieces through the landing buffers then."""
     scratch_bytes: int = 0
     """Bytes of the buffer that packed weights are expanded to, on a CPU."""
     matrix_bytes: int = 0

@@ -91,5 +91,5 @@ class CheckpointInfo:
         if dtypes is not None and self.is_text_part:
             dtypes = {long: dtype for name, dtype in dtypes.items() for long in long_names(name)}
         blocks = {name: entry.block_type for name, entry in (self.tensors or {}).items() if entry.block_type}
-        found = formats_of(self.settings, CheckpointTensors(dtype, dtypes, blocks), self.is_text_part)
-        return found if self.quantised_to is None else Online(found, *self.quantised_to, dtype)
+        formats = formats_of(self.settings, CheckpointTensors(dtype, dtypes, blocks), self.is_text_part)
+        return formats if self.quantised_to is None else Online(formats, *self.quantised_to, dtype)

@@ -130,8 +130,8 @@ def _fits(checkpoint: str, room: Room) -> bool:
 
 def parameters_of(checkpoint: str) -> float:
     """Return how many billions of parameters one of `CHECKPOINTS` has."""
-    found = re.search(r"(\d+(?:\.\d+)?)b\b", checkpoint.lower())
-    return _PARAMETERS.get(checkpoint) or float(found[1])
+    size = re.search(r"(\d+(?:\.\d+)?)b\b", checkpoint.lower())
+    return _PARAMETERS.get(checkpoint) or float(size[1])
 
 
 def _bare_names(checkpoint: str) -> tuple[str, ...]:

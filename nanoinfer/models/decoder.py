@@ -48,7 +48,7 @@ from nanoinfer.models.logits import Logits
 from nanoinfer.models.module_tensors import weight_sizes
 from nanoinfer.models.pieces import Held, Piece
 from nanoinfer.models.step_tensors import StepTensors
-from nanoinfer.models.streamed import OnHost, StreamedWeights
+from nanoinfer.models.streamed import HostPlacement, StreamedWeights
 from nanoinfer.models.streamed_head import head_sizes
 from offload import Cut
 
@@ -97,7 +97,7 @@ class Decoder(nn.Module):
         device: torch.device | str,
         max_position: int,
         context: int | None = None,
-        on_host: OnHost = OnHost(),
+        on_host: HostPlacement = HostPlacement(),
     ) -> None:
         """Allocate the weights, not yet filled, and the position tables.
 
@@ -373,13 +373,13 @@ class Decoder(nn.Module):
                 continue
             prefix = name if name == "lm_head" else f"model.{name}"
             if isinstance(module, Linear):
-                found = module.checkpoint_views()
+                filled = module.checkpoint_views()
                 prefix = prefix if module.merged is None else prefix.rsplit(".", 1)[0]
             elif isinstance(module, Experts):
-                found = fused_views(module) if module.is_fused else module.checkpoint_views()
+                filled = fused_views(module) if module.is_fused else module.checkpoint_views()
             else:
-                found = dict(module.named_parameters(recurse=False))
-            views |= {self.name_in_checkpoint(f"{prefix}.{ending}"): view for ending, view in found.items()}
+                filled = dict(module.named_parameters(recurse=False))
+            views |= {self.name_in_checkpoint(f"{prefix}.{ending}"): view for ending, view in filled.items()}
         return views
 
     def name_in_checkpoint(self, name: str) -> str:

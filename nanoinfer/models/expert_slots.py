@@ -1,9 +1,9 @@
 """Experts that lie in host memory, and pass to the GPU one by one, when a row chooses them.
 
-Layers whose experts are runs of one length share a pool of places:
+Layers whose experts are runs of one length share a pool, in which a run is known by its index:
 
     two areas     a layer's experts each: layers use them in turn in large steps, which the copy engine fills ahead
-    spare places  what a step chooses beyond the slots of its layer, until the step's next layer
+    spare runs    experts of this step that found no slot; the step's next layer overwrites them
     slots         so many for each layer: the experts that its last steps have chosen
 
 In a step of few rows nobody asks the host: kernels bring what is missing (`kernels/experts/slots.py`), in a graph.
@@ -24,7 +24,7 @@ NUM_AREAS = 2
 
 
 class SlotCounts(NamedTuple):
-    """How many experts the steps of a layer have found in slots, brought to slots and to spare places, and put out."""
+    """How many experts the steps of a layer have found in slots, brought to slots and to spare runs, and put out."""
 
     layer: int
     hits: int
@@ -44,17 +44,19 @@ class SlotSet:
     Args:
         layers: the experts of these layers, in their order.
         num_slots: of each layer.
-        first_place: number of the first area among the places that transfers go to; see `Landing`.
+        first_landing: number of the first area among the landing buffers; see `Landing`.
 
     Attributes:
         counts: [layers, 4] int64, see `SlotTables`.
     """
 
-    def __init__(self, layers: Sequence[Experts], num_slots: int, device: torch.device | str, first_place: int) -> None:
-        self.layers, self._first_place = list(layers), first_place
+    def __init__(
+        self, layers: Sequence[Experts], num_slots: int, device: torch.device | str, first_landing: int
+    ) -> None:
+        self.layers, self._first_landing = list(layers), first_landing
         self._num_experts, stride = layers[0].num_experts, layers[0].stride
-        places = num_places(self._num_experts, num_slots, len(layers))
-        self._pool = torch.zeros(places, stride, dtype=torch.uint8, device=device)
+        num_runs = pool_runs(self._num_experts, num_slots, len(layers))
+        self._pool = torch.zeros(num_runs, stride, dtype=torch.uint8, device=device)
 
         def numbers(size: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
@@ -71,7 +73,7 @@ class SlotSet:
                 used=numbers(num_slots, torch.int64),
                 clock=numbers(1, torch.int64),
                 counts=self.counts[index],
-                first_slot=places - (len(layers) - index) * num_slots,
+                first_slot=num_runs - (len(layers) - index) * num_slots,
                 first_spare=NUM_AREAS * self._num_experts,
                 **self._of_step,
             )
@@ -90,12 +92,12 @@ class SlotSet:
         """Return the bytes of the experts that `counts`, or a copy of it in one row, says were brought one by one."""
         return int(counts.view(-1, 4)[:, 1:3].sum()) * self.layers[0].stride
 
-    def place_of(self, experts: Experts) -> int:
-        """Return the place to which the layer's experts go together."""
-        return self._first_place + self.layers.index(experts) % NUM_AREAS
+    def landing_of(self, experts: Experts) -> int:
+        """Return the number of the area to which the layer's experts go together, as a landing buffer."""
+        return self._first_landing + self.layers.index(experts) % NUM_AREAS
 
     def area_of(self, experts: Experts) -> Tensor:
-        """Return this place, [num_experts, stride] uint8."""
+        """Return this area, [num_experts, stride] uint8."""
         return self.areas[self.layers.index(experts) % NUM_AREAS].view(self._num_experts, -1)
 
     def give(self, most_rows: int) -> None:
@@ -118,11 +120,11 @@ def slot_sets(owners: Sequence[Experts], num_slots: int, device: torch.device | 
     return [SlotSet(layers, num_slots, device, NUM_AREAS * number) for number, layers in enumerate(by_stride.values())]
 
 
-def num_places(num_experts: int, num_slots: int, num_layers: int) -> int:
-    """Return the places of a pool: areas, spare places for all experts that find no slot, and slots."""
+def pool_runs(num_experts: int, num_slots: int, num_layers: int) -> int:
+    """Return how many runs a pool has: areas, spare runs for all experts that find no slot, and slots."""
     return NUM_AREAS * num_experts + (num_experts - num_slots) + num_layers * num_slots
 
 
 def pool_bytes(strides: Sequence[int], num_experts: int, num_slots: int) -> int:
     """Return the bytes of the pools. strides: bytes of an expert in each sparse layer."""
-    return sum(stride * num_places(num_experts, num_slots, strides.count(stride)) for stride in set(strides))
+    return sum(stride * pool_runs(num_experts, num_slots, strides.count(stride)) for stride in set(strides))

@@ -17,7 +17,7 @@ class Logits:
     Args:
         slices: heads that have rows of the vocabulary one after the other: all in one, or as they are streamed.
         divisor, softcap: what is done to each logit; None: nothing.
-        bring: copies a slice of a head that is streamed, by its number, to its place, on the current stream.
+        bring: copies a slice of a head that is streamed, by its number, to its landing buffer, on the current stream.
     """
 
     def __init__(
@@ -33,8 +33,8 @@ class Logits:
     def __call__(self, normed: Tensor, out: Tensor | None = None) -> Tensor:
         """[N, hidden_size] -> [N, vocab_size] in the model's dtype, in `out` if that is given.
 
-        Of a head that is streamed, the slices are brought here, while nothing else uses the places: behind a step that
-        fetches nothing ahead (`OffloadEngine.hold_places`).
+        The slices of a streamed head are copied here, so nothing else may use the landing buffers now: the caller has
+        called `OffloadEngine.hold_places`, behind a step that fetches nothing ahead.
         """
         out = normed.new_empty(len(normed), self._ends[-1]) if out is None else out
         for number in range(len(self.slices)):

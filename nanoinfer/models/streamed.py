@@ -2,11 +2,12 @@
 
 Either each piece's pass there whole, or a layer's experts one by one, when a row chooses them (`expert_slots.py`).
 
-What a piece reads of projections and experts is one run of bytes, in host memory and in one of two places on the GPU,
-which streamed pieces use in turn. A weight's tensors are views into its place, at the same address in each step, so
-graphs and kernels are as ever. The copy engine fills one place while a piece computes from the other. Norms,
-routers' biases and what the first piece reads stay on the GPU: no cut lies before it. Embeddings may lie in host memory
-for themselves (`host_table.py`), and the head, whose slices follow the pieces through the places (`streamed_head.py`).
+What a piece reads of projections and experts is one run of bytes, in host memory and in one of two landing buffers on
+the GPU, which streamed pieces use in turn. A weight's tensors are views into its buffer, at the same address in each
+step, so graphs and kernels are as ever. The copy engine fills one buffer while a piece computes from the other. Norms
+and routers' biases stay on the GPU, and so does what the first piece reads: nothing can be awaited before it.
+Embeddings may lie in host memory for themselves (`host_table.py`), and the head, whose slices follow the pieces through
+the landing buffers (`streamed_head.py`).
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from offload import Cut, KVLayout, Landing
 from offload.memory.host_pool import HostPool
 from offload.memory.pinned import HostArena
 
-NUM_PLACES = 2
+NUM_LANDING_BUFFERS = 2
 REMEDY = "have fewer weights streamed (resident_weights_limit, gpu_memory_limit)"
 
 
 @dataclass(frozen=True)
-class OnHost:
+class HostPlacement:
     """Which weights lie in host memory.
 
     Attributes:
@@ -67,26 +68,26 @@ class Group(NamedTuple):
 
 @dataclass(eq=False)
 class WeightRun:
-    """The weights of a streamed piece, or of a layer's experts: a `Transfer` to the place where the piece reads them.
+    """The weights of a streamed piece, or of a layer's experts: a `Transfer` to the buffer where the piece reads them.
 
     Attributes:
         piece: its number.
-        landing: the place, until the piece is done.
-        place: [bytes] uint8, the run's bytes there.
+        landing: in which landing buffer, until the piece is done.
+        buffer: [bytes] uint8, the run's bytes there.
         home: [bytes] uint8, the run in host memory; None: it is not filled yet.
     """
 
     piece: int
     landing: Landing
-    place: Tensor
+    buffer: Tensor
     home: Tensor | None = None
     host_blocks = ()
 
     def num_bytes(self, layout: KVLayout) -> int:
-        return len(self.place)
+        return len(self.buffer)
 
     def copies(self, target: Tensor, host: HostPool) -> list[tuple[Tensor, Callable[[int | None], Tensor]]]:
-        return [(target[: len(self.place)], lambda kv_layer: self.home)]
+        return [(target[: len(self.buffer)], lambda kv_layer: self.home)]
 
 
 class StreamedWeights:
@@ -101,12 +102,12 @@ class StreamedWeights:
         slot_sets: the pools of experts that have slots.
         table: the embeddings, if they lie in host memory; head_table: a head that does, and has its own weight.
         head: the slices of a head in host memory; None: it stays on the GPU.
-        places: [bytes] uint8 each.
+        landing_buffers: [bytes] uint8 each; the areas of experts that have slots.
         num_bytes: bytes of the run that each piece would have, of what was taken so far.
         piece_of: the piece of each module that is streamed.
     """
 
-    def __init__(self, spec: ModelSpec, on_host: OnHost, device: torch.device | str) -> None:
+    def __init__(self, spec: ModelSpec, on_host: HostPlacement, device: torch.device | str) -> None:
         self._device, self.on_host, pieces = torch.device(device), on_host, on_host.pieces
         assert not ((pieces or on_host.head) and on_host.num_slots), "experts have slots, or layers are streamed"
         attentions = spec.kv_layers
@@ -118,14 +119,14 @@ class StreamedWeights:
                 self._inside[layer] = sum(one < layer for one in attentions)
         self.num_bytes = [0] * (len(attentions) + 1)
         self.piece_of: dict[nn.Module, int] = {}
-        assert 0 not in pieces, "what the first piece reads has no cut before it"
-        sizes = place_sizes(spec.run_bytes(pieces, on_host.head))
-        self.places = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
+        assert 0 not in pieces, "nothing can be awaited before the first piece, so its weights stay on the GPU"
+        sizes = landing_sizes(spec.run_bytes(pieces, on_host.head))
+        self.landing_buffers = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
         self.runs: dict[int, WeightRun] = {}
         for turn, piece in enumerate(pieces):
-            place = turn % NUM_PLACES
-            memory = self.places[place][: spec.piece_bytes[piece]]
-            self.runs[piece] = WeightRun(piece, Landing(place, until=piece), memory)
+            number = turn % NUM_LANDING_BUFFERS
+            buffer = self.landing_buffers[number][: spec.piece_bytes[piece]]
+            self.runs[piece] = WeightRun(piece, Landing(number, until=piece), buffer)
         self.arenas: dict[int, HostArena] = {}
         self.slot_sets: list[SlotSet] = []
         self.table: HostTable | None = None
@@ -137,7 +138,7 @@ class StreamedWeights:
     # While the model is built
 
     def take_layer(self, number: int, layer: nn.Module) -> None:
-        """Count the weights of a layer that was built just now, and move those that are streamed to their place."""
+        """Count the weights of a layer that was built just now, and move those that are streamed to their buffer."""
         num_moved = len(self.piece_of)
         for module in layer.modules():
             if isinstance(module, Linear):
@@ -166,7 +167,7 @@ class StreamedWeights:
         if self.table is None or self.table.module is not head:
             self.head_table = HostTable(head, self._device, is_read=False)
         first, piece = len(self.on_host.pieces), len(self._spec.piece_bytes)
-        options = dict(places=self.places, first=first, piece=piece)
+        options = dict(buffers=self.landing_buffers, first=first, piece=piece)
         self.head = StreamedHead(head, self._spec.head_rows, self._spec.dtype, **options)
         device_of(self._device).give_back()  # else what stays would lie in the memory that the slices had before
         return [one.head for one in self.head.slices]
@@ -176,27 +177,27 @@ class StreamedWeights:
         if self.on_host.num_slots:
             slotted = [one for one in self._layer_of if not one.is_shared]
             self.slot_sets = slot_sets(slotted, self.on_host.num_slots, self._device)
-            self.places = [area for one in self.slot_sets for area in one.areas]
-        found = share_pools(model, device=self._device, own_pool=self._pool_of)
+            self.landing_buffers = [area for one in self.slot_sets for area in one.areas]
+        pools = share_pools(model, device=self._device, own_pool=self._pool_of)
         for one in self.slot_sets:
             one.give(self.on_host.slot_rows)
-        return found
+        return pools
 
     def _pool_of(self, experts: Experts) -> Tensor | None:
-        """Count the experts of a layer; return [num_experts, stride] uint8 in their place if they are streamed."""
+        """Count the experts of a layer; return [num_experts, stride] uint8 where they are read if they are streamed."""
         piece, num_bytes = self._piece(self._layer_of[experts], False), experts.num_experts * experts.stride
         begin = self._count(piece, num_bytes)
         for one in self.slot_sets:
             if experts in one.layers:
                 assert piece and piece not in self.runs, "a piece has experts of one layer, behind a cut"
                 area = one.area_of(experts)
-                self.runs[piece] = WeightRun(piece, Landing(one.place_of(experts), until=piece), area.view(-1))
+                self.runs[piece] = WeightRun(piece, Landing(one.landing_of(experts), until=piece), area.view(-1))
                 self.piece_of[experts] = piece
                 return area
         if piece not in self.on_host.pieces:
             return None
         self.piece_of[experts] = piece
-        return self.runs[piece].place[begin : begin + num_bytes].view(experts.num_experts, experts.stride)
+        return self.runs[piece].buffer[begin : begin + num_bytes].view(experts.num_experts, experts.stride)
 
     def _piece(self, layer: int, is_before_attention: bool) -> int:
         return self._inside[layer] if layer in self._inside else self._begins[layer] + (not is_before_attention)
@@ -206,8 +207,8 @@ class StreamedWeights:
         begin = self.num_bytes[piece]
         self.num_bytes[piece] = end = begin + -(-num_bytes // ALIGNMENT) * ALIGNMENT
         if piece in self.on_host.pieces:
-            found = len(self.runs[piece].place)
-            assert end <= found, f"piece {piece} has {end} bytes, {found} were counted"
+            num_counted = len(self.runs[piece].buffer)
+            assert end <= num_counted, f"piece {piece} has {end} bytes, {num_counted} were counted"
         return begin
 
     def _take(self, piece: int, module: Linear) -> None:
@@ -217,20 +218,20 @@ class StreamedWeights:
         }
         if piece in self.on_host.pieces:
             self.piece_of[module] = piece
-            move_tensors(module, begins, self.runs[piece].place)
+            move_tensors(module, begins, self.runs[piece].buffer)
 
     # While the weights are filled
 
     def groups(self) -> Iterator[Group]:
         """Yield each group of modules that are filled together.
 
-        First comes what stays on the GPU, then embeddings in host memory, then each run, which is filled in its place.
-        When the next group is asked for, the run's bytes go home, to host memory that is pinned for CUDA. Last comes a
-        head in host memory.
+        First comes what stays on the GPU, then embeddings in host memory, then each run, which is filled in its landing
+        buffer. When the next group is asked for, the run's bytes go home, to host memory that is pinned for CUDA. Last
+        comes a head in host memory.
 
         Raises:
             MemoryError: there is not as much host memory.
-            PinError: with `OnHost.require_pin`, or where kernels read it, the system refused to pin it.
+            PinError: with `HostPlacement.require_pin`, or where kernels read it, the system refused to pin it.
         """
         tables = [table.module for table in self._tables()]
         is_there = self.piece_of.keys() | set(tables)
@@ -248,7 +249,7 @@ class StreamedWeights:
             run, arena = self.runs[piece], self.arenas[piece]
             arena.wait()
             run.home = arena.segment(0)
-            run.home.copy_(run.place)
+            run.home.copy_(run.buffer)
         for one in self._slotted():
             one.slots.home = self.runs[self.piece_of[one]].home.view(one.num_experts, one.stride)
         if self.head_table is not None:
@@ -275,27 +276,27 @@ class StreamedWeights:
     def _open(self, piece: int, require_pin: bool) -> None:
         pinner = None if self._was_refused() else device_of(self._device).pinner
         options = dict(pinner=pinner, require_pin=require_pin, remedy=REMEDY)
-        self.arenas[piece] = HostArena(1, len(self.runs[piece].place), **options)
+        self.arenas[piece] = HostArena(1, len(self.runs[piece].buffer), **options)
 
     def _was_refused(self) -> bool:
         """Whether the system refused to pin a run: it is not asked again, and has said so."""
         return any(arena.unpinned_bytes for arena in self.arenas.values())
 
     def bring(self, module: nn.Module) -> None:
-        """Have the weights of a module in its place now, for who looks at them outside of a step."""
+        """Copy the weights of a module to where it reads them, now, for who looks at them outside of a step."""
         piece = self.piece_of.get(module)
         if piece is not None:
-            self.runs[piece].place.copy_(self.runs[piece].home)
+            self.runs[piece].buffer.copy_(self.runs[piece].home)
 
     def cuts(self, cuts: Sequence[Cut]) -> list[Cut]:
         """Return the cuts of a model's pieces with what is brought there for the pieces behind them."""
-        found = list(cuts)
+        extended = list(cuts)
         which = "in_large_steps" if self.slot_sets else "transfers"
         for piece, run in self.runs.items():
-            found[piece - 1] = replace(cuts[piece - 1], **{which: (*getattr(cuts[piece - 1], which), run)})
+            extended[piece - 1] = replace(cuts[piece - 1], **{which: (*getattr(cuts[piece - 1], which), run)})
         if self.head is not None:
-            found[-1] = replace(found[-1], transfers=(*found[-1].transfers, self.head.slices[0]))
-        return found
+            extended[-1] = replace(extended[-1], transfers=(*extended[-1].transfers, self.head.slices[0]))
+        return extended
 
     def head_cuts(self) -> list[Cut]:
         """Return the cuts behind each slice of the head, which bring the next one. A head on the GPU is one slice."""
@@ -308,8 +309,8 @@ class StreamedWeights:
 
     def slot_counts(self) -> list[SlotCounts]:
         """Return what the steps that have run found and brought, for each layer with slots."""
-        found = [pair for one in self.slot_sets for pair in zip(one.layers, one.counts.tolist(), strict=True)]
-        return sorted(SlotCounts(self._layer_of[one], *counts, one.stride) for one, counts in found)
+        counted = [pair for one in self.slot_sets for pair in zip(one.layers, one.counts.tolist(), strict=True)]
+        return sorted(SlotCounts(self._layer_of[one], *counts, one.stride) for one, counts in counted)
 
     def close(self) -> None:
         """Give host memory back. Nothing may be in flight."""
@@ -330,9 +331,9 @@ def _group_of(table: HostTable) -> Group:
     return Group(lambda module: module is table.module, torch.device("cpu"))
 
 
-def place_sizes(run_bytes: Sequence[int]) -> list[int]:
-    """Return the bytes of the places that runs of so many bytes use in turn."""
-    turns = (run_bytes[turn::NUM_PLACES] for turn in range(NUM_PLACES))
+def landing_sizes(run_bytes: Sequence[int]) -> list[int]:
+    """Return the bytes of the landing buffers that runs of so many bytes use in turn."""
+    turns = (run_bytes[turn::NUM_LANDING_BUFFERS] for turn in range(NUM_LANDING_BUFFERS))
     return [max(turn) for turn in turns if turn]
 
 

@@ -27,11 +27,11 @@ from offload.memory.host_pool import HostPool
 
 @dataclass(eq=False)
 class HeadSlice:
-    """Some rows of a head: the `Transfer` to the place where their product reads them.
+    """Some rows of a head: the `Transfer` to the landing buffer where their product reads them.
 
     Attributes:
         head: computes their logits.
-        landing: the place, until the slice is done.
+        landing: in which landing buffer, until the slice is done.
         size: bytes that it takes there.
         sources: what is copied to the parts of its tensors, once the whole head is filled.
     """
@@ -52,8 +52,8 @@ class HeadSlice:
 def head_sizes(head: Head, dtype: torch.dtype, most_bytes: int) -> dict[str, Any]:
     """Return the fields of a spec that say how large a head is, and its slices: as large as a layer, most_bytes.
 
-    Slices are even in number, where there are as many: the two places are used in turn, and with an odd number the
-    first slice of a step would wait for the last one of the step before.
+    Slices are even in number, where there are as many: the two landing buffers are used in turn, and with an odd number
+    the first slice of a step would wait for the last one of the step before.
     """
     size = sum(tensor.nbytes for tensor in head.parameters(recurse=False))
     packing_rows = head.weights.packing.rows if isinstance(head.weights, Packed) else 1
@@ -70,38 +70,38 @@ def head_sizes(head: Head, dtype: torch.dtype, most_bytes: int) -> dict[str, Any
 
 
 def sliced(head: Head, rows: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> list[Head]:
-    """Return slices of a head that have so many rows, on a device: not filled, and in no place yet."""
-    found = []
+    """Return slices of a head that have so many rows, on a device: not filled, and in no landing buffer yet."""
+    slices = []
     for count in rows:
-        found.append(Head(head.in_features, count, dtype=dtype, device=device, formats=head.weights))
+        slices.append(Head(head.in_features, count, dtype=dtype, device=device, formats=head.weights))
         if isinstance(head.weights, Packed):
-            found[-1].packed.folding = head.packed.folding  # what may be done to all rows is done to each
-    return found
+            slices[-1].packed.folding = head.packed.folding  # what may be done to all rows is done to each
+    return slices
 
 
 class StreamedHead:
-    """The slices of a head in host memory, in places.
+    """The slices of a head that lies in host memory, in landing buffers.
 
     Args:
         head: its tensors lie in host memory, when it is filled.
         rows: of each slice.
-        places: [bytes] uint8 each, used in turn.
+        buffers: [bytes] uint8 each, used in turn.
         first: the turn of the first slice.
         piece: the number of the first slice among the model's pieces.
     """
 
     def __init__(
-        self, head: Head, rows: Sequence[int], dtype: torch.dtype, *, places: list[Tensor], first: int, piece: int
+        self, head: Head, rows: Sequence[int], dtype: torch.dtype, *, buffers: list[Tensor], first: int, piece: int
     ) -> None:
         self.head, self.slices = head, []
-        for number, one in enumerate(sliced(head, rows, dtype, places[0].device)):
-            landing = Landing((first + number) % len(places), until=piece + number)
+        for number, one in enumerate(sliced(head, rows, dtype, buffers[0].device)):
+            landing = Landing((first + number) % len(buffers), until=piece + number)
             begins, size = aligned_begins(one)
-            move_tensors(one, begins, places[landing.place][:size])
+            move_tensors(one, begins, buffers[landing.place][:size])
             self.slices.append(HeadSlice(one, landing, size))
 
     def bring(self, number: int) -> None:
-        """Copy a slice to its place on the current stream, which no other may use meanwhile."""
+        """Copy a slice to its landing buffer on the current stream. Nothing else may use that buffer meanwhile."""
         for part, source in self.slices[number].sources:
             part.copy_(source, non_blocking=True)
 

@@ -20,7 +20,7 @@ from nanoinfer.models.base import ModelSpec
 from nanoinfer.models.checkpoint_info import CheckpointInfo, TensorEntry
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.registry import find_class
-from nanoinfer.models.streamed import OnHost
+from nanoinfer.models.streamed import HostPlacement
 from nanoinfer.weights.checkpoint import NAMES, OBJECT, check_fields
 from nanoinfer.weights.fill import fill_from_files, fill_with_noise, is_kv_scale
 from nanoinfer.weights.find import find_model
@@ -123,7 +123,7 @@ def load_model(
     max_position: int | None = None,
     context: int | None = None,
     progress: bool = True,
-    on_host: OnHost = OnHost(),
+    on_host: HostPlacement = HostPlacement(),
 ) -> Decoder:
     """Build the model on `device` and fill its weights.
 

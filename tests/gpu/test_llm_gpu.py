@@ -186,17 +186,17 @@ def test_eager_equals_graphs_bit_for_bit(model, expected, enable_cpu_offload):
 
 def test_blocks_cut_into_splits_give_the_same_bits_in_every_mode(model, monkeypatch):
     """Blocks of 256 tokens, whose tiles lie apart in steps of few blocks: rows that are cut, and cuts that change."""
-    from nanoinfer.execution.splits import DecodeLists
+    from nanoinfer.execution.splits import SplitPlanner
 
     arguments = COMMON | dict(block_size=256, max_num_batched_tokens=512, enable_prefix_caching=False)
-    used, partials_per_block = set(), DecodeLists.partials_per_block
+    used, partials_per_block = set(), SplitPlanner.partials_per_block
 
     def spy(self, size, num_blocks):
         found = partials_per_block(self, size, num_blocks)
         used.update(found.tolist())
         return found
 
-    monkeypatch.setattr(DecodeLists, "partials_per_block", spy)
+    monkeypatch.setattr(SplitPlanner, "partials_per_block", spy)
     generator = random.Random(3)
     texts = [[generator.randrange(4000) for _ in range(length)] for length in (1010, 300, 1780, 40, 250)]
 

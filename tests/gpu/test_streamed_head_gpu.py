@@ -36,7 +36,7 @@ def test_slices_have_the_bits_of_the_whole_head(name):
     head.weight.copy_(torch.randn(VOCAB, 768, generator=generator)) if dense else packings.fill(head, generator)
     sizes = head_sizes(head, dtype, sum(one.nbytes for one in head.parameters()) // 5)
     places = [torch.zeros(max(sizes["slice_bytes"]), dtype=torch.uint8, device="cuda") for _ in range(2)]
-    streamed = StreamedHead(head, sizes["head_rows"], dtype, places=places, first=0, piece=0)
+    streamed = StreamedHead(head, sizes["head_rows"], dtype, buffers=places, first=0, piece=0)
     streamed.find_sources()
     slices = [one.head for one in streamed.slices]
     for one in (head, *slices):

@@ -83,7 +83,7 @@ def test_a_budget_below_the_weights_streams_as_few_of_them_as_must_be(tmp_path, 
         if budget_gib < 16:
             assert 0 < made.streamed_bytes <= (before or whole) and len(made.streamed_pieces) % 2 == 0
         before = made.streamed_bytes
-    assert before == 0 == made.place_bytes
+    assert before == 0 == made.landing_bytes
 
 
 def test_what_settings_ask_to_stream_is_streamed_and_what_cannot_be_refused(tmp_path):

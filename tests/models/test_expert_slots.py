@@ -189,10 +189,10 @@ def test_the_plan_has_what_the_pools_take(path_of, family):
     model, plan, sparse = engine.runner.model, engine.plan, engine.runner.spec.sparse
     owners = [layer.mlp.experts for layer in model.layers if hasattr(layer.mlp, "experts")]
     pools = {one.pool.data_ptr(): one.pool.nbytes for one in owners}
-    assert sum(pools.values()) == plan.place_bytes == pool_bytes(sparse.strides, sparse.num_experts, 4)
+    assert sum(pools.values()) == plan.landing_bytes == pool_bytes(sparse.strides, sparse.num_experts, 4)
     on_gpu = sum(one.nbytes for one in model.parameters())
     assert abs(on_gpu + plan.expert_bytes - engine.runner.spec.weight_bytes) < 2**12, "tables alone"
-    assert len(engine.runner.places.bytes) == NUM_AREAS * len(set(sparse.strides))
+    assert len(engine.runner.landings.bytes) == NUM_AREAS * len(set(sparse.strides))
     for one in owners:
         begins = sorted((one.slots.first_slot, one.slots.first_spare, int(one.table[0])))
         assert len(set(begins)) == 3 and one.slots.first_slot + 4 <= len(one.pool)
@@ -283,7 +283,7 @@ def test_layers_with_experts_of_unlike_types_have_pools_of_their_own(tmp_path):
         engine = make_engine(path, SimulatedRuntime(seed), **options)
         assert run(engine, prompts, params) == wanted
         assert len(engine.runner.model.streamed.slot_sets) == len(set(sparse.strides))
-        assert engine.plan.place_bytes == pool_bytes(sparse.strides, sparse.num_experts, options["expert_slots"])
+        assert engine.plan.landing_bytes == pool_bytes(sparse.strides, sparse.num_experts, options["expert_slots"])
         assert_pools_as_before(engine)
 
 

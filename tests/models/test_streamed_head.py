@@ -51,7 +51,7 @@ def test_slices_have_the_bits_of_the_whole_head(name):
     sizes = head_sizes(head, dtype, size // 5)
     assert sizes["head_bytes"] == size and len(sizes["slice_bytes"]) == 6 and max(sizes["slice_bytes"]) <= size // 5
     places = [torch.zeros(max(sizes["slice_bytes"]), dtype=torch.uint8) for _ in range(2)]
-    slicing = StreamedHead(head, sizes["head_rows"], dtype, places=places, first=1, piece=7)
+    slicing = StreamedHead(head, sizes["head_rows"], dtype, buffers=places, first=1, piece=7)
     assert [one.landing for one in slicing.slices] == [((1 + i) % 2, 7 + i) for i in range(6)]
     assert [one.size for one in slicing.slices] == list(sizes["slice_bytes"])
     slicing.find_sources()

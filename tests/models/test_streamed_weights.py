@@ -11,7 +11,7 @@ from nanoinfer.execution.activations import Activations
 from nanoinfer.layers import linear
 from nanoinfer.layers.experts import Experts
 from nanoinfer.layers.linear import Embedding, Head, Linear
-from nanoinfer.models.streamed import ALIGNMENT, place_sizes, spread
+from nanoinfer.models.streamed import ALIGNMENT, landing_sizes, spread
 
 # Dense and sparse, experts apart and fused, merged projections, norms behind, biases, a first dense layer.
 FAMILIES = ("llama", "qwen2", "gemma3", "phi3", "starcoder2", "qwen3_moe", "gpt_oss", "mixtral", "glm4_moe", "olmoe")
@@ -52,7 +52,7 @@ def test_streamed_weights_change_no_bit(path_of, family, quantization):
         plan, runs = engine.plan, engine.runner.model.streamed.runs
         assert tuple(runs) == plan.streamed_pieces and 0 < len(runs) <= engine.runner.spec.attention.num_q_heads
         assert count == 1 or len(runs) == len(engine.runner.spec.piece_bytes) - 1
-        of_pieces = sum(len(one.place) for one in runs.values())
+        of_pieces = sum(len(one.buffer) for one in runs.values())
         assert engine.stats()["streamed_bytes"] >= plan.streamed_bytes == of_pieces + plan.head_bytes
         assert (engine.runner.model.streamed.head is not None) == (plan.head_bytes > 0)
         assert plan.head_bytes or count == 1
@@ -94,9 +94,9 @@ def test_the_waits_are_needed(path_of, rule):
 def test_a_run_holds_what_its_piece_reads_and_nothing_twice(path_of, family):
     engine = make_engine(path_of(family, num_layers=4), **ALL)
     model, spec = engine.runner.model, engine.runner.spec
-    streamed, places = model.streamed, engine.runner.places.bytes
-    assert [len(place) for place in places] == place_sizes(spec.run_bytes(tuple(streamed.runs), True))
-    assert engine.plan.place_bytes == sum(map(len, places))
+    streamed, places = model.streamed, engine.runner.landings.bytes
+    assert [len(place) for place in places] == landing_sizes(spec.run_bytes(tuple(streamed.runs), True))
+    assert engine.plan.landing_bytes == sum(map(len, places))
     assert len({place.data_ptr() for place in places}) == len(places) == 2
     turns = [one.landing.place for one in (*streamed.runs.values(), *streamed.head.slices)]
     assert turns == [turn % 2 for turn in range(len(turns))], "no run waits for the place of the one before it"
@@ -107,11 +107,11 @@ def test_a_run_holds_what_its_piece_reads_and_nothing_twice(path_of, family):
             assert module not in streamed.piece_of, "no cut lies before the first piece"
             continue
         run = streamed.runs[streamed.piece_of[module]]
-        first = run.place.data_ptr()
-        assert run.place.data_ptr() == places[run.landing.place].data_ptr()
+        first = run.buffer.data_ptr()
+        assert run.buffer.data_ptr() == places[run.landing.place].data_ptr()
         for tensor in tensors:
             begin = tensor.data_ptr() - first
-            assert begin % ALIGNMENT == 0 and begin + tensor.nbytes <= len(run.place)
+            assert begin % ALIGNMENT == 0 and begin + tensor.nbytes <= len(run.buffer)
             taken[run.piece].append((begin, begin + tensor.nbytes))
     for piece, spans in taken.items():
         spans.sort()
@@ -127,7 +127,7 @@ def test_a_run_holds_what_its_piece_reads_and_nothing_twice(path_of, family):
 def test_pieces_that_run_outside_of_steps_find_zeros_in_their_places(path_of, monkeypatch):
     """What another piece left there would lead a table of indices out of the memory."""
     engine = make_engine(path_of("qwen3", **SMALL), **ALL, enable_cpu_offload="auto")
-    runner, places = engine.runner, engine.runner.places.bytes
+    runner, places = engine.runner, engine.runner.landings.bytes
 
     @torch.inference_mode()
     def soil():

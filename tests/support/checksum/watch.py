@@ -92,7 +92,7 @@ def memory_of(engine: LLMEngine) -> dict[str, list[Tensor]]:
     on_gpu = {
         name: one for name, one in runner.model.named_parameters() if "embed" not in name and one.is_floating_point()
     }
-    areas = [(place.data_ptr(), place.data_ptr() + place.nbytes) for place in streamed.places]
+    areas = [(place.data_ptr(), place.data_ptr() + place.nbytes) for place in streamed.landing_buffers]
     stays = [one for one in on_gpu.values() if not any(a <= one.data_ptr() < b for a, b in areas)]
     splits = runner.decode_program.attention.splits
     items = [(one.begin_of_items + 4, buffer) for one in splits for buffer in one.table.staging.buffers]
@@ -101,7 +101,7 @@ def memory_of(engine: LLMEngine) -> dict[str, list[Tensor]]:
         "host block": _segments(runner.offload.host),
         "ring slot": list(runner.ring.bytes),
         "weight": stays,
-        "landing": [] if streamed.slot_sets else streamed.places,
+        "landing": [] if streamed.slot_sets else streamed.landing_buffers,
         "weight on the host": [run.home for run in streamed.runs.values() if run.home is not None],
         "slot": [one.layers[0].slots.pool for one in streamed.slot_sets],
         "expert on the host": [experts.slots.home for one in streamed.slot_sets for experts in one.layers],
