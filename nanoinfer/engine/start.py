@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.devices.registry import resolve_device
-from nanoinfer.execution.memory import MemoryPlan
+from nanoinfer.execution.memory_plan import MemoryPlan
 from nanoinfer.execution.runner import ModelRunner
 from nanoinfer.kv.admission import Admission
 from nanoinfer.kv.cache import KVCache

@@ -10,7 +10,7 @@ import torch
 
 from nanoinfer.attention.torch_backend import TorchBackend
 from nanoinfer.execution.decode import DecodeProgram
-from nanoinfer.execution.memory import MemoryPlan
+from nanoinfer.execution.memory_plan import MemoryPlan
 from nanoinfer.execution.prefill import PrefillProgram
 from nanoinfer.execution.read_back import ReadBack
 from nanoinfer.execution.recurrent import RecurrentStates

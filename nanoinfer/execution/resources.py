@@ -12,7 +12,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.devices.base import Device
 from nanoinfer.devices.registry import device_of
 from nanoinfer.execution.graphs import Graphs
-from nanoinfer.execution.memory import MemoryPlan
+from nanoinfer.execution.memory_plan import MemoryPlan
 from nanoinfer.execution.pieces import Pieces
 from nanoinfer.execution.recurrent import RecurrentStates
 from nanoinfer.models.decoder import Decoder

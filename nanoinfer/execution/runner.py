@@ -24,7 +24,7 @@ from nanoinfer.execution.block_copies import BlockCopies
 from nanoinfer.execution.decode import DecodeProgram, DecodeStep
 from nanoinfer.execution.graphs import Graphs, GraphWork
 from nanoinfer.execution.link_speed import link_speed
-from nanoinfer.execution.memory import MemoryPlan
+from nanoinfer.execution.memory_plan import MemoryPlan
 from nanoinfer.execution.mixed import MixedStep
 from nanoinfer.execution.prefill import PrefillProgram, PrefillStep
 from nanoinfer.execution.prompt_logprobs import PendingPrompts, PromptLogprobs

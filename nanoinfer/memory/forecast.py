@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field
 
 from nanoinfer.common.units import format_gib, format_size
-from nanoinfer.execution.memory import MemoryPlan
+from nanoinfer.execution.memory_plan import MemoryPlan
 from nanoinfer.memory.proposals import Proposal
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nanoinfer.common.units import GIB
 from nanoinfer.config import EngineConfig
-from nanoinfer.execution.memory import MemoryPlan
+from nanoinfer.execution.memory_plan import MemoryPlan
 from nanoinfer.models.base import ModelSpec
 
 # Of the host memory that is available beside streamed weights, KV takes as much where no limit is given.

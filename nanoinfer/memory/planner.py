@@ -9,7 +9,7 @@ from typing import NamedTuple
 from nanoinfer.common.units import GIB, format_size
 from nanoinfer.config import EngineConfig
 from nanoinfer.devices.base import Device
-from nanoinfer.execution.memory import MemoryPlan
+from nanoinfer.execution.memory_plan import MemoryPlan
 from nanoinfer.memory.candidates import Candidate, StreamedChoice, sizes_of, slot_bytes
 from nanoinfer.memory.limits import KV_SHARE, TooSmall, above_available, min_blocks
 from nanoinfer.memory.rates import Rates

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from nanoinfer.common.units import GIB, format_gib
 from nanoinfer.config import EngineConfig
-from nanoinfer.execution.memory import MemoryPlan
+from nanoinfer.execution.memory_plan import MemoryPlan
 from nanoinfer.models.checkpoints import checkpoint_named
 from nanoinfer.models.shapes import SHAPES
 from nanoinfer.options.engine import option_words

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from nanoinfer.execution.memory import MemoryPlan
+from nanoinfer.execution.memory_plan import MemoryPlan
 from nanoinfer.memory.candidates import Candidate, StreamedChoice, choices
 from nanoinfer.memory.limits import checked_slots
 from nanoinfer.memory.measure import Measure

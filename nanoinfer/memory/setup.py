@@ -9,7 +9,7 @@ import torch
 from nanoinfer.attention.registry import make_backend
 from nanoinfer.config import EngineConfig
 from nanoinfer.devices.registry import device_of
-from nanoinfer.execution.memory import MemoryPlan
+from nanoinfer.execution.memory_plan import MemoryPlan
 from nanoinfer.memory.budget import gpu_budget
 from nanoinfer.memory.machine import device_memory
 from nanoinfer.memory.planner import Planner

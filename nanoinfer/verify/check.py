@@ -12,7 +12,7 @@ import torch
 from nanoinfer.common.units import counted
 from nanoinfer.config import EngineConfig
 from nanoinfer.devices.registry import resolve_device
-from nanoinfer.execution.memory import MemoryPlan
+from nanoinfer.execution.memory_plan import MemoryPlan
 from nanoinfer.measure.logits import check_can_keep
 from nanoinfer.memory.setup import Setup
 from nanoinfer.verify.play import attempt

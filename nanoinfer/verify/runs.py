@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from nanoinfer.execution.memory import MemoryPlan
+from nanoinfer.execution.memory_plan import MemoryPlan
 from nanoinfer.models.base import SparseSpec
 from nanoinfer.verify.workload import Workload
 

@@ -5,7 +5,7 @@ from described import GPU
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.devices.base import Device
-from nanoinfer.execution.memory import MemoryPlan
+from nanoinfer.execution.memory_plan import MemoryPlan
 from nanoinfer.memory.limits import TooSmall
 from nanoinfer.memory.measure import Measure
 from nanoinfer.memory.planner import Planner

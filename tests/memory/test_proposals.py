@@ -9,7 +9,7 @@ import nanoinfer
 from nanoinfer.commands.main import main, make_parser
 from nanoinfer.common.units import GIB
 from nanoinfer.config import EngineConfig
-from nanoinfer.execution.memory import MemoryPlan
+from nanoinfer.execution.memory_plan import MemoryPlan
 from nanoinfer.memory.proposals import Proposer
 from nanoinfer.options.engine import engine_arguments
 
