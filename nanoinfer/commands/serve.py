@@ -34,15 +34,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    try:  # before a model is downloaded
-        import uvicorn
+    try:
+        import uvicorn  # of the extra, before a model is downloaded; what is below imports torch
 
+        prepare(options, say=logger.info)
         from nanoinfer.serve.connection import server_config
         from nanoinfer.serve.descriptors import make_room
         from nanoinfer.serve.settings import settings_of
     except ModuleNotFoundError as error:
         raise ValueError(f"{error.name} is not installed: in the clone, pip install -e '.[serve]'") from error
-    prepare(options, say=logger.info)
     settings = settings_of(options)
     if options.ray:
         return _run_replicas(options)

@@ -99,28 +99,31 @@ class MemoryPlan:
         return self.num_host_blocks * self.block_bytes
 
     def one_line(self) -> str:
-        """Return the plan as the engine prints it at start-up."""
-        gib, steps = format_gib, f"max_model_len {self.max_model_len}, prefill steps of {self.max_num_batched_tokens}"
+        """Return the plan as the engine prints it at start-up: first what a user meets, then where the memory goes."""
+        gib, steps = format_gib, f"prefill steps of {self.max_num_batched_tokens:,} tokens"
+        begin = f"contexts of up to {self.max_model_len:,} tokens (max_model_len)"
         if self.is_taken_as_needed:
             held = self.weight_bytes + self.matrix_bytes
             rest = self.total_bytes - held + self.host_bytes
             return (
-                f"weights {format_size(held)}; the rest is reserved, and taken only as requests need it: up "
-                f"to {format_size(rest)}, less with gpu_memory_limit and host_memory_limit; {steps} tokens"
+                f"{begin}; weights {format_size(held)}; up to {format_size(rest)} more as requests need it, less with "
+                f"gpu_memory_limit and host_memory_limit; {steps}"
             )
         buffers = self.workspace_bytes + self.library_bytes + self.graph_bytes
-        streamed = ""
+        streamed, passes = "", "all weights on the GPU"
         if self.streamed_bytes:
+            passes = f"{format_size(self.streamed_bytes)} of weights stream in each step"
             streamed = f" and {gib(self.streamed_bytes)} streamed from host memory through {gib(self.landing_bytes)}"
             streamed += ", the head among them" * bool(self.head_bytes)
         if self.num_expert_slots:
+            passes = f"{self.num_expert_slots} experts of each layer on the GPU, others come when they are chosen"
             streamed = f" and {gib(self.landing_bytes)} for {self.num_expert_slots} experts of each layer, of "
             streamed += f"{gib(self.expert_bytes)} in host memory"
         if self.embedding_bytes:
             streamed += f", embeddings {gib(self.embedding_bytes)} in host memory"
         return (
-            f"{gib(self.total_bytes)} of {gib(self.budget_bytes)} GiB of GPU memory: weights {gib(self.weight_bytes)}"
-            f"{streamed}, KV cache {gib(self.pool_bytes)}, ring {gib(self.ring_bytes)}, working memory "
-            f"{gib(self.activation_bytes)}, buffers and graphs {gib(buffers)}; "
-            f"up to {gib(self.host_bytes)} GiB of host memory for KV; {steps} tokens"
+            f"{begin}, {passes}; {gib(self.total_bytes)} of {gib(self.budget_bytes)} GiB of GPU memory: weights "
+            f"{gib(self.weight_bytes)}{streamed}, KV cache {gib(self.pool_bytes)}, ring {gib(self.ring_bytes)}, "
+            f"working memory {gib(self.activation_bytes)}, buffers and graphs {gib(buffers)}; "
+            f"up to {gib(self.host_bytes)} GiB of host memory for KV; {steps}"
         )

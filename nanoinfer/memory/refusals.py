@@ -93,10 +93,10 @@ def _lacks_gpu(config: EngineConfig, plan: MemoryPlan, also: str = "") -> ValueE
         help_offload = f", or lower expert_slots={config.expert_slots}"
     rest = plan.fixed_bytes - plan.weight_bytes - plan.landing_bytes * bool(plan.num_expert_slots)
     return TooSmall(
-        f"{given} ({format_size(plan.budget_bytes)}) is too small: weights {format_size(plan.weight_bytes)}{streamed}, "
-        f"working memory and buffers {format_size(rest)} and the least KV cache "
-        f'{format_size(needed - plan.fixed_bytes)} need {format_size(needed)}: give at least "{enough(needed)}"'
-        f"{help_lower}{help_offload}{also}"
+        f"{given} ({format_size(plan.budget_bytes)}) is too small by {format_size(needed - plan.budget_bytes)}: "
+        f'give at least "{enough(needed)}"{help_lower}{help_offload}{also}. Needed: weights '
+        f"{format_size(plan.weight_bytes)}{streamed}, working memory and buffers {format_size(rest)} and the least KV "
+        f"cache {format_size(needed - plan.fixed_bytes)}"
     )
 
 

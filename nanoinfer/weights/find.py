@@ -9,6 +9,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from huggingface_hub import list_repo_files, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
 
 from nanoinfer.common.units import counted, format_size
 from nanoinfer.gguf.sources import (
@@ -71,10 +77,10 @@ def find_model(
         patterns = CONFIG_AND_TOKENIZER + (_WEIGHTS if weights else [])
         return Path(snapshot_download(where.repository, allow_patterns=patterns))
     except Exception as error:  # the client's errors and those of its HTTP library have no common base class
+        known_as = "" if str(model) == where.repository else f" ({where.repository})"
         raise ValueError(
-            f"model {str(model)!r} is no directory here, and the Hugging Face hub does not give {where.repository} "
-            f"({type(error).__name__}: {error}). Check the name, the network and your access, or give a directory"
-            + shapes_near(model, names)
+            f"model {str(model)!r}{known_as} is no directory here, and the Hugging Face hub does not give it: "
+            f"{_why_not(error, where.repository)}{shapes_near(model, names)}"
         ) from error
 
 
@@ -116,6 +122,18 @@ def located(model: str | Path, names: Collection[str] = ()) -> Path | OnHub:
     )
 
 
+def _why_not(error: Exception, repository: str) -> str:
+    """Return why the hub gives nothing, and what to do."""
+    if isinstance(error, GatedRepoError):
+        return f"accept its licence at https://huggingface.co/{repository}, and set HF_TOKEN to a token of yours"
+    if isinstance(error, RepositoryNotFoundError):
+        return "it has no such model, or one that needs a token: check the name, or set HF_TOKEN to a token of yours"
+    if isinstance(error, LocalEntryNotFoundError | OfflineModeIsEnabled):
+        return "it cannot be reached, and nothing of it was downloaded before: check the network (and HF_HUB_OFFLINE)"
+    said = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {said}. Check the name, the network and your access, or give a directory"
+
+
 def _announce(repository: str, patterns: list[str], say: Callable[[str], None] | None) -> None:
     """Say how much will be downloaded, if that is anything, and can be known."""
     if say is None:
@@ -142,8 +160,7 @@ def _gguf_of(repository: str, tag: str | None, say: Callable[[str], None] | None
             folder = Path(snapshot_download(repository, local_files_only=True))
         except Exception:
             raise ValueError(
-                f"model {repository!r} is not given by the Hugging Face hub ({type(error).__name__}: {error}). Check "
-                "the name, the network and your access, or give the path of a GGUF file"
+                f"model {repository!r} is not given by the Hugging Face hub: {_why_not(error, repository)}"
             ) from error
         return folder / tagged((str(path.relative_to(folder)) for path in folder.rglob("*.gguf")), tag, repository)
     return hub_file(repository, tag, names, lambda files: _downloaded(repository, files, say))

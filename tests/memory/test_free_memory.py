@@ -26,7 +26,8 @@ def test_a_limit_above_what_is_free_is_refused_with_one_that_works():
     with pytest.raises(ValueError) as refusal:
         budget(gpu_memory_limit="12GiB")
     said = str(refusal.value)
-    assert "gpu_memory_limit='12GiB' is 12.00 GiB, the GPU has 11.63 GiB, 10.72 of them free now" in said
+    assert said.startswith("gpu_memory_limit='12GiB' (12.00 GiB) is more than the GPU has free: give at most ")
+    assert "Of its 11.63 GiB 10.72 are free now" in said
     assert "0.91 GiB are held by the driver and by what else runs on the GPU, such as a desktop" in said
     assert "nvidia-smi" in said and "this process" not in said
     assert 'give at most "10.5GiB"' in said
@@ -58,9 +59,9 @@ def test_a_model_that_does_not_fit_into_what_is_free_is_refused_before_it_is_loa
     path = make_checkpoint("qwen3", tmp_path)
     monkeypatch.setattr(setup, "device_memory", lambda device: DeviceMemory(24 * GIB, OUTSIDE_BYTES + 2**16))
     monkeypatch.setattr("nanoinfer.engine.start.load_model", None)
-    with pytest.raises(ValueError, match="what is free of the device's memory, .* is too small: .* give at least"):
+    with pytest.raises(ValueError, match="what is free of the device's memory, .* is too small by .*: give at least"):
         build(EngineConfig(model=path, device="cpu"), None)
-    with pytest.raises(ValueError, match="free now.*give at most"):
+    with pytest.raises(ValueError, match="more than the GPU has free: give at most .*free now"):
         build(EngineConfig(model=path, device="cpu", gpu_memory_limit="1GiB"), None)
 
 

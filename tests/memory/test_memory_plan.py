@@ -63,7 +63,7 @@ def test_a_smaller_budget_takes_smaller_prefill_steps_before_it_refuses(tmp_path
         sizes.append(made.max_num_batched_tokens)
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1]
     arguments = dict(enable_cpu_offload=True, max_num_seqs=1, max_model_len=131_072, cpu_offload_gb=0)
-    with pytest.raises(ValueError, match="too small: weights 7.5") as refusal:
+    with pytest.raises(ValueError, match="too small by .*: give at least .* Needed: weights 7.5") as refusal:
         plan(tmp_path, 7.8, **arguments)
     smallest = float(re.search(r'give at least "([\d.]+)GiB"', str(refusal.value))[1])
     assert plan(tmp_path, smallest, **arguments).num_gpu_blocks == 4
@@ -133,7 +133,9 @@ def test_a_refusal_names_the_least_memory_that_streamed_weights_need(tmp_path, e
         budget = dict(budget_bytes=int(config.gpu_memory_limit), host_available_bytes=100 * GIB)
         return best_plan(Planner(config, spec, device=GPU, **budget))
 
-    with pytest.raises(ValueError, match="gpu_memory_limit='200MiB' .* too small: weights .* GiB that are") as refused:
+    with pytest.raises(
+        ValueError, match="gpu_memory_limit='200MiB' .* too small .* Needed: weights .* GiB that are"
+    ) as refused:
         made("200MiB", "90GiB")
     least = float(re.search(r'give at least "([\d.]+)GiB"', str(refused.value))[1])
     assert made(f"{least}GiB", "90GiB").streamed_bytes
@@ -193,8 +195,11 @@ def test_an_open_max_model_len_is_cut_to_what_one_sequence_can_have(tmp_path):
 def test_the_plan_in_one_line_names_every_part(tmp_path):
     line = plan(tmp_path, 12, enable_cpu_offload=True).one_line()
     for word in ("of 12.00 GiB of GPU memory", "weights 7.", "KV cache ", "ring 0.12", "working memory ",
-                 " GiB of host memory for KV", "max_model_len"):  # fmt: skip
+                 " GiB of host memory for KV", "(max_model_len), all weights on the GPU; "):  # fmt: skip
         assert word in line
+    assert line.startswith("contexts of up to ")
+    streamed = plan(tmp_path, 6, enable_cpu_offload=True)
+    assert f", {streamed.streamed_bytes / 2**30:.2f} GiB of weights stream in each step; " in streamed.one_line()
 
 
 def test_on_the_cpu_the_line_says_what_is_held_and_that_the_rest_is_taken_as_needed(tmp_path):
@@ -202,9 +207,10 @@ def test_on_the_cpu_the_line_says_what_is_held_and_that_the_rest_is_taken_as_nee
     engine = make_engine(path)
     made = engine.plan
     rest = made.total_bytes - made.weight_bytes + made.host_bytes
+    held = made.weight_bytes / 2**20
     assert engine.plan.one_line().startswith(
-        f"weights {made.weight_bytes / 2**20:.2f} MiB; the rest is reserved, and taken only as requests need it: up to "
-        f"{rest / 2**20:.2f} MiB, less with gpu_memory_limit and host_memory_limit; max_model_len "
+        f"contexts of up to {made.max_model_len:,} tokens (max_model_len); weights {held:.2f} MiB; "
+        f"up to {rest / 2**20:.2f} MiB more as requests need it, less with gpu_memory_limit and host_memory_limit; "
     )
     engine.close()
 

@@ -5,6 +5,7 @@ import os
 import shutil
 from dataclasses import FrozenInstanceError
 
+import httpx
 import huggingface_hub.errors
 import pytest
 import torch
@@ -241,6 +242,11 @@ def test_older_config_files_give_the_same_model(tmp_path):
         assert all(torch.equal(new, old) for new, old in zip(*outputs, strict=True))
 
 
+def of_the_hub(name):
+    response = httpx.Response(403, request=httpx.Request("GET", "https://huggingface.co"))
+    return getattr(huggingface_hub.errors, name)("403\nmuch text", response=response)
+
+
 def test_hub_id_is_downloaded_config_first(tmp_path, monkeypatch):
     directory = make_checkpoint("llama", tmp_path)
     asked = []
@@ -255,14 +261,27 @@ def test_hub_id_is_downloaded_config_first(tmp_path, monkeypatch):
     assert asked == [("someone/some-model", False), ("someone/some-model", True)]
 
 
-@pytest.mark.parametrize("error", [huggingface_hub.errors.LocalEntryNotFoundError, RuntimeError])
-def test_hub_that_cannot_be_reached_is_reported_with_the_reason(error, monkeypatch):
+@pytest.mark.parametrize(
+    "error, said",
+    [
+        (huggingface_hub.errors.LocalEntryNotFoundError("no route"), "it cannot be reached, and nothing of it was"),
+        (RuntimeError("no route\nto the hub"), "RuntimeError: no route. Check the name, the network and your access"),
+        (
+            of_the_hub("GatedRepoError"),
+            "accept its licence at https://huggingface.co/someone/some-model, and set",
+        ),
+        (of_the_hub("RepositoryNotFoundError"), "it has no such model, or one that needs a token: check the name"),
+    ],
+)
+def test_hub_that_does_not_give_a_model_is_reported_with_the_reason_and_what_to_do(error, said, monkeypatch):
     def download(repo_id, allow_patterns):
-        raise error("no route to the hub")
+        raise error
 
     monkeypatch.setattr(find, "snapshot_download", download)
-    with pytest.raises(ValueError, match="someone/some-model.*no route to the hub.*Check the name, the network"):
+    with pytest.raises(ValueError, match=f"model 'someone/some-model' is no directory here, .* give it: {said}"):
         read_checkpoint("someone/some-model")
+    with pytest.raises(ValueError, match=r"model 'qwen3-8b' \(Qwen/Qwen3-8B\) is no directory here"):
+        read_checkpoint("qwen3-8b")
 
 
 # The files
