@@ -23,13 +23,13 @@ VARIANTS = {
     "eager": dict(enforce_eager=True),
     "offload": dict(enable_cpu_offload=True),
     "offload, eager, two ring slots": dict(enable_cpu_offload=True, enforce_eager=True, num_ring_slots=2),
-    "offload, half of it on the GPU": dict(enable_cpu_offload=True, resident_kv_limit=2**15),
+    "offload, half of it on the GPU": dict(enable_cpu_offload=True, resident_kv_limit=2**14),
 }
 
 
 @pytest.fixture(scope="module", params=["qwen3", "gemma3"])
 def path(request, tmp_path_factory):
-    fields = dict(SMALL) if request.param == "qwen3" else dict(sliding_window=24, num_layers=2)
+    fields = SMALL | (dict(sliding_window=24) if request.param == "gemma3" else {})
     return make_checkpoint(request.param, tmp_path_factory.mktemp("model"), **fields)
 
 
