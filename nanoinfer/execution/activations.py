@@ -51,7 +51,7 @@ class Activations:
         with compute.current():
             # Make the matrix library take the stream's workspace now. Later it would take it out of the segment of the
             # activations, which could then never be given back.
-            some = torch.ones(16, 16, dtype=model.spec.dtype, device=device.place)
+            some = torch.ones(16, 16, dtype=model.spec.dtype, device=device.torch_device)
             torch.nn.functional.linear(some, some)
             checks = check_products(model, plan.max_num_batched_tokens)
         held = device.held_bytes() - self.memory_before  # weights, ring and workspace

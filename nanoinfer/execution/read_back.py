@@ -89,7 +89,7 @@ class ReadBack:
     Args:
         max_rows: the most rows that sample in one step.
         fault: as in `PendingTokens`.
-        reads: [1] int64, how many experts all steps have read; None: there are none.
+        experts_read: [1] int64, how many experts all steps have read; None: there are none.
         slots: the pools of experts that are brought one by one. What was counted so far, here and there, is forgotten.
 
     Attributes:
@@ -97,11 +97,11 @@ class ReadBack:
     """
 
     def __init__(
-        self, runtime: Runtime, compute: Stream, max_rows: int, fault: str, reads: torch.Tensor | None = None,
+        self, runtime: Runtime, compute: Stream, max_rows: int, fault: str, experts_read: torch.Tensor | None = None,
         slots: Sequence[SlotSet] = (),
     ) -> None:  # fmt: skip
         self._compute, self._fault, self._slots = compute, fault, slots
-        self._counts = [] if reads is None else [reads, *(one.counts for one in slots)]
+        self._counts = [] if experts_read is None else [experts_read, *(one.counts for one in slots)]
         for one in self._counts:
             one.zero_()
         self._lines = DeviceTable(runtime, max_rows)

@@ -33,7 +33,7 @@ from nanoinfer.execution.recurrent import RecurrentStates
 from nanoinfer.execution.resources import Resources
 from nanoinfer.execution.stream_shares import stream_shares
 from nanoinfer.execution.token_masks import TokenMasks
-from nanoinfer.layers.expert_pools import reads_of
+from nanoinfer.layers.expert_pools import experts_read_of
 from nanoinfer.layers.linear import Head, Linear, keep_matrices
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.step.plan import StepPlan
@@ -126,7 +126,7 @@ class ModelRunner:
         logits_fault = (
             "logits of the request are NaN or infinite: the checkpoint's weights are damaged (download it again)"
         ) + (', or the model overflows in float16 (set dtype="bfloat16" or "float32")' * (spec.dtype == torch.float16))
-        counts = reads_of(model), model.streamed.slot_sets
+        counts = experts_read_of(model), model.streamed.slot_sets
         self.read_back = ReadBack(runtime, self.compute, self.decode_program.tokens.numel(), logits_fault, *counts)
         self.expert_link = None if device.is_host else link_speed(runtime, self.compute, model.streamed)
         sizes = plan.max_num_batched_tokens, plan.slice_rows

@@ -124,7 +124,7 @@ class SamplingState:
             line["banned_ids"][: len(banned)] = banned
             if (limits := own.limits) is not None:
                 line["is_masked"], line["num_listed"] = limits.is_masked, len(limits.listed)
-                line["num_places"] = limits.num_places
+                line["num_bad_tokens"] = limits.num_bad_tokens
         return lines.view(np.int32).reshape(len(lines), ROW_WORDS)
 
     def sample(self, logits: torch.Tensor, batch_rows: torch.Tensor, tokens: torch.Tensor) -> None:

@@ -44,10 +44,10 @@ def share_pools(
     if owners:
         pools.append(nn.Parameter(torch.zeros(1, dtype=torch.int64, device=device), requires_grad=False))
         for one in owners:
-            one.reads = pools[-1].data
+            one.experts_read = pools[-1].data
     return pools
 
 
-def reads_of(model: nn.Module) -> Tensor | None:
+def experts_read_of(model: nn.Module) -> Tensor | None:
     """Return the count that the experts of a model share; None: it has none."""
-    return next((one.reads for one in model.modules() if isinstance(one, Experts)), None)
+    return next((one.experts_read for one in model.modules() if isinstance(one, Experts)), None)

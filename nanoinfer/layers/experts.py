@@ -118,14 +118,15 @@ class Experts(nn.Module):
     """The experts of a layer: down(activation(gate(x)) * up(x)) each.
 
     `share_pools` gives it `pool`, [runs, stride] uint8, and `table`, [num_experts] int32; `operands` are its
-    weights. `reads`, [1] int64, counts the experts that all layers have read, each once a step. With `slots` they lie
-    in host memory: a step of at most `most_rows` rows brings what it reads to the pool, a larger one finds all there.
+    weights. `experts_read`, [1] int64, counts the experts that all layers have read, each once a step. With `slots`
+    they lie in host memory: a step of at most `most_rows` rows brings what it reads to the pool, a larger one finds all
+    there.
 
     Raises:
         ValueError: the activation is not supported, or experts have unlike formats.
     """
 
-    reads: Tensor | None = None
+    experts_read: Tensor | None = None
     slots: SlotTables | None = None
     most_rows: int = 0
 
@@ -225,7 +226,7 @@ class Experts(nn.Module):
         if self.slots is not None and len(x) <= self.most_rows:
             table = self.operations.place_experts(ids, self.slots)
         return self.operations.expert_mlp(
-            x, ids, weights, table, self.operands, self.activation, first_half, shared, self.reads
+            x, ids, weights, table, self.operands, self.activation, first_half, shared, self.experts_read
         )
 
     def as_shared(self, x: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ Two bit masks say what concerns a token. `allowed` has a bit for each token of t
 bias, and the step in which its token would complete a bad word.
 
 Bad words of several tokens are found by the Shift-And method (Baeza-Yates and Gonnet, 1992). Each token of a word but
-its last has a place. A place matches if it has the token just drawn and the place before it, of the same word, matched
-in the step before. The last place of a word, once it matches, blocks the word's last token in the next step.
+its last is in a list. It matches if it is the token just drawn, and the one before it in the same word matched in the
+step before. The last one that is listed of a word, once it matches, blocks the word's last token in the next step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_BAD_TOKENS = 2048
 """Most tokens in all bad words of several tokens of a row. Those of one token are bits in a mask: any number."""
 MAX_SLOTS = MAX_BIASED + MAX_BAD_TOKENS // 2
 BEGINS_WORD = 1 << 30
-"""Added to a place's token: no place comes before it."""
+"""Added to the first token of a word: none comes before it."""
 NO_SLOT = -1
 NEVER = -1
 LISTED_BITS = 16
@@ -44,9 +44,9 @@ def line_type(vocab_size: int) -> np.dtype:
         [
             ("bias", np.float32, MAX_SLOTS),
             ("blocked_at", np.int32, MAX_SLOTS),  # the step in which the slot's token would complete a bad word
-            ("places", np.int32, MAX_BAD_TOKENS),  # a token of a bad word, perhaps with `BEGINS_WORD`
-            ("blocks", np.int16, MAX_BAD_TOKENS),  # the slot that a matching place blocks, or `NO_SLOT`
-            ("matched", np.int8, 2 * MAX_BAD_TOKENS),  # whether a place matches, for even steps and for odd ones
+            ("bad_tokens", np.int32, MAX_BAD_TOKENS),  # of each word all but the last, the first with `BEGINS_WORD`
+            ("blocks", np.int16, MAX_BAD_TOKENS),  # the slot that the token blocks if it matches, or `NO_SLOT`
+            ("matched", np.int8, 2 * MAX_BAD_TOKENS),  # whether the token matches, for even steps and for odd ones
             ("allowed", np.int32, -(-vocab_size // 32)),  # a bit per token, the lowest of the first word first
             ("listed", np.int32, -(-vocab_size // LISTED_BITS)),
         ]
@@ -98,7 +98,8 @@ class TokenLimits:
         return sorted({token_id for token_id, _ in self.bias} | {word[-1] for word in self.long_words})
 
     @cached_property
-    def num_places(self) -> int:
+    def num_bad_tokens(self) -> int:
+        """How many tokens bad words of several tokens have, but for the last of each."""
         return sum(len(word) - 1 for word in self.long_words)
 
     def line(self, vocab_size: int, output_token_ids: Collection[int]) -> np.ndarray:
@@ -126,8 +127,8 @@ class TokenLimits:
         matched = line["matched"].reshape(2, MAX_BAD_TOKENS)[step % 2]
         for word in self.long_words:
             begin, end = end, end + len(word) - 1
-            line["places"][begin:end] = word[:-1]
-            line["places"][begin] |= BEGINS_WORD
+            line["bad_tokens"][begin:end] = word[:-1]
+            line["bad_tokens"][begin] |= BEGINS_WORD
             line["blocks"][end - 1] = slots[word[-1]]
             for length in range(1, len(word)):
                 matched[begin + length - 1] = output[-length:] == word[:length]

@@ -82,11 +82,11 @@ def sample_rows(logits: torch.Tensor, rows: torch.Tensor, state, tokens: torch.T
         bit = token % 32
         state.seen[rows[row], token // 32] |= 1 << bit if bit < 31 else -(2**31)  # as an int32
     if len(batch.counted_rows):
-        place = rows[batch.counted_rows], tokens[batch.counted_rows]
-        state.counts[place] = (state.counts[place].int() + 1).clamp(max=MAX_COUNT).to(torch.int16)
+        counted = rows[batch.counted_rows], tokens[batch.counted_rows]
+        state.counts[counted] = (state.counts[counted].int() + 1).clamp(max=MAX_COUNT).to(torch.int16)
     for row in batch.limited_rows.tolist():
-        step, num_places = (int(batch.settings[name][row]) for name in ("step", "num_places"))
-        _advance_words(state.limits, int(rows[row]), int(tokens[row]), step, num_places)
+        step, num_bad_tokens = (int(batch.settings[name][row]) for name in ("step", "num_bad_tokens"))
+        _advance_words(state.limits, int(rows[row]), int(tokens[row]), step, num_bad_tokens)
     lengths, is_real = state.rows.length, (rows != state.rows.padding_row).to(torch.int32)
     lengths.index_copy_(0, rows, lengths[rows] + is_real)
 
@@ -123,13 +123,13 @@ def gather(state, rows: torch.Tensor) -> SamplingBatch:
     )
 
 
-def _advance_words(limits: SettingsTable, row: int, token: int, step: int, num_places: int) -> None:
+def _advance_words(limits: SettingsTable, row: int, token: int, step: int, num_bad_tokens: int) -> None:
     """Note in a row's line which bad words its next token would complete, behind the token that `step` has drawn."""
-    places, blocks = limits["places"][row, :num_places], limits["blocks"][row, :num_places].long()
-    matched = limits["matched"][row].view(2, MAX_BAD_TOKENS)[:, :num_places]
-    begins = places >= BEGINS_WORD
+    bad_tokens, blocks = limits["bad_tokens"][row, :num_bad_tokens], limits["blocks"][row, :num_bad_tokens].long()
+    matched = limits["matched"][row].view(2, MAX_BAD_TOKENS)[:, :num_bad_tokens]
+    begins = bad_tokens >= BEGINS_WORD
     goes_on = F.pad(matched[step % 2], (1, 0))[:-1] != 0
-    matches = (places - begins.int() * BEGINS_WORD == token) & (begins | goes_on)
+    matches = (bad_tokens - begins.int() * BEGINS_WORD == token) & (begins | goes_on)
     matched[(step + 1) % 2].copy_(matches)
     limits["blocked_at"][row][blocks[matches & (blocks != NO_SLOT)]] = step + 1
 
@@ -239,8 +239,8 @@ def penalise(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         return logits
     scores, settings = logits.clone(), batch.settings
     num_chunk_rows = _chunk_rows(batch.vocab_size)
-    for place, row in enumerate(batch.limited_rows.tolist()):
-        _narrow(scores[row], batch.limits, place, settings["step"][row], settings["is_masked"][row])
+    for index, row in enumerate(batch.limited_rows.tolist()):
+        _narrow(scores[row], batch.limits, index, settings["step"][row], settings["is_masked"][row])
     for rows, seen in zip(batch.penalty_rows.split(num_chunk_rows), batch.seen.split(num_chunk_rows), strict=True):
         score, penalty = scores[rows], settings["repetition_penalty"][rows, None]
         scores[rows] = torch.where(seen, torch.where(score > 0, score / penalty, score * penalty), score)

@@ -36,7 +36,7 @@ ROW = np.dtype(
         ("num_banned", np.int32),
         ("is_masked", np.int32),  # 1: the mask of allowed tokens counts; see `nanoinfer.sampling.limits`
         ("num_listed", np.int32),  # tokens with a slot
-        ("num_places", np.int32),  # of bad words
+        ("num_bad_tokens", np.int32),  # see `TokenLimits.num_bad_tokens`
         ("banned_ids", np.int32, MAX_BANNED),
     ],
     align=True,

@@ -116,7 +116,7 @@ def test_experts_that_steps_read_are_counted(runtime, tmp_path, monkeypatch):
 
     def pools_of_experts_that_were_read(model, *, device, **others):
         pools = share_pools(model, device=device, **others)
-        model.layers[1].mlp.experts.reads.add_(100)
+        model.layers[1].mlp.experts.experts_read.add_(100)
         return pools
 
     monkeypatch.setattr(streamed, "share_pools", pools_of_experts_that_were_read)

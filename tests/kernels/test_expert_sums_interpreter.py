@@ -197,7 +197,9 @@ def test_experts_that_some_row_takes_are_counted(operation, monkeypatch):
     for begin, end, wanted in ((0, 5, 4), (0, 2, 2), (3, 5, 1), (1, 2, 1), (0, 1, 2), (4, 5, 0)):
         some = x[begin:end], ids[begin:end], weights[begin:end]
         before = reads.item()
-        assert torch.equal(run(experts, *some, None, operation, reads=reads), run(experts, *some, None, operation))
+        assert torch.equal(
+            run(experts, *some, None, operation, experts_read=reads), run(experts, *some, None, operation)
+        )
         assert reads.item() - before == wanted, (begin, end)
 
 

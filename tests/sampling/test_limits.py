@@ -101,7 +101,7 @@ def full_limits(vocab_size: int) -> TokenLimits:
 
 def test_the_largest_limits_have_room():
     limits = full_limits(5001)
-    assert len(limits.listed) == MAX_SLOTS and limits.num_places == MAX_BAD_TOKENS // 2
+    assert len(limits.listed) == MAX_SLOTS and limits.num_bad_tokens == MAX_BAD_TOKENS // 2
     logits, output = random_logits(1, 5001), [3]
     row = RowSampling(limits=limits, step=1, output_token_ids=output)
     assert torch.equal(sampler.penalise(logits, build([row], 5001))[0], naive_limits(logits[0], limits, output))

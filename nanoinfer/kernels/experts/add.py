@@ -19,7 +19,7 @@ def add_experts_kernel(
     table,  # [EXPERTS]
     shared,  # [2, N, SIZE] float32, added last; None: none
     out,  # [2, N, SIZE] float32
-    reads,  # [1] int64, more by how many experts a single row has here; None: not counted
+    experts_read,  # [1] int64, more by how many experts a single row has here; None: not counted
     first_column,  # of out, that column 0 of `products` belongs to
     width,
     SIZE: tl.constexpr,
@@ -34,11 +34,11 @@ def add_experts_kernel(
     inside = column < width
     wait_for_inputs(PDL)
     let_next_in(PDL)
-    if reads is not None:
+    if experts_read is not None:
         if tl.program_id(1) == 0:
             own = tl.load(ids + tl.arange(0, CHOSEN_TILE), mask=tl.arange(0, CHOSEN_TILE) < CHOSEN, other=-1)
-            places = tl.load(table + own, mask=own >= 0, other=-1)
-            count_read(reads, tl.sum((places >= 0).to(tl.int32)))
+            indices = tl.load(table + own, mask=own >= 0, other=-1)
+            count_read(experts_read, tl.sum((indices >= 0).to(tl.int32)))
     first = tl.zeros([TILE], tl.float32)
     second = tl.zeros([TILE], tl.float32)
     for index in tl.static_range(CHOSEN):
@@ -68,7 +68,7 @@ def add_experts(
     out: Tensor,
     first_column: int,
     first_half: int,
-    reads: Tensor | None,
+    experts_read: Tensor | None,
 ) -> None:
     """Write the columns of `out` from `first_column` on, [2, N, width] float32, for `product.expert_mlp`.
 
@@ -77,7 +77,8 @@ def add_experts(
     (num_rows, num_chosen), width = ids.shape, products.shape[1]
     tile = min(1024, next_power_of_2(width))
     add_experts_kernel[(num_rows, triton.cdiv(width, tile))](  # only the first size may exceed 65,535
-        products, ids, weights, table, shared, out, reads, first_column, width, SIZE=out.shape[-1], CHOSEN=num_chosen,
-        CHOSEN_TILE=next_power_of_2(num_chosen), FIRST_HALF=first_half, TILE=tile, num_warps=max(1, tile // 256),
+        products, ids, weights, table, shared, out, experts_read, first_column, width, SIZE=out.shape[-1],
+        CHOSEN=num_chosen, CHOSEN_TILE=next_power_of_2(num_chosen), FIRST_HALF=first_half, TILE=tile,
+        num_warps=max(1, tile // 256),
         **launch_options(products, fuses=False),
     )  # fmt: skip

@@ -44,13 +44,13 @@ def choose_experts_kernel(
     row = tl.program_id(0)
     expert = tl.arange(0, TILE)
     inside = expert < EXPERTS
-    place = tl.arange(0, CHOSEN_TILE)
-    own = row.to(tl.int64) * CHOSEN + place
+    turn = tl.arange(0, CHOSEN_TILE)
+    own = row.to(tl.int64) * CHOSEN + turn
     wait_for_inputs(PDL)
     let_next_in(PDL)
     if row >= tl.load(num_live):
-        tl.store(ids + own, -1, mask=place < CHOSEN)
-        tl.store(weights + own, 0.0, mask=place < CHOSEN)
+        tl.store(ids + own, -1, mask=turn < CHOSEN)
+        tl.store(weights + own, 0.0, mask=turn < CHOSEN)
         return
     value = tl.load(logits + row.to(tl.int64) * EXPERTS + expert, mask=inside, other=float("-inf")).to(tl.float32)
     key = value
@@ -93,8 +93,8 @@ def choose_experts_kernel(
                 first_value = own_score
             own_score = tl.exp(own_score - first_value)
         total += own_score
-        chosen = tl.where(place == index, number, chosen)
-        weight = tl.where(place == index, own_score, weight)
+        chosen = tl.where(turn == index, number, chosen)
+        weight = tl.where(turn == index, own_score, weight)
     if NORMED:
         if SCORES == 1:
             total += 1e-20
@@ -102,8 +102,8 @@ def choose_experts_kernel(
     if ROUNDED:
         weight = weight.to(like.dtype.element_ty).to(tl.float32)
     weight *= factor
-    tl.store(ids + own, chosen, mask=place < CHOSEN)
-    tl.store(weights + own, weight, mask=place < CHOSEN)
+    tl.store(ids + own, chosen, mask=turn < CHOSEN)
+    tl.store(weights + own, weight, mask=turn < CHOSEN)
 
 
 def choose_experts(
@@ -137,9 +137,9 @@ def choose_experts(
 
 
 @triton.jit
-def count_read(reads, number):
+def count_read(experts_read, number):
     """Add to how many experts were read. One program of a launch may, behind its wait: no launch runs beside then."""
-    tl.store(reads, tl.load(reads) + number)
+    tl.store(experts_read, tl.load(experts_read) + number)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
@@ -148,7 +148,7 @@ def sort_pairs_kernel(
     table,  # [EXPERTS]
     order,  # [num_pairs]
     tiles,  # [num_tiles, 4]
-    reads,  # [1] int64, more by how many experts have pairs; None: not counted
+    experts_read,  # [1] int64, more by how many experts have pairs; None: not counted
     num_pairs,
     num_tiles,
     EXPERTS: tl.constexpr,
@@ -162,27 +162,27 @@ def sort_pairs_kernel(
     wait_for_inputs(PDL)
     let_next_in(PDL)
     # Experts that are not here take no pairs.
-    places = tl.load(table + each, mask=each < EXPERTS, other=-1)
+    indices = tl.load(table + each, mask=each < EXPERTS, other=-1)
     counts = tl.zeros([EXPERT_TILE], tl.int32)
     for start in range(0, num_pairs, TILE):
         pair = start + tl.arange(0, TILE)
         other = tl.load(ids + pair, mask=pair < num_pairs, other=-1)
         counts += tl.histogram(tl.maximum(other, 0), EXPERT_TILE, mask=other >= 0)
-    counts = tl.where(places >= 0, counts, 0)
-    if reads is not None:
+    counts = tl.where(indices >= 0, counts, 0)
+    if experts_read is not None:
         if expert == 0:
-            count_read(reads, tl.sum((counts > 0).to(tl.int32)))
+            count_read(experts_read, tl.sum((counts > 0).to(tl.int32)))
     own_tiles = tl.cdiv(counts, BLOCK_M)
     is_own = each == expert
     is_before = each < expert
-    place = tl.sum(tl.where(is_own, places, 0))
+    own_index = tl.sum(tl.where(is_own, indices, 0))
     count = tl.sum(tl.where(is_own, counts, 0))
     begin = tl.sum(tl.where(is_before, counts, 0))
     first_tile = tl.sum(tl.where(is_before, own_tiles, 0))
     end = begin + count
     for index in range(0, tl.cdiv(count, BLOCK_M)):
         tile = tiles + (first_tile + index) * 4
-        tl.store(tile, place)
+        tl.store(tile, own_index)
         tl.store(tile + 1, begin + index * BLOCK_M)
         tl.store(tile + 2, tl.minimum(begin + (index + 1) * BLOCK_M, end))
     if expert == EXPERTS - 1:  # tiles and pairs that are not there
@@ -198,18 +198,18 @@ def sort_pairs_kernel(
             begin += tl.sum(is_one)
 
 
-def sort_pairs(ids: Tensor, table: Tensor, block_m: int, reads: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def sort_pairs(ids: Tensor, table: Tensor, block_m: int, experts_read: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Sort pairs of row and expert by expert; those of one expert keep their order. No shape depends on the choice.
 
     Args:
-        ids: [N, num_chosen] int32; table: [num_experts] int32, each expert's place, -1: it is not here.
+        ids: [N, num_chosen] int32; table: [num_experts] int32, each expert's index in the pool, -1: it is not here.
         block_m: the most pairs of a tile.
-        reads: [1] int64, to which the number of experts with pairs is added.
+        experts_read: [1] int64, to which the number of experts with pairs is added.
 
     Returns:
         The pairs, as numbers row * num_chosen + index, [N * num_chosen] int32; behind those that choose something, 0.
-        And tiles of pairs of one expert, as many as there may be, [num_tiles, 4] int32: place, position of the first
-        pair in this order, and the position behind the last. A place of -1: there is no such tile.
+        And tiles of pairs of one expert, as many as there may be, [num_tiles, 4] int32: the expert's index,
+        position of the first pair in this order, and the position behind the last. An index of -1: there is no tile.
     """
     num_pairs, num_experts = ids.numel(), len(table)
     order = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
@@ -217,7 +217,7 @@ def sort_pairs(ids: Tensor, table: Tensor, block_m: int, reads: Tensor | None = 
     tiles = torch.empty(num_tiles, 4, dtype=torch.int32, device=ids.device)
     tile = min(PAIRS_AT_ONCE, max(32, next_power_of_2(num_pairs)))
     sort_pairs_kernel[(num_experts,)](
-        ids, table, order, tiles, reads, num_pairs, num_tiles, EXPERTS=num_experts,
+        ids, table, order, tiles, experts_read, num_pairs, num_tiles, EXPERTS=num_experts,
         EXPERT_TILE=next_power_of_2(num_experts), BLOCK_M=block_m, TILE=tile,
         num_warps=max(1, min(8, tile // 128)), **launch_options(ids),
     )  # fmt: skip

@@ -38,8 +38,8 @@ MOST_TILES = 65_535
 """The second size of a grid; float32 rows of one expert, 16 in a tile, reach it at some 131,000 tokens a step."""
 
 
-class Places(NamedTuple):
-    """Where the tensors of a weight lie: bytes of a run, and of a run those before each tensor; see `ExpertWeight`."""
+class TensorOffsets(NamedTuple):
+    """Where the tensors of a weight lie: bytes of a run, and the first byte of each in it; see `ExpertWeight`."""
 
     stride: int
     codes: int
@@ -53,10 +53,10 @@ class Places(NamedTuple):
 
 
 @triton.jit
-def tensor_of(pool, place, offset: tl.constexpr, stride: tl.constexpr):
+def tensor_of(pool, index, offset: tl.constexpr, stride: tl.constexpr):
     """Return a pointer to the values that lie `offset` bytes behind the begin of a run."""
     size: tl.constexpr = pool.dtype.element_ty.primitive_bitwidth // 8
-    return pool + (place * (stride // size) + offset // size)
+    return pool + (index * (stride // size) + offset // size)
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def expert_product_kernel(
     x,  # [N, SIZE]; row order[i] // CHOSEN with GATHER, else i
     out,  # [num_pairs, width], rows out_stride apart; row order[i] with SCATTER, else i
     ids,  # [num_pairs], read without `order`
-    table,  # [EXPERTS]: an expert's place, -1: it is not here
+    table,  # [EXPERTS]: an expert's index in the pool, -1: it is not here
     order,  # [num_pairs]: what `sort_pairs` returns; None: each pair is a tile
     tiles,  # [num_tiles, 4]
     words, scales, zeros, global_scale, group_index, high_bits, factors, bias,  # the pool in each tensor's dtype
@@ -83,7 +83,7 @@ def expert_product_kernel(
     out_stride,
     out_part,  # elements from one part of a sum to the next
     FORM: tl.constexpr,  # None: the weight is wide
-    PLACES: tl.constexpr,
+    OFFSETS: tl.constexpr,
     SIZE: tl.constexpr,
     NUM_ROWS: tl.constexpr,  # of the weight, gate and up counted together
     CHOSEN: tl.constexpr,
@@ -109,16 +109,16 @@ def expert_product_kernel(
         expert = tl.load(ids + tile)
         if expert < 0:
             return
-        place = tl.load(table + expert).to(tl.int64)
+        run_index = tl.load(table + expert).to(tl.int64)
         first_position = tile
         end = tile + 1
     else:
-        place = tl.load(tiles + tile * 4).to(tl.int64)
+        run_index = tl.load(tiles + tile * 4).to(tl.int64)
         first_position = tl.load(tiles + tile * 4 + 1)
         end = tl.load(tiles + tile * 4 + 2)
-    if place < 0:
+    if run_index < 0:
         return
-    words_at = tensor_of(words, place, PLACES.codes, PLACES.stride)
+    words_at = tensor_of(words, run_index, OFFSETS.codes, OFFSETS.stride)
     OUT_N: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     OUT_ROWS: tl.constexpr = NUM_ROWS // 2 if GATED else NUM_ROWS
     column_of_out = tl.program_id(0) * OUT_N
@@ -141,22 +141,22 @@ def expert_product_kernel(
         EVEN: tl.constexpr = EVEN_PART and SIZE % (UNROLL * BLOCK) == 0
         ALIGNED: tl.constexpr = (UNROLL * BLOCK) % FORM.group == 0
         SHARED: tl.constexpr = UNROLL % FORM.blocks_of_word == 0  # high bits are loaded once for blocks that share them
-        scales_at = tensor_of(scales, place, PLACES.scales, PLACES.stride)
+        scales_at = tensor_of(scales, run_index, OFFSETS.scales, OFFSETS.stride)
         zeros_at = zeros
         if zeros is not None:
-            zeros_at = tensor_of(zeros, place, PLACES.zeros, PLACES.stride)
+            zeros_at = tensor_of(zeros, run_index, OFFSETS.zeros, OFFSETS.stride)
         global_at = global_scale
         if global_scale is not None:
-            global_at = tensor_of(global_scale, place, PLACES.global_scale, PLACES.stride)
+            global_at = tensor_of(global_scale, run_index, OFFSETS.global_scale, OFFSETS.stride)
         index_at = group_index
         if group_index is not None:
-            index_at = tensor_of(group_index, place, PLACES.group_index, PLACES.stride)
+            index_at = tensor_of(group_index, run_index, OFFSETS.group_index, OFFSETS.stride)
         high_bits_at = high_bits
         if high_bits is not None:
-            high_bits_at = tensor_of(high_bits, place, PLACES.high_bits, PLACES.stride)
+            high_bits_at = tensor_of(high_bits, run_index, OFFSETS.high_bits, OFFSETS.stride)
         factors_at = factors
         if factors is not None:
-            factors_at = tensor_of(factors, place, PLACES.factors, PLACES.stride)
+            factors_at = tensor_of(factors, run_index, OFFSETS.factors, OFFSETS.stride)
         of_row = scales_of_rows(scales_at, zeros_at, global_at, row, FORM)
         word_tile = words_at + row[:, None] * PLANE + tl.arange(0, PLANE)[None, :]
         # A part may begin within a step, whose other columns are 0.
@@ -231,7 +231,7 @@ def expert_product_kernel(
     out_column = column_of_out + tl.arange(0, OUT_N)
     inside = (out_column < width) & (first_row + out_column < OUT_ROWS)
     if bias is not None:
-        bias_at = tensor_of(bias, place, PLACES.bias, PLACES.stride) + first_row + out_column
+        bias_at = tensor_of(bias, run_index, OFFSETS.bias, OFFSETS.stride) + first_row + out_column
         result = biased(result, bias_at, inside)
         if GATED:
             up = biased(up, bias_at + OUT_ROWS, inside)
@@ -246,7 +246,7 @@ def expert_product_kernel(
 
 
 class Pairs(NamedTuple):
-    """Pairs of row and expert. ids: [N, num_chosen]; table: each expert's place; order, tiles: of `sort_pairs`."""
+    """Pairs of row and expert. ids: [N, num_chosen]; table: each expert's index; order, tiles: of `sort_pairs`."""
 
     ids: Tensor
     table: Tensor
@@ -255,13 +255,15 @@ class Pairs(NamedTuple):
     sizes: Tiles
 
 
-def pairs_of(x: Tensor, ids: Tensor, table: Tensor, experts: ExpertWeights, reads: Tensor | None = None) -> Pairs:
+def pairs_of(
+    x: Tensor, ids: Tensor, table: Tensor, experts: ExpertWeights, experts_read: Tensor | None = None
+) -> Pairs:
     """Return the pairs, sorted into tiles. Those of one row of x need not be: they have different experts."""
     is_packed = any(weight.packed is not None for weight in (*experts.gate_up, experts.down))
     if len(ids) == 1:
         return Pairs(ids, table, None, None, tiles_of(x, 0, len(table), is_packed))
     sizes = tiles_of(x, ids.numel(), len(table), is_packed)
-    return Pairs(ids, table, *sort_pairs(ids, table, sizes.block_m, reads), sizes)
+    return Pairs(ids, table, *sort_pairs(ids, table, sizes.block_m, experts_read), sizes)
 
 
 def expert_mlp(
@@ -273,23 +275,23 @@ def expert_mlp(
     activation: GatedActivation,
     first_half: int,
     shared: Tensor | None = None,
-    reads: Tensor | None = None,
+    experts_read: Tensor | None = None,
 ) -> Tensor:
     """Run each row through its experts, and add what they give in two sums: [2, N, hidden_size] float32.
 
     Args:
         x: [N, hidden_size], packed.
         ids, weights: of `choose_experts`.
-        table: [num_experts] int32, the place of each expert's run in the pool; -1: it is not here, and adds nothing.
+        table: [num_experts] int32, the index of each expert's run in the pool; -1: it is not here, and adds nothing.
         first_half: experts below this number belong to the first sum.
         shared: [2, N, hidden_size] float32, added to the two sums last.
-        reads: [1] int64, to which the number of experts is added that some row takes, and that are here.
+        experts_read: [1] int64, to which the number of experts is added that some row takes, and that are here.
     """
     (num_rows, hidden_size), num_pairs = x.shape, ids.numel()
     out = torch.empty(2, num_rows, hidden_size, dtype=torch.float32, device=x.device)
     if num_rows == 0:
         return out
-    pairs = pairs_of(x, ids, table, experts, reads)
+    pairs = pairs_of(x, ids, table, experts, experts_read)
     hidden = _hidden(x, pairs, experts.gate_up, activation)
     width = slice_width(num_pairs, hidden_size)
     products = torch.empty(num_pairs * width, dtype=torch.float32, device=x.device)
@@ -298,7 +300,7 @@ def expert_mlp(
         some = products[: num_pairs * count].view(num_pairs, count)
         _launch(hidden, some, pairs, experts.down, first_row=begin, scatters=True)
         is_counted = pairs.order is None and begin == 0
-        add_experts(some, ids, weights, table, shared, out, begin, first_half, reads if is_counted else None)
+        add_experts(some, ids, weights, table, shared, out, begin, first_half, experts_read if is_counted else None)
     return out
 
 
@@ -367,7 +369,7 @@ def _launch(
         expert_product_kernel[(columns, min(MOST_TILES, num_tiles - first), parts)](
             x, out, *pairs[:3], some, *(weight.tensors.get(name) for name in NAMES), x_rows, first_row, width,
             out.stride(-2), out.stride(0) if out.dim() == 3 else 0, FORM=form,
-            PLACES=Places(weight.stride, *(weight.offsets.get(name, 0) for name in NAMES)), SIZE=size,
+            OFFSETS=TensorOffsets(weight.stride, *(weight.offsets.get(name, 0) for name in NAMES)), SIZE=size,
             NUM_ROWS=weight.num_rows, CHOSEN=pairs.ids.shape[1], PART=part, GATHER=gathers,
             SCATTER=scatters, GATED=gated, GELU=gated and activation.name != "silu",
             LIMIT=activation.limit if gated else None, ALPHA=activation.alpha if gated else 1.0, UNROLL=unroll,

@@ -58,11 +58,11 @@ def place_experts(ids: Tensor, slots: SlotTables) -> Tensor:
     """Bring the experts that rows choose to the pool, as `slots.place_experts` says."""
     chosen = ids[ids >= 0].unique().long()  # ascending
     slots.clock += 1
-    places = slots.held[chosen]
-    slots.used[(places[places >= 0] - slots.first_slot).long()] = slots.clock
+    held = slots.held[chosen]
+    slots.used[(held[held >= 0] - slots.first_slot).long()] = slots.clock
     oldest = slots.used.sort(stable=True).indices
     free = oldest[slots.used[oldest] < slots.clock]
-    missing = chosen[places < 0]
+    missing = chosen[held < 0]
     own = free[: len(missing)]
     placed, spare = missing[: len(own)], missing[len(own) :]
     before = slots.owner[own]
@@ -96,21 +96,21 @@ def expert_mlp(
     activation: GatedActivation,
     first_half: int,
     shared: Tensor | None = None,
-    reads: Tensor | None = None,
+    experts_read: Tensor | None = None,
 ) -> Tensor:
     """Run each row through its experts, one expert at a time, and add what they give: [2, N, hidden_size] float32.
 
-    Operands of 16 bits are widened to float32. reads: [1] int64, to which the number of these experts is added.
+    Operands of 16 bits are widened to float32. experts_read: [1] int64, to which the number of these experts is added.
     """
     products = x.new_zeros(*ids.shape, x.shape[1], dtype=torch.float32)
     is_here = (ids >= 0) & (table[ids.clamp(min=0).long()] >= 0)
     numbers = ids[is_here].unique().tolist()
-    if reads is not None:
-        reads += len(numbers)
+    if experts_read is not None:
+        experts_read += len(numbers)
     for number in numbers:
-        rows, places = (is_here & (ids == number)).nonzero(as_tuple=True)
+        rows, turns = (is_here & (ids == number)).nonzero(as_tuple=True)
         gate_up, bias, down, down_bias = experts.matrices(int(table[number]))
-        products[rows, places] = _product(_hidden(x[rows], gate_up, bias, activation), down, down_bias)
+        products[rows, turns] = _product(_hidden(x[rows], gate_up, bias, activation), down, down_bias)
     sums = torch.zeros(2, *x.shape, dtype=torch.float32, device=x.device)
     products *= weights.unsqueeze(2)
     for column, of_expert, counts in zip(products.unbind(1), ids.unbind(1), is_here.unbind(1), strict=True):
@@ -123,11 +123,11 @@ def shared_mlp(x: Tensor, table: Tensor, experts: ExpertWeights, activation: Gat
     """Run all rows through one expert, with its last sum in two parts: [2, N, hidden_size] float32."""
     gate_up, bias, down, _ = experts.matrices(int(table[0]))
     hidden = _hidden(x, gate_up, bias, activation)
-    found = torch.zeros(2, *x.shape, dtype=torch.float32, device=x.device)
-    for sums, columns in zip(found, (slice(part), slice(part, None)), strict=True):
+    halves = torch.zeros(2, *x.shape, dtype=torch.float32, device=x.device)
+    for sums, columns in zip(halves, (slice(part), slice(part, None)), strict=True):
         if down[:, columns].shape[1]:
             sums.copy_(_product(hidden[:, columns], down[:, columns].contiguous(), None))
-    return found
+    return halves
 
 
 def _hidden(x: Tensor, gate_up: Tensor, bias: Tensor | None, activation: GatedActivation) -> Tensor:
@@ -135,5 +135,5 @@ def _hidden(x: Tensor, gate_up: Tensor, bias: Tensor | None, activation: GatedAc
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    found = exact.linear(x.float(), weight.float())
-    return found if bias is None else found + bias.float()
+    product = exact.linear(x.float(), weight.float())
+    return product if bias is None else product + bias.float()

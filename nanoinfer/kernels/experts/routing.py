@@ -65,7 +65,7 @@ NAMES = ("codes", "scales", "zeros", "global_scale", "group_index", "high_bits",
 
 @dataclass(eq=False, kw_only=True)
 class ExpertWeight:
-    """A projection of all experts of a layer, where kernels find it: at the same place in the run of each expert.
+    """A projection of all experts of a layer, where kernels find it: at the same offsets in the run of each expert.
 
     Attributes:
         num_rows, in_features: of one expert.
@@ -88,7 +88,7 @@ class ExpertWeights(NamedTuple):
 
     Attributes:
         gate_up: one weight, gate first, or one for each.
-        matrices: place in the pool -> gate and up as one matrix, their bias, down, its bias.
+        matrices: index in the pool -> gate and up as one matrix, their bias, down, its bias.
     """
 
     gate_up: tuple[ExpertWeight, ...]

@@ -1,9 +1,9 @@
 """Experts that lie in host memory: which of them a step brings to the GPU, and where to; and the copies.
 
 Nothing here asks the host: two kernels, in a graph like any other. The first finds the experts that the rows choose and
-gives those that are missing the slots that were not used for longest; what finds no slot goes to spare places, which
-all layers share and only this step reads. The second copies runs from pinned host memory, which the GPU reads in place:
-on an H200, 8 programs copy experts of 2.5 MB at 0.93 of the link's bandwidth, 16 no slower.
+gives those that are missing the slots that were not used for longest; those that find no slot go to spare runs, which
+all layers share: the next layer overwrites them. The second copies runs from pinned host memory, which the GPU reads in
+place: on an H200, 8 programs copy experts of 2.5 MB at 0.93 of the link's bandwidth, 16 no slower.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ def place_experts_kernel(
         chosen = tl.load(ids + pair, mask=pair < num_pairs, other=-1)
         pairs += tl.histogram(tl.maximum(chosen, 0), EXPERT_TILE, mask=chosen >= 0)
     now = tl.load(clock) + 1
-    place = tl.load(held + expert, mask=expert < EXPERTS, other=-1)
-    is_hit = (pairs > 0) & (place >= 0)
-    is_missing = (pairs > 0) & (place < 0)
+    held_at = tl.load(held + expert, mask=expert < EXPERTS, other=-1)
+    is_hit = (pairs > 0) & (held_at >= 0)
+    is_missing = (pairs > 0) & (held_at < 0)
     # Behind it, no thread reads the clock, which one of them stores: a late one would take slots of this step for free.
     tl.debug_barrier()
-    tl.store(used + (place - first_slot), now, mask=is_hit)
+    tl.store(used + (held_at - first_slot), now, mask=is_hit)
     tl.store(clock, now)
     tl.store(counts, tl.load(counts) + tl.sum(is_hit.to(tl.int32)))
     num_missing = tl.sum(is_missing.to(tl.int32))
     tl.store(fetches, num_missing)
-    target = place
+    target = held_at
     if num_missing > 0:
         tl.debug_barrier()
         # The rank of each slot by when it was used last: those of this step come last, and are not given away.
@@ -96,7 +96,7 @@ def place_experts_kernel(
         tl.store(held + expert, taken, mask=takes_slot)
         tl.store(fetches + 1 + 2 * number, expert, mask=is_missing)
         tl.store(fetches + 2 + 2 * number, taken, mask=is_missing)
-        target = tl.where(is_missing, taken, place)
+        target = tl.where(is_missing, taken, held_at)
         num_placed = tl.minimum(num_missing, num_free)
         tl.store(counts + 1, tl.load(counts + 1) + num_placed)
         tl.store(counts + 2, tl.load(counts + 2) + num_missing - num_placed)
@@ -107,7 +107,7 @@ def place_experts_kernel(
 @triton.jit
 def fetch_experts_kernel(
     home,  # [EXPERTS * WORDS] in host memory
-    pool,  # [places * WORDS]
+    pool,  # [runs * WORDS]
     fetches,  # [1 + 2 * EXPERTS]
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -122,9 +122,9 @@ def fetch_experts_kernel(
         fetch = number // PARTS
         at = number % PARTS * BLOCK + within
         expert = tl.load(fetches + 1 + 2 * fetch).to(tl.int64)
-        place = tl.load(fetches + 2 + 2 * fetch).to(tl.int64)
+        target = tl.load(fetches + 2 + 2 * fetch).to(tl.int64)
         words = tl.load(home + expert * WORDS + at, mask=at < WORDS)
-        tl.store(pool + place * WORDS + at, words, mask=at < WORDS)
+        tl.store(pool + target * WORDS + at, words, mask=at < WORDS)
     let_next_in(PDL)
 
 

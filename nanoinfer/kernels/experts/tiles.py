@@ -15,11 +15,11 @@ def tiles_of(x: Tensor, num_pairs: int, num_experts: int, is_packed: bool) -> Ti
     """
     if x.element_size() == 4:
         return Tiles(16, 32, 32, 4, 1)
-    found = next(tiles for tiles in _TILES[is_packed] if num_pairs <= tiles.up_to * num_experts)
+    tiles = next(one for one in _TILES[is_packed] if num_pairs <= one.up_to * num_experts)
     target = target_of(x.device)
-    if found.block_n > 128 and target.program_memory < LARGE_SHARED_MEMORY:
-        found = found._replace(block_n=64, num_warps=4)
-    return found._replace(block_m=max(found.block_m, target.least_rows))
+    if tiles.block_n > 128 and target.program_memory < LARGE_SHARED_MEMORY:
+        tiles = tiles._replace(block_n=64, num_warps=4)
+    return tiles._replace(block_m=max(tiles.block_m, target.least_rows))
 
 
 _FOR_MORE = (Tiles(32, 64, 128, 4, 3, up_to=32), Tiles(64, 64, 64, 4, 3, up_to=128))

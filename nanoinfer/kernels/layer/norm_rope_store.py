@@ -206,8 +206,8 @@ def norm_rope_store_kernel(
         tl.store(q_target + rest_at, result_rest.to(q.dtype.element_ty), mask=in_rest & is_q)
     kv_head = tl.where(is_v, head - NUM_Q_HEADS - NUM_KV_HEADS, head - NUM_Q_HEADS)
     in_block = tl.where(is_v, BLOCK_SIZE, 0) + slot % BLOCK_SIZE
-    place = (slot // BLOCK_SIZE * (2 * BLOCK_SIZE) + in_block) * NUM_KV_HEADS + kv_head
-    kv_target = kv + place * SIZE
+    kv_index = (slot // BLOCK_SIZE * (2 * BLOCK_SIZE) + in_block) * NUM_KV_HEADS + kv_head
+    kv_target = kv + kv_index * SIZE
     is_kv = inside & (head >= NUM_Q_HEADS)
     if FP8:  # has no infinity
         result_first = tl.clamp(result_first, -448.0, 448.0)

@@ -281,9 +281,9 @@ def expand_kernel(
     BLOCK: tl.constexpr = FORM.block
     PLANE: tl.constexpr = FORM.plane
     PLANES: tl.constexpr = FORM.planes
-    place = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = place < count
-    row = tl.minimum(place, count - 1)
+    index = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = index < count
+    row = tl.minimum(index, count - 1)
     if ids is not None:
         row = tl.load(ids + row).to(tl.int32)
     first = tl.program_id(0) * UNROLL
@@ -302,7 +302,7 @@ def expand_kernel(
                 )  # fmt: skip
                 column = (first + u) * BLOCK + p * PLANE + at
                 stored = inside[:, None] & (column < SIZE)[None, :]
-                tl.store(out + place.to(tl.int64)[:, None] * SIZE + column[None, :], weight, mask=stored)
+                tl.store(out + index.to(tl.int64)[:, None] * SIZE + column[None, :], weight, mask=stored)
 
 
 def expand(weight: PackedWeight, out: Tensor, ids: Tensor | None = None) -> Tensor:

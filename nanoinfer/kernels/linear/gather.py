@@ -23,11 +23,11 @@ def gather_rows_kernel(
 ):
     wait_for_inputs(PDL)
     let_next_in(PDL)
-    place = tl.program_id(0).to(tl.int64)
-    row = tl.load(ids + place).to(tl.int64)
+    index = tl.program_id(0).to(tl.int64)
+    row = tl.load(ids + index).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(table + row * SIZE + at, mask=at < SIZE)
-    tl.store(out + place * SIZE + at, values, mask=at < SIZE)
+    tl.store(out + index * SIZE + at, values, mask=at < SIZE)
 
 
 def gather_rows(table: Tensor, ids: Tensor) -> Tensor:

@@ -134,18 +134,18 @@ class PackedWeight:
     def float_scales_of(self, rows: slice | Tensor) -> tuple[Tensor, Tensor | None]:
         """Return scales and minima of some rows, [n, groups] float32: the products with the factors are exact."""
         packing, groups = self.packing, self.packing.num_groups(self.in_features)
-        found = [
+        scales = [
             one if one is None else one[..., :groups].float()
             for one in packing.scale_words.unpacked(self.scales[..., rows].mT)
         ]
         if packing.scale_words.has_factors:
             factors = packing.scale_words.unpacked_factors(self.factors[..., rows].mT)
             times = packing.factor_columns // packing.columns
-            found = [
+            scales = [
                 one if one is None else one * factor.repeat_interleave(times, -1)
-                for one, factor in zip(found, factors, strict=True)
+                for one, factor in zip(scales, factors, strict=True)
             ]
-        return tuple(found)
+        return tuple(scales)
 
     def put_scales(self, begin: int, end: int, scales: Tensor) -> None:
         """Write those of rows [begin, end): [rows of scales, groups], or what broadcasts to it."""
@@ -168,8 +168,8 @@ class PackedWeight:
         if self.packing.table(self.in_features) == "plain":
             return self._by_row(self.scales, rows)
         if self.packing.has_exponents:
-            found = self._exponents()[..., rows, :, :].flatten(-2)
-            return found[..., : self.packing.num_groups(self.in_features)].contiguous()
+            exponents = self._exponents()[..., rows, :, :].flatten(-2)
+            return exponents[..., : self.packing.num_groups(self.in_features)].contiguous()
         return self._words()[..., rows, :, :, 0].flatten(-2)
 
     def put_zeros(self, begin: int, end: int, zeros: Tensor) -> None:
@@ -177,8 +177,8 @@ class PackedWeight:
         if self.zeros is not None:
             self.zeros[..., begin // self.packing.rows : -(-end // self.packing.rows)].copy_(zeros.mT)
             return
-        beside, place = _MINUS_ZERO[self.packing.scale_dtype]
-        bits = (zeros.to(torch.int32) << place | beside) - 2**16  # they begin with a sign
+        beside, shift = _MINUS_ZERO[self.packing.scale_dtype]
+        bits = (zeros.to(torch.int32) << shift | beside) - 2**16  # they begin with a sign
         words = self._words().view(torch.int16)
         words[..., begin:end, :, :, 1].copy_(bits.unflatten(-1, words.shape[-3:-1]))
         self._check_zeros(begin, end)
@@ -193,9 +193,9 @@ class PackedWeight:
         """Return zeros of some rows of the weight: [n, groups] uint8."""
         if self.zeros is not None:
             return self._by_row(self.zeros, rows)
-        _, place = _MINUS_ZERO[self.packing.scale_dtype]
+        _, shift = _MINUS_ZERO[self.packing.scale_dtype]
         words = self._words().view(torch.int16)[..., rows, :, :, 1].flatten(-2)
-        return (words >> place & 15).to(torch.uint8)
+        return (words >> shift & 15).to(torch.uint8)
 
     def _words(self) -> Tensor:
         """Return scales that lie in words as a view: [rows, words, groups of a word, scale and what is beside it]."""
@@ -257,19 +257,19 @@ def empty_packed(packing: Packing, num_rows: int, in_features: int, device: torc
 
 def _byte_of(planes: Sequence[Tensor], bits: int, first: int) -> Tensor:
     """Return the bits from `first` on of columns whose planes lie one after the other, the first lowest."""
-    found = None
+    merged = None
     for number, codes in enumerate(planes):
         shift = number * bits - first
         if -bits < shift < 8:
             part = codes << shift if shift >= 0 else codes >> -shift
-            found = part if found is None else found | part
-    return found
+            merged = part if merged is None else merged | part
+    return merged
 
 
 def _field_of(parts: Sequence[Tensor], bits: int, number: int) -> Tensor:
     """Return the codes of a plane. parts: the bytes of columns, the lowest first."""
     first, shift = divmod(number * bits, 8)
-    found = parts[first] >> shift
+    field = parts[first] >> shift
     if shift + bits > 8:
-        found = found | parts[first + 1] << 8 - shift
-    return found & (1 << bits) - 1
+        field = field | parts[first + 1] << 8 - shift
+    return field & (1 << bits) - 1

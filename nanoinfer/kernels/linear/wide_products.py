@@ -31,16 +31,16 @@ def high_words(high_bits, block, row, num_rows, FORM: tl.constexpr):
 
 
 @triton.jit
-def with_high_bits(words, high, place, FORM: tl.constexpr):
+def with_high_bits(words, high, number, FORM: tl.constexpr):
     """Return the words of a block as they are, or in 32 bits with the other bits of their columns above them.
 
-    place: of the block among those that share `high`. Where it is no constant, the weights take a way through shared
+    number: of the block among those that share `high`. Where it is no constant, the weights take a way through shared
     memory: the compiler moves no tile that a number was made into.
     """
     if FORM.high_bits == 0:
         return words
     else:
-        return words.to(tl.int32) & 0xFFFF | high.to(tl.int32) >> place * FORM.high_bits << 16
+        return words.to(tl.int32) & 0xFFFF | high.to(tl.int32) >> number * FORM.high_bits << 16
 
 
 @triton.jit

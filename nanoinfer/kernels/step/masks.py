@@ -18,12 +18,12 @@ def apply_masks_kernel(
     ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
     row = tl.load(line).to(tl.int64)
     inside = ids < tl.where(row >= 0, VOCAB_SIZE, 0)
-    place = logits + row * VOCAB_SIZE + ids
+    target = logits + row * VOCAB_SIZE + ids
     word = tl.load(line + 1 + ids // 32, mask=inside, other=-1)
     is_masked = inside & (((word >> (ids % 32)) & 1) == 0)
-    logit = tl.load(place, mask=is_masked, other=0.0).to(tl.float32)
+    logit = tl.load(target, mask=is_masked, other=0.0).to(tl.float32)
     # A logit of NaN or infinity stays: the sampling says that the row is unsound.
-    tl.store(place, tl.full([TILE], -float("inf"), logits.dtype.element_ty), mask=is_masked & (logit < float("inf")))
+    tl.store(target, tl.full([TILE], -float("inf"), logits.dtype.element_ty), mask=is_masked & (logit < float("inf")))
 
 
 def apply_masks(logits: Tensor, lines: Tensor) -> None:

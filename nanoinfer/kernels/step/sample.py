@@ -19,7 +19,7 @@ from nanoinfer.kernels.attention.online_softmax import finite
 from nanoinfer.kernels.launch.sizes import next_power_of_2
 from nanoinfer.kernels.step.scores import (
     MIN_P,
-    NUM_PLACES,
+    NUM_BAD_TOKENS,
     SEED,
     STEP,
     TEMPERATURE,
@@ -76,12 +76,12 @@ def order(score):
 
 
 @triton.jit
-def guesses(found, shift):
-    """Put each of the eight values of the three bits at `shift` into `found`.
+def guesses(known, shift):
+    """Put each of the eight values of the three bits at `shift` into `known`, the bits that are found so far.
 
-    found: int64 in [0, 2^32). Returns int32 [8], in `order`'s range.
+    known: int64 in [0, 2^32). Returns int32 [8], in `order`'s range.
     """
-    values = found | (tl.arange(0, 8).to(tl.int64) << shift)
+    values = known | (tl.arange(0, 8).to(tl.int64) << shift)
     return tl.where(values < 4294967296, values - 2147483648, 2147483647).to(tl.int32)
 
 
@@ -103,9 +103,9 @@ def weigh(source, ids, peak, temperature, min_p, least, VOCAB_SIZE: tl.constexpr
     """
     score = load_scores(source, ids, VOCAB_SIZE)
     relative = tl.exp(scaled_by(score, peak, temperature))
-    place = order(score)
-    stays = (relative >= min_p) & (place >= least)
-    return place, tl.where(stays, (relative * 1099511627776.0).to(tl.int64), 0)
+    rank = order(score)
+    stays = (relative >= min_p) & (rank >= least)
+    return rank, tl.where(stays, (relative * 1099511627776.0).to(tl.int64), 0)
 
 
 @triton.jit
@@ -125,8 +125,8 @@ def keeps_all(settings, VOCAB_SIZE: tl.constexpr):
 @triton.jit
 def keeps(score, ids, peak, temperature, min_p, last, last_id):
     """Whether the cuts keep a token. peak: the row's largest score; last, last_id: what `_cut_kernel` found."""
-    place = order(score)
-    by_rank = (place > last) | ((place == last) & (ids <= last_id))
+    rank = order(score)
+    by_rank = (rank > last) | ((rank == last) & (ids <= last_id))
     return by_rank & (tl.exp(scaled_by(score, peak, temperature)) >= min_p)
 
 
@@ -149,9 +149,9 @@ def _tile_kernel(
     index = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     source = scoring(logits, rows, settings, seen, counts, limits, index, VOCAB_SIZE, SEEN_WORDS)
-    given = source[1]
-    heat = real(given, TEMPERATURE)
-    is_free = keeps_all(given, VOCAB_SIZE)
+    own = source[1]
+    heat = real(own, TEMPERATURE)
+    is_free = keeps_all(own, VOCAB_SIZE)
     score = load_scores(source, tile * TILE + tl.arange(0, TILE), VOCAB_SIZE)
     at = index * num_tiles + tile
     high = tl.max(score, 0)
@@ -171,17 +171,17 @@ def _cut_kernel(
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     source = scoring(logits, rows, settings, seen, counts, limits, index, VOCAB_SIZE, SEEN_WORDS)
-    given = source[1]
-    heat = real(given, TEMPERATURE)
-    k = tl.load(given + TOP_K)
-    p = real(given, TOP_P)
+    own = source[1]
+    heat = real(own, TEMPERATURE)
+    k = tl.load(own + TOP_K)
+    p = real(own, TOP_P)
     high = row_peak(tile_max, index, num_tiles, TILES)
     tl.store(peak + index, high)
     last = tl.full([], -2147483648, tl.int32)
     last_id = tl.full([], -1, tl.int32)
     wants_k = (k > 0) & (k < VOCAB_SIZE)
     if (heat >= GREEDY) & (wants_k | (p < 1.0)):
-        floor = real(given, MIN_P)
+        floor = real(own, MIN_P)
         lane = tl.arange(0, TILE)
         eight = tl.arange(0, 8)
         peaks = tile_max + index * num_tiles
@@ -190,16 +190,16 @@ def _cut_kernel(
             # Find the largest value that at least k scores reach. A tile whose scores all lie below what is known is
             # skipped. The tiles' own largest scores give a bound from the start.
             tiles = tl.arange(0, TILES)
-            places = order(tl.load(peaks + tiles, mask=tiles < num_tiles, other=-float("inf")))
-            ordered = tl.sort(tl.where(tiles < num_tiles, places, -2147483648), descending=True)
+            ranks = order(tl.load(peaks + tiles, mask=tiles < num_tiles, other=-float("inf")))
+            ordered = tl.sort(tl.where(tiles < num_tiles, ranks, -2147483648), descending=True)
             bound = tl.max(tl.where(tiles == tl.minimum(k, TILES) - 1, ordered, -2147483648), 0)
             bound = tl.where(k <= num_tiles, bound, -2147483648)
             if floor > 0:  # min_p may drop a tile's largest score
                 bound = tl.full([], -2147483648, tl.int32)
-            found = tl.full([], 0, tl.int64)
+            known = tl.full([], 0, tl.int64)
             for digit in range(11):
-                guess = guesses(found, 30 - 3 * digit)
-                reach = tl.maximum((found - 2147483648).to(tl.int32), bound)
+                guess = guesses(known, 30 - 3 * digit)
+                reach = tl.maximum((known - 2147483648).to(tl.int32), bound)
                 count = tl.zeros([8, TILE], tl.int32)
                 for tile in range(num_tiles):
                     if order(tl.load(peaks + tile)) >= reach:
@@ -207,11 +207,11 @@ def _cut_kernel(
                         if floor > 0:
                             stays = tl.exp(scaled_by(score, high, heat)) >= floor
                             score = tl.where(stays, score, -float("inf"))
-                        place = tl.where(tile * TILE + lane < VOCAB_SIZE, order(score), -2147483648)
-                        count += (place[None, :] >= guess[:, None]).to(tl.int32)
+                        rank = tl.where(tile * TILE + lane < VOCAB_SIZE, order(score), -2147483648)
+                        count += (rank[None, :] >= guess[:, None]).to(tl.int32)
                 best = tl.max(tl.where(tl.sum(count, 1) >= k, eight, 0), 0)
-                found = found | (best.to(tl.int64) << (30 - 3 * digit))
-            last = (found - 2147483648).to(tl.int32)
+                known = known | (best.to(tl.int64) << (30 - 3 * digit))
+            last = (known - 2147483648).to(tl.int32)
         if p < 1.0:
             last_of_k = last
             total = tl.zeros([TILE], tl.int64)
@@ -222,26 +222,26 @@ def _cut_kernel(
             limit = tl.ceil(p.to(tl.float64) * tl.sum(total, 0).to(tl.float64)).to(tl.int64)
             limit = tl.maximum(limit, 1)
             # Find the largest value such that the weights of scores at or above it reach the limit.
-            found = tl.full([], 0, tl.int64)
+            known = tl.full([], 0, tl.int64)
             for digit in range(11):
-                guess = guesses(found, 30 - 3 * digit)
-                reach = tl.maximum((found - 2147483648).to(tl.int32), last_of_k)
+                guess = guesses(known, 30 - 3 * digit)
+                reach = tl.maximum((known - 2147483648).to(tl.int32), last_of_k)
                 weights = tl.zeros([8, TILE], tl.int64)
                 for tile in range(num_tiles):
                     if order(tl.load(peaks + tile)) >= reach:
-                        place, weight = weigh(source, tile * TILE + lane, high, heat, floor, last_of_k, VOCAB_SIZE)
-                        weights += tl.where(place[None, :] >= guess[:, None], weight[None, :], 0)
+                        rank, weight = weigh(source, tile * TILE + lane, high, heat, floor, last_of_k, VOCAB_SIZE)
+                        weights += tl.where(rank[None, :] >= guess[:, None], weight[None, :], 0)
                 best = tl.max(tl.where(tl.sum(weights, 1) >= limit, eight, 0), 0)
-                found = found | (best.to(tl.int64) << (30 - 3 * digit))
-            last = (found - 2147483648).to(tl.int32)
+                known = known | (best.to(tl.int64) << (30 - 3 * digit))
+            last = (known - 2147483648).to(tl.int32)
             # Of the tokens with the last score, keep as many as it takes to reach the limit, lower ids first.
             above = tl.zeros([TILE], tl.int64)
             each = tl.zeros([TILE], tl.int64)
             for tile in range(num_tiles):
                 if order(tl.load(peaks + tile)) >= last:
-                    place, weight = weigh(source, tile * TILE + lane, high, heat, floor, last_of_k, VOCAB_SIZE)
-                    above += tl.where(place > last, weight, 0)
-                    each = tl.maximum(each, tl.where(place == last, weight, 0))
+                    rank, weight = weigh(source, tile * TILE + lane, high, heat, floor, last_of_k, VOCAB_SIZE)
+                    above += tl.where(rank > last, weight, 0)
+                    each = tl.maximum(each, tl.where(rank == last, weight, 0))
             one = tl.maximum(tl.max(each, 0), 1)
             wanted = (limit - tl.sum(above, 0) + one - 1) // one
             last_id = tl.full([], 0, tl.int32)
@@ -269,10 +269,10 @@ def _cut_weight_kernel(
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     source = scoring(logits, rows, settings, seen, counts, limits, index, VOCAB_SIZE, SEEN_WORDS)
-    given = source[1]
-    heat = real(given, TEMPERATURE)
-    if (heat >= GREEDY) & (keeps_all(given, VOCAB_SIZE) == 0):
-        floor = real(given, MIN_P)
+    own = source[1]
+    heat = real(own, TEMPERATURE)
+    if (heat >= GREEDY) & (keeps_all(own, VOCAB_SIZE) == 0):
+        floor = real(own, MIN_P)
         high = tl.load(peak + index)
         last = tl.load(cut + index)
         last_id = tl.load(cut_id + index)
@@ -300,11 +300,11 @@ def _choose_kernel(
     index = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + index)
     source = scoring(logits, rows, settings, seen, counts, limits, index, VOCAB_SIZE, SEEN_WORDS)
-    _, given, own_seen, own_counts, penalty, is_counted, num_banned, own_limits, is_masked, num_listed = source
-    heat = real(given, TEMPERATURE)
+    _, own_settings, own_seen, own_counts, penalty, is_counted, num_banned, own_limits, is_masked, num_listed = source
+    heat = real(own_settings, TEMPERATURE)
     high = tl.load(peak + index)
-    now = wide(given, STEP)
-    noise_seed = wide(given, SEED)
+    now = wide(own_settings, STEP)
+    noise_seed = wide(own_settings, SEED)
     tiles = tl.arange(0, TILES)
     listed = tiles < num_tiles
     highs = tl.load(tile_max + index * num_tiles + tiles, mask=listed, other=-float("inf"))
@@ -313,7 +313,7 @@ def _choose_kernel(
         weight = tl.load(tile_weight + index * num_tiles + tiles, mask=listed, other=0.0)
         has_any = listed & (weight > 0)
         time = noise(noise_seed, now, VOCAB_SIZE + tiles) / tl.where(has_any, weight, 1.0)
-        if keeps_all(given, VOCAB_SIZE):
+        if keeps_all(own_settings, VOCAB_SIZE):
             time *= tl.exp(-scaled_by(highs, high, heat))  # from the tile's largest score to the row's
         arrival = tl.where(has_any, -time, -float("inf"))
     tile = winner(arrival, tiles, num_tiles - 1)
@@ -321,7 +321,7 @@ def _choose_kernel(
     score = load_scores(source, ids, VOCAB_SIZE)
     if heat >= GREEDY:
         own = finite(tl.max(tl.where(tiles == tile, highs, -float("inf")), 0))
-        stays = keeps(score, ids, high, heat, real(given, MIN_P), tl.load(cut + index), tl.load(cut_id + index))
+        stays = keeps(score, ids, high, heat, real(own_settings, MIN_P), tl.load(cut + index), tl.load(cut_id + index))
         time = noise(noise_seed, now, ids) * tl.exp(-scaled_by(score, own, heat))
         score = tl.where(stays, -time, -float("inf"))
     # A tile's largest score says what is wrong with any of its logits, so looking for it reads nothing more.
@@ -332,16 +332,16 @@ def _choose_kernel(
     without = tl.where((best == -float("inf")) & is_narrowed, NOTHING, NO_TOKEN)
     tl.store(tokens + index, tl.where(is_sound, token, without).to(tl.int64))
     tl.store(row_tokens + row, token.to(tl.int64))
-    tl.store((given + STEP).to(tl.pointer_type(tl.int64)), now + 1)
+    tl.store((own_settings + STEP).to(tl.pointer_type(tl.int64)), now + 1)
     if penalty != 1.0:
         word = own_seen + token // 32
         tl.store(word, tl.load(word) | (1 << (token % 32)))
     if is_counted != 0:
-        place = own_counts + token
-        tl.store(place, tl.minimum(tl.load(place).to(tl.int32) + 1, MAX_COUNT).to(tl.int16))
-    num_places = tl.load(given + NUM_PLACES)
-    if num_places > 0:
-        advance_words(own_limits, token, now, num_places, TILE)
+        own_count = own_counts + token
+        tl.store(own_count, tl.minimum(tl.load(own_count).to(tl.int32) + 1, MAX_COUNT).to(tl.int16))
+    num_bad_tokens = tl.load(own_settings + NUM_BAD_TOKENS)
+    if num_bad_tokens > 0:
+        advance_words(own_limits, token, now, num_bad_tokens, TILE)
     if row != padding_row:
         tl.store(row_lengths + row, tl.load(row_lengths + row) + 1)
 

@@ -9,35 +9,35 @@ from nanoinfer.sampling.limits import BEGINS_WORD, LISTED_BITS, MAX_BAD_TOKENS, 
 from nanoinfer.sampling.settings import ROW, ROW_WORDS
 
 
-def _place(name: str, line: np.dtype = ROW) -> tl.constexpr:
-    """Where a field of a row's settings lies, or of its limits, in words of 32 bits."""
+def _offset(name: str, line: np.dtype = ROW) -> tl.constexpr:
+    """Return where a field of a row's settings lies, or of its limits, in words of 32 bits."""
     return tl.constexpr(line.fields[name][1] // 4)
 
 
-SEED = _place("seed")
-STEP = _place("step")
-TEMPERATURE = _place("temperature")
-TOP_P = _place("top_p")
-MIN_P = _place("min_p")
-REPETITION_PENALTY = _place("repetition_penalty")
-PRESENCE_PENALTY = _place("presence_penalty")
-FREQUENCY_PENALTY = _place("frequency_penalty")
-TOP_K = _place("top_k")
-IS_COUNTED = _place("is_counted")
-BANNED_UNTIL = _place("banned_until")
-NUM_BANNED = _place("num_banned")
-BANNED_IDS = _place("banned_ids")
-IS_MASKED = _place("is_masked")
-NUM_LISTED = _place("num_listed")
-NUM_PLACES = _place("num_places")
+SEED = _offset("seed")
+STEP = _offset("step")
+TEMPERATURE = _offset("temperature")
+TOP_P = _offset("top_p")
+MIN_P = _offset("min_p")
+REPETITION_PENALTY = _offset("repetition_penalty")
+PRESENCE_PENALTY = _offset("presence_penalty")
+FREQUENCY_PENALTY = _offset("frequency_penalty")
+TOP_K = _offset("top_k")
+IS_COUNTED = _offset("is_counted")
+BANNED_UNTIL = _offset("banned_until")
+NUM_BANNED = _offset("num_banned")
+BANNED_IDS = _offset("banned_ids")
+IS_MASKED = _offset("is_masked")
+NUM_LISTED = _offset("num_listed")
+NUM_BAD_TOKENS = _offset("num_bad_tokens")
 ROW_STRIDE = tl.constexpr(ROW_WORDS)
 _LINE = line_type(1)  # of any vocabulary: the masks come last, the one of listed tokens behind that of allowed ones
-BIAS = _place("bias", _LINE)
-BLOCKED_AT = _place("blocked_at", _LINE)
-PLACES = _place("places", _LINE)
-BLOCKS = _place("blocks", _LINE)
-MATCHED = _place("matched", _LINE)
-ALLOWED = _place("allowed", _LINE)
+BIAS = _offset("bias", _LINE)
+BLOCKED_AT = _offset("blocked_at", _LINE)
+BAD_TOKENS = _offset("bad_tokens", _LINE)
+BLOCKS = _offset("blocks", _LINE)
+MATCHED = _offset("matched", _LINE)
+ALLOWED = _offset("allowed", _LINE)
 MATCHED_STRIDE = tl.constexpr(MAX_BAD_TOKENS)
 LISTED_WIDTH = tl.constexpr(LISTED_BITS)
 BEGINS = tl.constexpr(BEGINS_WORD)
@@ -81,21 +81,21 @@ def _count_bits(x):
 
 
 @triton.jit
-def advance_words(limits, token, step, num_places, TILE: tl.constexpr):
+def advance_words(limits, token, step, num_bad_tokens, TILE: tl.constexpr):
     """Note which bad words the next token of a row would complete, behind the token that `step` has drawn.
 
-    limits: pointer to a row's. The places of even steps and of odd ones lie apart, so nothing is read that is written.
+    limits: pointer to a row's. Matches of even steps and of odd ones lie apart, so nothing is read that is written.
     """
     matched = (limits + MATCHED).to(tl.pointer_type(tl.int8))
     before = matched + (step % 2) * MATCHED_STRIDE
     after = matched + ((step + 1) % 2) * MATCHED_STRIDE
-    for begin in range(0, num_places, TILE):
+    for begin in range(0, num_bad_tokens, TILE):
         at = begin + tl.arange(0, TILE)
-        inside = at < num_places
-        place = tl.load(limits + PLACES + at, mask=inside, other=0)
-        begins = place >= BEGINS
+        inside = at < num_bad_tokens
+        bad_token = tl.load(limits + BAD_TOKENS + at, mask=inside, other=0)
+        begins = bad_token >= BEGINS
         goes_on = tl.load(before + at - 1, mask=inside & (at > 0), other=0) != 0
-        matches = inside & (place == tl.where(begins, token + BEGINS, token)) & (begins | goes_on)
+        matches = inside & (bad_token == tl.where(begins, token + BEGINS, token)) & (begins | goes_on)
         tl.store(after + at, matches.to(tl.int8), mask=inside)
         slot = tl.load((limits + BLOCKS).to(tl.pointer_type(tl.int16)) + at, mask=matches, other=-1).to(tl.int32)
         tl.store(limits + BLOCKED_AT + slot, (step + 1).to(tl.int32), mask=slot >= 0)

@@ -92,12 +92,12 @@ def norm_rope_store(qkv, weights, steps, table, positions, kv, slots, q, *, q_sc
                 mixing.note("write", part)
 
 
-def expert_mlp(x, ids, weights, table, experts, activation, first_half, shared=None, reads=None) -> Tensor:
+def expert_mlp(x, ids, weights, table, experts, activation, first_half, shared=None, experts_read=None) -> Tensor:
     """Each chosen expert adds to its half, in whatever order, the row mixed with the bytes of its run in the pool."""
     found, of_x, of_weights = np.zeros((2, len(x)), np.uint64), sums(x), sums(weights[..., None])
     numbers = [number for number in ids.unique().tolist() if number >= 0 and table[number] >= 0]
-    if reads is not None:
-        reads += len(numbers)
+    if experts_read is not None:
+        experts_read += len(numbers)
     for number in numbers:
         rows, places = np.nonzero(ids.numpy() == number)
         own = tagged(of_x[rows] ^ of_weights[rows, places] ^ expert_sum(experts, int(table[number])), activation.name)
