@@ -4,7 +4,7 @@ The bits of an item do not depend on what is computed beside it:
 
 - Products have a fixed shape: a whole split in decode; a whole block and the queries of `TILE_QUERIES` positions in
   prefill, whether all of these queries exist or not. Keys that an item does not see are masked, not sliced off.
-- A query's place in its tile follows from its position.
+- A query's index in its tile follows from its position.
 - Operands are fresh, contiguous copies. They are aligned alike if head_dim is a multiple of 16, as every model's is.
 - Everything else is computed for many items at once, by functions that are exact for each value (see
   `nanoinfer.common.exact`) and by sums over rows of a fixed length.
@@ -40,7 +40,7 @@ class Tile:
         sequence: number of the sequence in the `KeyRange`.
         rows: the queries' rows of q, first and last + 1.
         position: position of the first query.
-        origin: the position of the tile's first place, a multiple of `TILE_QUERIES`.
+        origin: the position of the tile's first query, or where one would be, a multiple of `TILE_QUERIES`.
     """
 
     sequence: int
@@ -53,8 +53,8 @@ class Tile:
         return self.position + self.rows[1] - self.rows[0] - 1
 
     @property
-    def places(self) -> range:
-        """Places of the queries in the tile."""
+    def indices(self) -> range:
+        """Indices of the queries within the tile."""
         return range(self.position - self.origin, self.last_position + 1 - self.origin)
 
 
@@ -76,9 +76,9 @@ class TorchBackend(AttentionBackend):
         spec = self.spec
         items = work.items[: int(work.num_items)].long()
         cuts = work.partials_per_block[items[:, 0]]
-        found = sorted(set(cuts.tolist()))
-        for cut in found:
-            of_cut = items if len(found) == 1 else items[cuts == cut]
+        distinct = sorted(set(cuts.tolist()))
+        for cut in distinct:
+            of_cut = items if len(distinct) == 1 else items[cuts == cut]
             count = _at_once(spec.block_size // cut * max(spec.num_q_heads, spec.num_kv_heads * spec.head_dim))
             for part in of_cut.split(count):
                 self._attend_splits(q, kv, part, cut, seq_lens, partials, window)
@@ -93,7 +93,7 @@ class TorchBackend(AttentionBackend):
         partials: Partials,
         window: int | None,
     ) -> None:
-        row, split, block, place = items.unbind(1)
+        row, split, block, partial = items.unbind(1)
         span = self.spec.block_size // cut
         key = torch.arange(span, device=kv.device)
         end = (seq_lens[row] - split * span).unsqueeze(1)  # the row's, counted from the split's first key
@@ -106,8 +106,8 @@ class TorchBackend(AttentionBackend):
         p = elementwise(torch.exp, logits.sub_(peak))
         total = p.sum(-1, keepdim=True)
         mixed = _products(p, v.unbind())  # [n, Hkv, G, D]
-        partials.out[place] = mixed.div_(_not_zero(total)).flatten(1, 2)
-        partials.lse[place] = (peak + elementwise(torch.log, total)).flatten(1)
+        partials.out[partial] = mixed.div_(_not_zero(total)).flatten(1, 2)
+        partials.lse[partial] = (peak + elementwise(torch.log, total)).flatten(1)
 
     def merge(
         self,
@@ -171,21 +171,21 @@ class TorchBackend(AttentionBackend):
     ) -> None:
         spec, count = self.spec, len(tiles)
         rows = slice(tiles[0].rows[0], tiles[-1].rows[1])
-        places = torch.tensor(
-            [i * TILE_QUERIES + place for i, tile in enumerate(tiles) for place in tile.places], device=q.device
+        indices = torch.tensor(
+            [i * TILE_QUERIES + index for i, tile in enumerate(tiles) for index in tile.indices], device=q.device
         )
         heads = (spec.num_kv_heads, spec.group_size * TILE_QUERIES)
-        queries = self._in_tiles(q[rows].float(), places, count, 0.0)  # [tiles, Hkv, G * TILE_QUERIES, D]
+        queries = self._in_tiles(q[rows].float(), indices, count, 0.0)  # [tiles, Hkv, G * TILE_QUERIES, D]
         acc = queries.new_zeros(queries.shape)
         m, l = queries.new_full((count, *heads), NEG_INF), queries.new_zeros(count, *heads)
         load_state = key_range.load_state.tolist()
         if any(load_state[tile.sequence] for tile in tiles):
             assert state is not None, "load_state 1 needs a PrefillState"
             resumed = (
-                torch.tensor([load_state[tile.sequence] for tile in tiles for _ in tile.places], device=q.device) > 0
+                torch.tensor([load_state[tile.sequence] for tile in tiles for _ in tile.indices], device=q.device) > 0
             )
             acc, m, l = (
-                self._in_tiles(part[rows][resumed], places[resumed], count, otherwise)
+                self._in_tiles(part[rows][resumed], indices[resumed], count, otherwise)
                 for part, otherwise in ((state.acc, 0.0), (state.m, NEG_INF), (state.l, 0.0))
             )
         first_block, kv_end = key_range.first_block.tolist(), key_range.kv_end.tolist()
@@ -223,13 +223,13 @@ class TorchBackend(AttentionBackend):
             else:
                 acc[chosen], m[chosen], l[chosen] = running
         if key_range.store_state:
-            state.acc[rows], state.m[rows], state.l[rows] = (self._in_rows(part, places) for part in (acc, m, l))
+            state.acc[rows], state.m[rows], state.l[rows] = (self._in_rows(part, indices) for part in (acc, m, l))
         else:
             total = _not_zero(l)
             if sinks is not None:
                 each = sinks.float().repeat_interleave(TILE_QUERIES).view(heads)
                 total += elementwise(torch.exp, each - _finite(m))
-            out[rows] = self._in_rows(acc / total.unsqueeze(-1), places).to(out.dtype)
+            out[rows] = self._in_rows(acc / total.unsqueeze(-1), indices).to(out.dtype)
 
     def _attend_block(
         self,
@@ -253,20 +253,20 @@ class TorchBackend(AttentionBackend):
         acc = acc * alpha.unsqueeze(-1) + _products(p, [values[i] for i in owner])
         return acc, m_new, l * alpha + p.sum(-1)
 
-    def _in_tiles(self, x: Tensor, places: Tensor, count: int, otherwise: float) -> Tensor:
+    def _in_tiles(self, x: Tensor, indices: Tensor, count: int, otherwise: float) -> Tensor:
         """Put n queries into tiles: [n, Hq, ...] -> [count, Hkv, G * TILE_QUERIES, ...] in new memory.
 
-        Places without a query hold `otherwise`.
+        Rows of a tile without a query hold `otherwise`.
         """
         tiles = x.new_full((count * TILE_QUERIES, *x.shape[1:]), otherwise)
-        tiles[places] = x
+        tiles[indices] = x
         tiles = tiles.unflatten(0, (count, TILE_QUERIES)).transpose(1, 2).contiguous()  # [count, Hq, TILE_QUERIES, ...]
         return tiles.view(count, self.spec.num_kv_heads, -1, *x.shape[2:])
 
-    def _in_rows(self, x: Tensor, places: Tensor) -> Tensor:
+    def _in_rows(self, x: Tensor, indices: Tensor) -> Tensor:
         """Undo `_in_tiles`: [count, Hkv, G * TILE_QUERIES, ...] -> [n, Hq, ...]."""
         heads = x.reshape(len(x), self.spec.num_q_heads, TILE_QUERIES, *x.shape[3:])
-        return heads.transpose(1, 2).flatten(0, 1)[places]
+        return heads.transpose(1, 2).flatten(0, 1)[indices]
 
     def _heads_first(
         self, kv: Tensor, index: Tensor | tuple[Tensor | slice, ...], is_beyond: Tensor
@@ -277,8 +277,8 @@ class TorchBackend(AttentionBackend):
         logits of their keys are masked later.
         """
         as_bytes = kv.dtype.itemsize == 1  # torch takes no float8 by index on the CPU
-        found = (kv.view(torch.uint8) if as_bytes else kv)[index].view(kv.dtype)
-        k, v = found.unbind(1)
+        tiles = (kv.view(torch.uint8) if as_bytes else kv)[index].view(kv.dtype)
+        k, v = tiles.unbind(1)
         k, v = _copy(k.permute(0, 2, 3, 1)), _copy(v.permute(0, 2, 1, 3))
         return k, v.masked_fill_(is_beyond[:, None, :, None], 0.0)
 

@@ -70,9 +70,9 @@ def load_reference(
     del ours, views
     # As from a file: of experts that lie apart transformers makes one tensor while it reads.
     kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(checkpoint.hf_config)]
-    given = dict(config=checkpoint.hf_config, state_dict=weights, dtype=spec.dtype)
-    model, found = kind.from_pretrained(None, output_loading_info=True, **given)
-    names = sorted([*found["missing_keys"], *found["unexpected_keys"]])
+    arguments = dict(config=checkpoint.hf_config, state_dict=weights, dtype=spec.dtype)
+    model, info = kind.from_pretrained(None, output_loading_info=True, **arguments)
+    names = sorted([*info["missing_keys"], *info["unexpected_keys"]])
     assert not names, f"transformers reads other tensors: {names[0]} and {len(names) - 1} more"
     return model.to(device).eval(), spec
 

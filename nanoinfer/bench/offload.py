@@ -111,11 +111,11 @@ class _Run:
             )
         rows = []
         for mode in self.modes:
-            found = self._rows(mode)
+            of_mode = self._rows(mode)
             after = measure_floors(self.device)
-            for row in found:
+            for row in of_mode:
                 row.add_floor(before, after)
-            rows, before = rows + found, after
+            rows, before = rows + of_mode, after
         return rows, first.emulating(self.link)
 
     def _rows(self, mode: str) -> list[Row]:

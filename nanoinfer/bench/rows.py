@@ -39,11 +39,11 @@ def compare(rows: list[Row]) -> None:
             continue
         first = firsts.setdefault((row.batch, row.context), row)
         if first is not row:
-            places = map(first_difference, first.outputs, row.outputs)
-            found = next(((i, place) for i, place in enumerate(places) if place is not None), None)
+            positions = map(first_difference, first.outputs, row.outputs)
+            difference = next(((i, position) for i, position in enumerate(positions) if position is not None), None)
             row.check = f"identical to {first.mode}"
-            if found is not None:
-                row.check = f"DIFFERS from {first.mode} in sequence {found[0]} at token {found[1]}"
+            if difference is not None:
+                row.check = f"DIFFERS from {first.mode} in sequence {difference[0]} at token {difference[1]}"
 
 
 def report(rows: list[Row]) -> str:

@@ -45,8 +45,8 @@ def _repr_parts(value: Any) -> Iterator[str]:
     if isinstance(value, list | dict):
         brackets = "[]" if isinstance(value, list) else "{}"
         yield brackets[0]
-        for place, one in enumerate(value):
-            yield ", " if place else ""
+        for index, one in enumerate(value):
+            yield ", " if index else ""
             yield from _repr_parts(one)
             if isinstance(value, dict):
                 yield ": "

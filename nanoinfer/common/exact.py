@@ -180,7 +180,7 @@ def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     if num_added or flat.data_ptr() % WIDTH:
         flat = torch.constant_pad_nd(flat, (0, num_added))  # F.pad without its checks
     if flat.numel() <= MAX_ELEMENTS:
-        found = function(flat)
+        values = function(flat)
     else:
-        found = torch.cat([function(part) for part in flat.split(MAX_ELEMENTS)])
-    return (found[:count] if num_added else found).view_as(x)
+        values = torch.cat([function(part) for part in flat.split(MAX_ELEMENTS)])
+    return (values[:count] if num_added else values).view_as(x)

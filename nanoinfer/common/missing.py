@@ -86,8 +86,8 @@ def why_not(name: str, config: Mapping[str, Any] | None = None) -> str:
     if any(part in name for part in _NO_TEXT) or plain(name).startswith("bert"):
         return "it does not generate text"
     needs = list(dict.fromkeys(_needs(config or {})))
-    if not needs and (found := longest_beginning(name, _NAMES)) is not None:
-        needs = [_NAMES[found]]
+    if not needs and (beginning := longest_beginning(name, _NAMES)) is not None:
+        needs = [_NAMES[beginning]]
     if needs:
         return f"it needs {' and '.join(needs)}, which is not here yet"
     if any(part in (config or {}) for part in _OTHER_PARTS) or name.endswith("ForConditionalGeneration"):

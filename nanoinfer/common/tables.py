@@ -11,6 +11,6 @@ Meaning = TypeVar("Meaning")
 def by_name(table: Mapping[str, Meaning]) -> dict[str, Meaning]:
     """Return a table whose keys list names, with blanks between, by each name; none stands twice."""
     pairs = [(name, meaning) for names, meaning in table.items() for name in names.split()]
-    found = dict(pairs)
-    assert len(found) == len(pairs), f"a name stands twice in a table: {sorted(name for name, _ in pairs)}"
-    return found
+    meanings = dict(pairs)
+    assert len(meanings) == len(pairs), f"a name stands twice in a table: {sorted(name for name, _ in pairs)}"
+    return meanings

@@ -16,19 +16,19 @@ _LEAST_MEMORY = 1000  # a number below it is not meant as bytes where it has no 
 class Size(int):
     """A number of bytes, which messages and commands show as it was given, such as "12GiB"."""
 
-    def __new__(cls, num_bytes: int, given: float | str) -> Size:
+    def __new__(cls, num_bytes: int, written: float | str) -> Size:
         size = super().__new__(cls, num_bytes)
-        size.given = given
+        size.written = written
         return size
 
     def __getnewargs__(self) -> tuple[int, float | str]:
-        return int(self), self.given
+        return int(self), self.written
 
     def __repr__(self) -> str:
-        return repr(self.given)
+        return repr(self.written)
 
     def __str__(self) -> str:
-        return str(self.given)
+        return str(self.written)
 
 
 def parse_bytes(value: float | str, name: str) -> Size:

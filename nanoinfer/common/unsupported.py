@@ -139,7 +139,7 @@ def check_keywords(cls: type, table: Table, taker: str) -> type:
     return cls
 
 
-def supported(given: Mapping[str, Any], table: Table, allowed: Collection[str], taker: str) -> dict[str, Any]:
+def supported(arguments: Mapping[str, Any], table: Table, allowed: Collection[str], taker: str) -> dict[str, Any]:
     """Return the given arguments without those in the table, whose values must mean the same as leaving them out.
 
     Args:
@@ -151,10 +151,10 @@ def supported(given: Mapping[str, Any], table: Table, allowed: Collection[str], 
             do instead.
         UnknownNameError: names the unknown argument, the nearest allowed one, and all allowed ones.
     """
-    for name, value in given.items():
+    for name, value in arguments.items():
         if name in table and (message := refusal(name, value, table)):
             raise ValueError(message)
-    rest = {name: value for name, value in given.items() if name not in table}
+    rest = {name: value for name, value in arguments.items() if name not in table}
     for name in rest:
         if name not in allowed:
             raise UnknownNameError(unknown(f"{taker} got an unknown argument", name, allowed))

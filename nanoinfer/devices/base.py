@@ -30,7 +30,7 @@ _LACKING = {
 
 
 class Device(ABC):
-    """What one kind of device offers. An object describes one device of the kind, at `place`.
+    """What one kind of device offers. An object describes one device of the kind, which torch calls `torch_device`.
 
     The defaults are those of a device that has memory of its own, plain operations, and neither streams nor graphs.
 
@@ -69,8 +69,8 @@ class Device(ABC):
     library_bytes: ClassVar[int] = 0
     segment_bytes: ClassVar[int] = 0
 
-    def __init__(self, place: torch.device) -> None:
-        self.place = place
+    def __init__(self, torch_device: torch.device) -> None:
+        self.torch_device = torch_device
 
     # Finding one
 
@@ -92,7 +92,7 @@ class Device(ABC):
     @property
     def name(self) -> str:
         """What reports call it."""
-        return str(self.place)
+        return str(self.torch_device)
 
     def describe(self) -> tuple[str, str | None]:
         """Return what it is, and what of that makes trouble, for `nanoinfer doctor`."""
@@ -179,28 +179,28 @@ class Accelerator(Device):
 
     @property
     def name(self) -> str:
-        return self.module.get_device_name(self.place)
+        return self.module.get_device_name(self.torch_device)
 
     @property
     def streams(self) -> ModuleType | None:
         return self.module
 
     def memory(self) -> tuple[int, int] | None:
-        return self.module.mem_get_info(self.place)
+        return self.module.mem_get_info(self.torch_device)
 
     def held_bytes(self) -> int:
         self.synchronize()
         self.give_back()
-        return self.module.memory_reserved(self.place)
+        return self.module.memory_reserved(self.torch_device)
 
     def give_back(self) -> None:
         self.module.empty_cache()
 
     def forget_peak(self) -> None:
-        self.module.reset_peak_memory_stats(self.place)
+        self.module.reset_peak_memory_stats(self.torch_device)
 
     def peak_bytes(self) -> int | None:
-        return self.module.max_memory_reserved(self.place)
+        return self.module.max_memory_reserved(self.torch_device)
 
     def synchronize(self) -> None:
-        self.module.synchronize(self.place)
+        self.module.synchronize(self.torch_device)

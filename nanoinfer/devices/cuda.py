@@ -51,7 +51,7 @@ class CudaDevice(Accelerator):
 
     @property
     def capability(self) -> tuple[int, int]:
-        return torch.cuda.get_device_capability(self.place)
+        return torch.cuda.get_device_capability(self.torch_device)
 
     def describe(self) -> tuple[str, str | None]:
         if torch.version.hip is not None:
@@ -62,39 +62,39 @@ class CudaDevice(Accelerator):
 
     @cached_property
     def target(self) -> Target:
-        found = torch.cuda.get_device_properties(self.place)
+        gpu = torch.cuda.get_device_properties(self.torch_device)
         is_hip = torch.version.hip is not None
-        architecture = getattr(found, "gcnArchName", "").partition(":")[0] if is_hip else self.capability
-        memory = found.shared_memory_per_multiprocessor, getattr(found, "shared_memory_per_block_optin", 64 * 1024)
-        return target_of_architecture(architecture, found.multi_processor_count, *memory)
+        architecture = getattr(gpu, "gcnArchName", "").partition(":")[0] if is_hip else self.capability
+        memory = gpu.shared_memory_per_multiprocessor, getattr(gpu, "shared_memory_per_block_optin", 64 * 1024)
+        return target_of_architecture(architecture, gpu.multi_processor_count, *memory)
 
     def lacks(self, attention_backend: str) -> str | None:
         is_old = attention_backend == "flash_attn" and self.capability < (8, 0)
         return super().lacks(attention_backend) if is_old else None
 
     def lacks_float8(self) -> str | None:
-        return without_float8(self.capability, str(self.place)) if torch.version.hip is None else None
+        return without_float8(self.capability, str(self.torch_device)) if torch.version.hip is None else None
 
     def graph_num_tokens(self, limit: int) -> list[int]:
         return [count for count in (16, 32, 64, 128, 256, 512) if count <= limit]
 
     def runtime(self, poison: bool = False) -> CudaRuntime:
-        return CudaRuntime(self.place, poison=poison)
+        return CudaRuntime(self.torch_device, poison=poison)
 
     @property
     def pinner(self) -> CudaPinner:
-        return CudaPinner(self.place)
+        return CudaPinner(self.torch_device)
 
 
 def target_of_architecture(
     architecture: str | tuple[int, int], num_cores: int, core_memory: int, program_memory: int
 ) -> Target:
     """Return what a GPU has of which this is known. architecture: a compute capability, or a name such as "gfx942"."""
-    given = dict(is_compiled=True, num_cores=num_cores, core_memory=core_memory, program_memory=program_memory)
+    common = dict(is_compiled=True, num_cores=num_cores, core_memory=core_memory, program_memory=program_memory)
     if isinstance(architecture, str):
-        return Target(**given, precision="ieee", least_rows=16)  # where its products have no fp8, Triton emulates it
+        return Target(**common, precision="ieee", least_rows=16)  # where its products have no fp8, Triton emulates it
     return Target(
-        **given,
+        **common,
         has_dependent_launches=architecture >= DEPENDENT_LAUNCHES,
         copies_tiles=architecture >= COPY_UNIT,
         has_async_products=architecture[0] == ASYNC_PRODUCTS,

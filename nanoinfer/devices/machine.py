@@ -31,9 +31,9 @@ def pcie_lanes(device: torch.device, root: Path = Path("/")) -> tuple[int, int] 
     """Return how many lanes the GPU's slot has and how many the GPU could use; None if the system does not say."""
     if device.type != "cuda":
         return None
-    found = torch.cuda.get_device_properties(device)
+    properties = torch.cuda.get_device_properties(device)
     try:
-        name = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+        name = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
         folder = root / "sys/bus/pci/devices" / name
         now, most = (int((folder / f"{which}_link_width").read_text()) for which in ("current", "max"))
     except (AttributeError, OSError, ValueError):

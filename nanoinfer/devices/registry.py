@@ -28,29 +28,29 @@ def resolve_device(name: str) -> torch.device:
     "auto" is the first one that there is: a GPU, a device of another package, the CPU.
     """
     if name == "auto":
-        return next(found.current() for found in _by_choice() if found.is_available())
+        return next(described.current() for described in _by_choice() if described.is_available())
     kind, _, number = name.partition(":")
-    found, is_number = class_of(kind) if kind != MetaDevice.kind else None, number.isdecimal()
-    if found is None or number and not is_number or name.endswith(":"):
+    described, is_number = class_of(kind) if kind != MetaDevice.kind else None, number.isdecimal()
+    if described is None or number and not is_number or name.endswith(":"):
         allowed = ["auto", "cuda", "cuda:1", "cpu", *_others()]
         listed = ", ".join(f'"{one}"' for one in allowed[:-1])
         guess = did_you_mean(kind, (*_NAMES, *_others()))
         raise ValueError(f'device={name!r} is no device here: give {listed} or "{allowed[-1]}"{guess}')
-    return found.find(int(number) if is_number else None)
+    return described.find(int(number) if is_number else None)
 
 
 @cache
-def device_of(place: torch.device) -> Device:
-    """Return the description of the device at this place."""
-    found = class_of(place.type)
-    assert found is not None, f"no package describes {place}"
-    return found(place)
+def device_of(device: torch.device) -> Device:
+    """Return the description of a device."""
+    described = class_of(device.type)
+    assert described is not None, f"no package describes {device}"
+    return described(device)
 
 
 @cache
-def target_of(place: torch.device) -> Target:
+def target_of(device: torch.device) -> Target:
     """Return what our kernels may count on there. Each launch asks, so the answer is kept."""
-    return device_of(place).target
+    return device_of(device).target
 
 
 def class_of(kind: str) -> type[Device] | None:
@@ -60,9 +60,9 @@ def class_of(kind: str) -> type[Device] | None:
     point = next(iter(metadata.entry_points(group=GROUP, name=kind)), None)
     if point is None:
         return None
-    found = point.load()
-    assert issubclass(found, Device) and found.kind == kind, f"{point.value} describes no {kind!r}"
-    return found
+    described = point.load()
+    assert issubclass(described, Device) and described.kind == kind, f"{point.value} describes no {kind!r}"
+    return described
 
 
 def brought_backends() -> list[str]:
@@ -77,8 +77,8 @@ def planned_device() -> Device:
 
 def accelerator() -> torch.device | None:
     """Return the device of this machine that "auto" means, or None if that is the host itself."""
-    found = device_of(resolve_device("auto"))
-    return None if found.is_host else found.place
+    described = device_of(resolve_device("auto"))
+    return None if described.is_host else described.torch_device
 
 
 def _others() -> list[str]:

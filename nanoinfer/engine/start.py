@@ -116,7 +116,7 @@ def _load(setup: Setup, plan: MemoryPlan) -> Decoder:
     return load_model(
         setup.checkpoint,
         setup.spec,
-        setup.device.place,
+        setup.device.torch_device,
         seed=config.seed if config.load_format == "dummy" else None,
         max_position=plan.max_model_len,
         context=config.max_model_len,  # not the plan's, which depends on the memory

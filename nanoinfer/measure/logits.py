@@ -42,14 +42,14 @@ class LogitsRecorder:
 
     def _observe(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
         """Copy the step's logits on the compute stream, before the next step overwrites them."""
-        places = [i for i, sequence in enumerate(sequences) if self._is_wanted(sequence.request_id)]
-        if places:
+        lines = [i for i, sequence in enumerate(sequences) if self._is_wanted(sequence.request_id)]
+        if lines:
             copies: list[torch.Tensor] = []
             event = self._runner.runtime.event()
-            all_of_them = slice(None) if len(places) == len(sequences) else places
+            all_of_them = slice(None) if len(lines) == len(sequences) else lines
             self._runner.compute.run(lambda: copies.append(logits[all_of_them].clone()))
             self._runner.compute.record(event)
-            self._unread.append(([sequences[i] for i in places], copies, event))
+            self._unread.append(([sequences[i] for i in lines], copies, event))
 
     def collect(self, keep: int) -> None:
         """Fetch the logits of all steps except the newest `keep`, which may still run."""

@@ -37,7 +37,7 @@ def load_in_transformers(
         arguments["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
     try:
         # Use the full name, so that transformers imports this class now and not with this module: it takes seconds.
-        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
             model_dir, dtype="auto" if settings else dtype, output_loading_info=True, **arguments
         )
     except (MemoryError, torch.OutOfMemoryError):
@@ -45,7 +45,7 @@ def load_in_transformers(
     except Exception as error:  # of a package that it needs for the method, or of what it does not know of it
         reason = (str(error) or "no reason given").splitlines()[0]
         raise _unread(model_dir, f"{type(error).__name__}: {reason}") from error
-    names = sorted([*found["missing_keys"], *found["unexpected_keys"]])
+    names = sorted([*info["missing_keys"], *info["unexpected_keys"]])
     if names := [name for name in names if not is_kv_scale(name) and not name.endswith(_UNUSED)]:
         raise _unread(model_dir, f"it does not know {names[0]} and {len(names) - 1} more tensors")
     for weight in model.parameters():

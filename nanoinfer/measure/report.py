@@ -80,15 +80,15 @@ def explain(floors: Floors, device: torch.device) -> str:
 
 def versions(device: torch.device) -> dict[str, str | None]:
     """Return the versions of the software that the figures were measured with."""
-    found: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    software: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
     for package in ("torch", "triton", "transformers", "flash_attn"):
         try:
-            found[package] = version(package)
+            software[package] = version(package)
         except PackageNotFoundError:
-            found[package] = None
+            software[package] = None
     described = device_of(device)
-    found["device"] = f"{described.name}, {platform.machine()}" if described.is_host else described.name
-    return found
+    software["device"] = f"{described.name}, {platform.machine()}" if described.is_host else described.name
+    return software
 
 
 def write_figures(

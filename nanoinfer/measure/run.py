@@ -95,12 +95,12 @@ class Row:
                 one, in order.
             lengths: tokens of each sequence in the middle of these steps.
         """
-        found = streamed[WARM_UP_STEPS:] or streamed
-        self.streamed_bytes_per_step = statistics.median(whole for whole, _ in found)
+        timed = streamed[WARM_UP_STEPS:] or streamed
+        self.streamed_bytes_per_step = statistics.median(whole for whole, _ in timed)
         self.link_gbps = self.streamed_bytes_per_step / self.seconds_per_token / 1e9
         spec, plan = engine.runner.spec, engine.plan
-        read, copied = bytes_read_per_step(spec, lengths), statistics.median(whole - part for whole, part in found)
-        self.least_bytes = copied, read, statistics.median(part for _, part in found)
+        read, copied = bytes_read_per_step(spec, lengths), statistics.median(whole - part for whole, part in timed)
+        self.least_bytes = copied, read, statistics.median(part for _, part in timed)
         missed = missed_bytes(spec, plan, len(lengths), self.expert_hit_rate)
         self.planned_bytes = streamed_bytes(engine.config, spec, plan, lengths), read, missed
 
@@ -265,8 +265,8 @@ def _why_no_step(llm: LLM, lengths: list[int], output_len: int) -> str:
         return "no decode step to time: the prefill gives the first token, so give an output length of at least 2"
     if batch > max_num_seqs:
         return f"{batch} sequences never decode at once: max_num_seqs is {max_num_seqs}, raise it"
-    place, limit = ("host", "host") if llm.mode == "offload" else ("gpu", "GPU")
-    num_blocks, block_size = llm.stats()[f"{place}_blocks_total"], llm.engine.config.block_size
+    tier, limit = ("host", "host") if llm.mode == "offload" else ("gpu", "GPU")
+    num_blocks, block_size = llm.stats()[f"{tier}_blocks_total"], llm.engine.config.block_size
     needed = sum(-(-(length + output_len) // block_size) for length in lengths)
     if needed > num_blocks:
         return f"{batch} sequences never decode at once: they need {needed} KV blocks, {num_blocks} fit: raise the " \

@@ -25,10 +25,10 @@ def gpu_budget(config: EngineConfig, memory: DeviceMemory | None, host_available
     total = psutil.virtual_memory().total if memory is None else memory.total_bytes
     limit = int(limit * total if isinstance(limit, float) else limit)  # a float is a share
     if memory is not None and limit > memory.usable_bytes:
-        given = f"gpu_memory_limit={config.gpu_memory_limit!r} ({format_gib(limit)} GiB)"
+        setting = f"gpu_memory_limit={config.gpu_memory_limit!r} ({format_gib(limit)} GiB)"
         has = f"Of its {format_gib(total)} GiB {format_gib(memory.free_bytes)} are free now"
         raise ValueError(
-            f'{given} is more than the GPU has free: give at most "{memory.largest_limit()}", leave it out to take '
+            f'{setting} is more than the GPU has free: give at most "{memory.largest_limit()}", leave it out to take '
             f"what is free, or end what else runs there. {has}, and {format_gib(memory.outside_bytes)} of these go to "
             f"libraries; {memory.holders()}"
         )

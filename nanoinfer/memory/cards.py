@@ -59,27 +59,27 @@ class Card:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a plan for the card should say of it."""
-        found, (generation, lanes) = [], self.pcie.split(" x")
+        notes, (generation, lanes) = [], self.pcie.split(" x")
         if self.is_of_laptops:
-            found.append(
+            notes.append(
                 f"{self.name}: makers choose its lanes, here 8 of PCIe {generation}, and the speed of its memory: "
                 "nanoinfer doctor measures both, and link_gbps and device_gbps take them"
             )
         elif lanes == "8":
             older = str(int(generation) - 1)
-            found.append(
+            notes.append(
                 f"{self.name} has 8 lanes, half of what a slot has, so its link is half as fast: "
                 f"{self.link_gbps:g} GB/s with PCIe {generation}, {LINK_GBPS[f'{older} x8']:g} in a board with "
                 f"PCIe {older} (link_gbps)"
             )
         if self.capability < TESTED:
-            found.append(
+            notes.append(
                 f"{self.name} has compute capability {'.'.join(map(str, self.capability))}, which nobody has tried: "
                 "kernels in bfloat16 and of packed weights (int4, int8, fp8, MXFP4, GGUF) take instructions of 8.0 and "
                 'do not compile there; those of dtype="float16" with weights as they are do, as far as they were '
                 "compiled"
             )
-        return tuple(found)
+        return tuple(notes)
 
 
 CARDS = tuple(Card(name, *parts, tuple(capability)) for name, (*parts, capability) in _FILE["cards"].items())
@@ -96,18 +96,18 @@ def card_named(name: str) -> Card:
         ValueError: there is no such card, it has another memory, or there are several, told apart by their memory.
     """
     wanted, gigabytes = _parts(name)
-    found = [card for card in CARDS if _plain(card) == wanted]
-    found = found or [card for card in CARDS if _plain(card) == f"rtx{wanted}"]
-    fitting = [card for card in found if gigabytes in (None, card.called_gb)]
+    cards = [card for card in CARDS if _plain(card) == wanted]
+    cards = cards or [card for card in CARDS if _plain(card) == f"rtx{wanted}"]
+    fitting = [card for card in cards if gigabytes in (None, card.called_gb)]
     if len(fitting) > 1:  # the usual one has no memory in its name
         fitting = [card for card in fitting if _parts(card.name)[1] is None] or fitting
     if len(fitting) == 1:
         return fitting[0]
-    if found:
-        names = ", ".join(card.name for card in fitting or found)
+    if cards:
+        names = ", ".join(card.name for card in fitting or cards)
         what = "is sold with more than one memory" if fitting else f"has no {gigabytes} GB"
         raise ValueError(
-            f"gpu={name!r} {what}: give {'one of ' * (len(fitting or found) > 1)}{names}, or state gpu_memory_limit"
+            f"gpu={name!r} {what}: give {'one of ' * (len(fitting or cards) > 1)}{names}, or state gpu_memory_limit"
         )
     names = {_plain(card): card for card in CARDS}
     near = nearest(wanted, names)

@@ -22,27 +22,27 @@ def compare_gpus(
 
     The forecasts have no limits, proposals or advice.
     """
-    given = dict(host_memory_limit=host_memory_limit, max_model_len=max_model_len, batch=batch)
-    given |= dict(gpu_memory_limit=None, link_gbps=None, device_gbps=None)
-    any_card = forecaster(model, gpu=CARDS[-1].name, **given, **arguments)
-    found = {}
+    wanted = dict(host_memory_limit=host_memory_limit, max_model_len=max_model_len, batch=batch)
+    wanted |= dict(gpu_memory_limit=None, link_gbps=None, device_gbps=None)
+    any_card = forecaster(model, gpu=CARDS[-1].name, **wanted, **arguments)
+    forecasts = {}
     for card in CARDS:
         rates = dict(link_gbps=card.link_gbps, device_gbps=card.device_gbps)
         asked = replace(any_card.asked, budget_bytes=card.memory_bytes, **rates)
         one = replace(any_card, asked=asked, lacks_float8=card.lacks_float8, rates=Rates.of_card(card))
         try:
-            found[card.name] = one.step()
+            forecasts[card.name] = one.step()
         except ValueError as error:  # what is asked for is not in this card
-            found[card.name] = replace(asked, problem=str(error))
-    return found
+            forecasts[card.name] = replace(asked, problem=str(error))
+    return forecasts
 
 
-def report(found: dict[str, Forecast]) -> str:
+def report(forecasts: dict[str, Forecast]) -> str:
     """Return a table of all cards."""
-    first = next(iter(found.values()))
+    first = next(iter(forecasts.values()))
     rows = [["card", "GiB", "GB/s", "link", "fits", "streamed", "ms a step", "tokens/s"]]
     for card in CARDS:
-        step = found[card.name]
+        step = forecasts[card.name]
         row = [card.name, f"{card.memory_bytes / 2**30:.1f}", f"{card.device_gbps:g}", f"{card.link_gbps:g}"]
         if step.fits:
             streamed = step.streamed_bytes_per_step

@@ -77,9 +77,9 @@ def plan(
         ValueError: an argument is not allowed, or a limit is missing on a machine without a GPU. What merely does not
             fit is no error: see `Forecast.problem`.
     """
-    given = dict(gpu_memory_limit=gpu_memory_limit, host_memory_limit=host_memory_limit, max_model_len=max_model_len)
-    given |= dict(gpu=gpu, batch=batch, link_gbps=link_gbps, device_gbps=device_gbps)
-    return forecaster(model, **given, **arguments).forecast()
+    limits = dict(gpu_memory_limit=gpu_memory_limit, host_memory_limit=host_memory_limit, max_model_len=max_model_len)
+    limits |= dict(gpu=gpu, batch=batch, link_gbps=link_gbps, device_gbps=device_gbps)
+    return forecaster(model, **limits, **arguments).forecast()
 
 
 def forecaster(
@@ -234,8 +234,8 @@ class Forecaster:
         return {}
 
     def _step(self, context: int | None, batch: int | None, is_quick: bool = False) -> Forecast:
-        given = dict(max_model_len=context, max_num_seqs=batch)
-        config = replace(self.config, **{name: value for name, value in given.items() if value is not None})
+        wanted = dict(max_model_len=context, max_num_seqs=batch)
+        config = replace(self.config, **{name: value for name, value in wanted.items() if value is not None})
         batch, context = config.max_num_seqs or 1, config.max_model_len
         asked, layout = replace(self.asked, context=context or self.asked.context, batch=batch), self.spec.layout
         try:
@@ -294,16 +294,16 @@ class Forecaster:
 
     def _advice(self, step: Forecast) -> tuple[str, ...]:
         """Say what more GPU memory does: one GiB, and what it takes for nothing to stream."""
-        now, found = step.ms_per_token, []
+        now, advice = step.ms_per_token, []
         missing = -(-(step.kv_bytes - step.resident_kv_bytes + step.memory.passing_bytes) // GIB)
         for gib in sorted({1, missing}):
             more = self._with_gpu(gib * GIB).step(step.context, self.config.max_num_seqs)
             if more.fits and (then := more.ms_per_token or 0.0) < 0.995 * now:
                 reached = f"{then:.1f} ms" if more.streamed_bytes_per_step else "nothing streams"
-                found.append(f"{gib} GiB more GPU memory: {reached} instead of {now:.1f} ms")
+                advice.append(f"{gib} GiB more GPU memory: {reached} instead of {now:.1f} ms")
             if not more.streamed_bytes_per_step:
                 break
-        return tuple(found)
+        return tuple(advice)
 
     def _advice_to_fit(self, proposals: Sequence[Proposal]) -> tuple[str, ...]:
         """Say how much more memory it takes as it is and, where no proposal has all that is wanted, at the least."""
@@ -312,14 +312,14 @@ class Forecaster:
         if is_longer and proposals:  # no memory helps
             return ()
         one = replace(self, config=replace(self.config, max_model_len=longest)) if is_longer else self
-        found = [text] if (text := one._missing()) else []
+        advice = [text] if (text := one._missing()) else []
         if not any({"max_model_len", "max_num_seqs"}.isdisjoint(one.changes) for one in proposals):
             proposer = one.proposer()
             config = proposer.leanest()
             text = replace(one, config=config)._missing()
-            if text and text not in found and (words := proposer.words(config)):
-                found.append(f"at the least {text}, with {words}")
-        return tuple(f"{text}, for {longest:,} tokens" for text in found) if is_longer else tuple(found)
+            if text and text not in advice and (words := proposer.words(config)):
+                advice.append(f"at the least {text}, with {words}")
+        return tuple(f"{text}, for {longest:,} tokens" for text in advice) if is_longer else tuple(advice)
 
     def _missing(self) -> str | None:
         """Return how much memory this needs beyond what there is, in tenths of a GiB."""
@@ -334,8 +334,8 @@ class Forecaster:
         host = bisect_left(most, True, key=lambda tenths: fits(gpu, tenths))
         has = {"GPU": (gpu, self.asked.budget_bytes), "host": (host, self.asked.host_budget_bytes)}
         return " and ".join(
-            f"{tenths / 10:g} GiB more {place} memory (in all {format_gib(now + _tenths(tenths))} GiB)"
-            for place, (tenths, now) in has.items()
+            f"{tenths / 10:g} GiB more {tier} memory (in all {format_gib(now + _tenths(tenths))} GiB)"
+            for tier, (tenths, now) in has.items()
             if tenths
         )
 

@@ -186,8 +186,8 @@ _LOOKS: dict[str, Callable[[torch.device], Found]] = {
 def kernel_is_right(device: torch.device) -> bool:
     """Compile a kernel, launch it, and compare what it gives with what the CPU does."""
     x = torch.linspace(-3, 3, 256).to(torch.bfloat16).reshape(2, 128)
-    found = operations_of(device).act_and_mul(x.to(device), "silu").cpu()
-    return torch.allclose(found.float(), reference.act_and_mul(x, "silu").float(), atol=0.05)
+    result = operations_of(device).act_and_mul(x.to(device), "silu").cpu()
+    return torch.allclose(result.float(), reference.act_and_mul(x, "silu").float(), atol=0.05)
 
 
 def _unmet(name: str) -> str | None:

@@ -28,16 +28,16 @@ def best_format(model: str, arguments: Mapping[str, Any]) -> tuple[dict[str, Any
 
     Of all that the plan proposes the fastest counts, and of equally fast ones the one that loses least.
     """
-    given = dict(arguments)
-    if device_of(resolve_device(given.pop("device", "auto"))).is_host:
+    others = dict(arguments)
+    if device_of(resolve_device(others.pop("device", "auto"))).is_host:
         return {}, ""
-    named = {name: given.pop(name, None) for name in _KNOWN}
-    named |= dict(batch=given.pop("max_num_seqs", None))
-    forecast = forecaster(model, **_ASKED | named, **given).forecast()
-    found = [one for one in forecast.proposals if one.changes.keys() <= _FORMATS]
-    if not found:
+    named = {name: others.pop(name, None) for name in _KNOWN}
+    named |= dict(batch=others.pop("max_num_seqs", None))
+    forecast = forecaster(model, **_ASKED | named, **others).forecast()
+    fitting = [one for one in forecast.proposals if one.changes.keys() <= _FORMATS]
+    if not fitting:
         return {}, ""
-    best = min(found, key=lambda one: one.ms_per_token or 0.0)
+    best = min(fitting, key=lambda one: one.ms_per_token or 0.0)
     return best.changes, best.what
 
 
@@ -49,7 +49,7 @@ def what_becomes_of(model: str | Path, device: str) -> str:
         if spec.weight_bytes > available:
             return f"needs {format_size(spec.weight_bytes)} of memory, {format_size(available)} are free"
         return "runs on the CPU"
-    asked = _ASKED | dict(batch=1, device_gbps=_device_gbps(described.place))
+    asked = _ASKED | dict(batch=1, device_gbps=_device_gbps(described.torch_device))
     step = forecaster(model, **asked).step()
     if not step.fits:
         raise ValueError(step.problem)
@@ -59,9 +59,9 @@ def what_becomes_of(model: str | Path, device: str) -> str:
     return f"{'at most' if step.is_floor else 'about'} {step.tokens_per_second:.0f} tokens/s{streams}"
 
 
-def _device_gbps(place: torch.device) -> float | None:
+def _device_gbps(device: torch.device) -> float | None:
     """Return the bandwidth of this GPU's memory by its data sheet; None: it is in no table."""
     try:
-        return card_named(device_of(place).name).device_gbps
+        return card_named(device_of(device).name).device_gbps
     except ValueError:
         return None

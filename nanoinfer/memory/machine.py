@@ -46,13 +46,13 @@ class DeviceMemory:
     def holders(self) -> str:
         """Return who has what is not free, as far as this process can tell."""
         others = self.total_bytes - self.free_bytes - self.own_bytes
-        found = (
+        holders = (
             f"{format_gib(others)} GiB are held by the driver and by what else runs on the GPU, such as a desktop, a "
             "browser or another model's server (nvidia-smi lists them)"
         )
         if self.own_bytes >= 0.01 * GIB:
-            found += f", {format_gib(self.own_bytes)} GiB by this process, such as an LLM that is not closed"
-        return found
+            holders += f", {format_gib(self.own_bytes)} GiB by this process, such as an LLM that is not closed"
+        return holders
 
 
 def device_memory(device: torch.device) -> DeviceMemory | None:
@@ -70,14 +70,14 @@ def advice_when_full(message: str) -> str | None:
     """Return what to do about an error with this message, if it says that the GPU's memory is full; else None."""
     if "out of memory" not in message and "ALLOC_FAILED" not in message:
         return None
-    wanted, place = re.search(r"Tried to allocate ([\d.]+ \w+)", message), re.search(r"GPU (\d+)", message)
+    wanted, number = re.search(r"Tried to allocate ([\d.]+ \w+)", message), re.search(r"GPU (\d+)", message)
     what = f"{wanted[1]} more were wanted" if wanted else message.splitlines()[0].rstrip(".")
     said = f"the GPU's memory is full: {what}"
     others = "max_num_batched_tokens or max_num_seqs, or end what else runs on the GPU"
     device = accelerator()
     if device is None:
         return f"{said}: lower gpu_memory_limit, {others}"
-    now = device_memory(torch.device(device.type, int(place[1]) if place else device.index))
+    now = device_memory(torch.device(device.type, int(number[1]) if number else device.index))
     # What this process holds is free for its next run.
     there = replace(now, free_bytes=now.free_bytes + now.own_bytes, own_bytes=0)
     return (

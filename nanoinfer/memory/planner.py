@@ -167,8 +167,8 @@ class Planner:
     def sized(self, tokens: int) -> MemoryPlan:
         """Return what a prefill step of so many tokens takes, all weights on the GPU, and without a pool."""
         if tokens not in self._sized:
-            given = self.config, self.spec, self.budget_bytes, self._ring_slot_bytes, self.device
-            self._sized[tokens] = sized_plan(*given, tokens)
+            fixed = self.config, self.spec, self.budget_bytes, self._ring_slot_bytes, self.device
+            self._sized[tokens] = sized_plan(*fixed, tokens)
         return self._sized[tokens]
 
     def num_blocks(self, candidate: Candidate) -> int:

@@ -106,19 +106,19 @@ class Proposer:
 
     def to_fit(self) -> tuple[Proposal, ...]:
         """Return what makes the config fit: all that it wants, with the least loss first; then less of it."""
-        found = [made for changes in self._without_loss() if (made := self._made(changes)) is not None]
-        found += self._formats(float("inf"))
-        return (*found, *self._less())
+        proposals = [made for changes in self._without_loss() if (made := self._made(changes)) is not None]
+        proposals += self._formats(float("inf"))
+        return (*proposals, *self._less())
 
     def to_be_faster(self, now: Outcome) -> tuple[Proposal, ...]:
         """Return what takes less than a step takes now, cheapest first, each faster than all before it."""
-        found: list[Proposal] = []
+        proposals: list[Proposal] = []
         for changes in (*self._settings(now), *self._shorter(now)):
             made = self._made(changes)
-            times = [now.ms_per_token, *(one.ms_per_token or 0.0 for one in found)]
+            times = [now.ms_per_token, *(one.ms_per_token or 0.0 for one in proposals)]
             if made is not None and (made.ms_per_token or 0.0) < _FASTER * min(times):
-                found.append(made)
-        return (*found, *self._formats(now.ms_per_token), *self._fewer(now))
+                proposals.append(made)
+        return (*proposals, *self._formats(now.ms_per_token), *self._fewer(now))
 
     def _settings(self, now: Outcome) -> Iterator[dict[str, Any]]:
         """Yield settings that may be faster and cost nothing that was asked for."""
@@ -160,18 +160,20 @@ class Proposer:
 
     def _formats(self, slowest: float) -> list[Proposal]:
         """Return what fits in other formats: each change alone, and those together that are faster than all before."""
-        found: list[Proposal] = []
+        proposals: list[Proposal] = []
         for changes in self._all_formats():
-            if len(found) == MOST_FORMATS or found and slowest < float("inf") and not found[-1].ms_per_token:
+            if len(proposals) == MOST_FORMATS:
+                break
+            if proposals and slowest < float("inf") and not proposals[-1].ms_per_token:
                 break  # nothing can be faster
             made = self._made(changes) or self._made(self._relaxed() | changes)
             if made is None:
                 continue
-            times = [slowest, *(one.ms_per_token or 0.0 for one in found)]
+            times = [slowest, *(one.ms_per_token or 0.0 for one in proposals)]
             is_faster = (made.ms_per_token or 0.0) < _FASTER * min(times)
             if is_faster or len(changes) == 1 and slowest == float("inf"):
-                found.append(made)
-        return found
+                proposals.append(made)
+        return proposals
 
     def _less(self) -> Iterator[Proposal]:
         """Yield what fits with fewer tokens or sequences."""
@@ -200,21 +202,21 @@ class Proposer:
 
     def _relaxed(self) -> dict[str, Any]:
         """Settings that cost time and nothing else."""
-        found: dict[str, Any] = {}
+        changes: dict[str, Any] = {}
         if not self.config.may_offload:
-            found["enable_cpu_offload"] = True
+            changes["enable_cpu_offload"] = True
         if self.config.max_num_batched_tokens is not None:
-            found["max_num_batched_tokens"] = None
+            changes["max_num_batched_tokens"] = None
         if self.config.max_num_seqs is None:  # nobody asked for more
-            found["max_num_seqs"] = 1
-        return found
+            changes["max_num_seqs"] = 1
+        return changes
 
     def _all_formats(self) -> Iterator[dict[str, Any]]:
         """Yield the changes of formats that save memory, with the least loss first."""
-        given, head = self.config.quantization, {"head_quantization": "int8"}
+        quantization, head = self.config.quantization, {"head_quantization": "int8"}
         weights = _WEIGHTS
-        if given is not None:
-            weights = ({}, head, *(_WEIGHTS[3:] if given in ("int8", "fp8") else ()))
+        if quantization is not None:
+            weights = ({}, head, *(_WEIGHTS[3:] if quantization in ("int8", "fp8") else ()))
         elif self._outcome(replace(self.config, **_WEIGHTS[1])) is None:  # the checkpoint is quantised
             weights = ({}, head)
         heads = self.config.head_quantization is None
@@ -241,8 +243,8 @@ class Proposer:
             # Steps of a size that is given have graphs for up to the whole of it, those that the engine chooses for up
             # to a fourth: a smaller size may be what fits.
             tokens = outcome.memory.max_num_batched_tokens
-            given = (replace(config, max_num_batched_tokens=size) for size in (tokens, tokens // 2, tokens // 4))
-            tried = ((other, self._outcome(other)) for other in given)
+            smaller = (replace(config, max_num_batched_tokens=size) for size in (tokens, tokens // 2, tokens // 4))
+            tried = ((other, self._outcome(other)) for other in smaller)
             config, outcome = next((one for one in tried if one[1] is not None and one[1].fits), (config, None))
             if outcome is None:
                 return None

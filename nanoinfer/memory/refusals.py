@@ -38,8 +38,8 @@ def refuse(planner: Planner, costs: Iterable[Cost]) -> ValueError:
         return _lacks_gpu(config, smallest, also)
     if "limit" in lacking:
         return ValueError(above_available(config, available))
-    found = roomy or min(lacking["host"], key=lambda cost: cost.host_weight_bytes)
-    plan, room = planner.plan(found), max(0, planner.host_room(found.fixed_bytes))
+    closest = roomy or min(lacking["host"], key=lambda cost: cost.host_weight_bytes)
+    plan, room = planner.plan(closest), max(0, planner.host_room(closest.fixed_bytes))
     if plan.host_weight_bytes > room:
         return TooSmall(host_wanted(replace(config, host_memory_limit=None), plan, room))
     return TooSmall(host_wanted(config, plan, available))
@@ -81,9 +81,9 @@ def _lacks_gpu(config: EngineConfig, plan: MemoryPlan, also: str = "") -> ValueE
         streamed = f" beside {format_size(plan.streamed_bytes)} that are streamed"
     elif plan.num_expert_slots:
         streamed = f", {format_size(plan.landing_bytes)} for {plan.num_expert_slots} experts of each layer"
-    given = "what is free of the device's memory, or the share of it that may be taken,"
+    limit = "what is free of the device's memory, or the share of it that may be taken,"
     if config.gpu_memory_limit is not None:
-        given = f"gpu_memory_limit={config.gpu_memory_limit!r}"
+        limit = f"gpu_memory_limit={config.gpu_memory_limit!r}"
     lower = [name for name in ("max_num_batched_tokens", "max_num_seqs") if getattr(plan, name) > 1]
     if plan.weight_bytes + plan.landing_bytes >= plan.budget_bytes:
         lower = []
@@ -93,7 +93,7 @@ def _lacks_gpu(config: EngineConfig, plan: MemoryPlan, also: str = "") -> ValueE
         help_offload = f", or lower expert_slots={config.expert_slots}"
     rest = plan.fixed_bytes - plan.weight_bytes - plan.landing_bytes * bool(plan.num_expert_slots)
     return TooSmall(
-        f"{given} ({format_size(plan.budget_bytes)}) is too small by {format_size(needed - plan.budget_bytes)}: "
+        f"{limit} ({format_size(plan.budget_bytes)}) is too small by {format_size(needed - plan.budget_bytes)}: "
         f'give at least "{enough(needed)}"{help_lower}{help_offload}{also}. Needed: weights '
         f"{format_size(plan.weight_bytes)}{streamed}, working memory and buffers {format_size(rest)} and the least KV "
         f"cache {format_size(needed - plan.fixed_bytes)}"

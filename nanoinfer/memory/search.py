@@ -105,23 +105,23 @@ class Search:
             begin += 1
         blocks = -(-self.measure.context // size) + 2
         marks = {begin, end, *(first(blocks * count) + more for count in counts for more in (0, 1))}
-        marks |= {begin + (end - begin) * place // _GRID for place in range(1, _GRID)}
-        seen = sorted(place for place in marks if begin <= place <= end)
+        marks |= {begin + (end - begin) * index // _GRID for index in range(1, _GRID)}
+        seen = sorted(index for index in marks if begin <= index <= end)
         for count in counts:
             self._refine(family, seen, count)
 
     def _refine(self, family: Sequence[Candidate], seen: Sequence[int], num_requests: int) -> None:
         """Look between the best of those that were seen and its neighbours, in halves."""
 
-        def seconds(place: int) -> float:
-            cost = self._cost(family[place])
+        def seconds(index: int) -> float:
+            cost = self._cost(family[index])
             return float("inf") if cost.lacks else self.seconds(cost, num_requests)
 
         best = min(seen, key=seconds)
-        low = max((place for place in seen if place < best), default=best)
-        high = min((place for place in seen if place > best), default=best)
+        low = max((index for index in seen if index < best), default=best)
+        high = min((index for index in seen if index > best), default=best)
         while high - low > 2 or best in (low, high) and high - low > 1:
-            between = [place for place in {(low + best) // 2, -(-(best + high) // 2)} if low < place < high]
+            between = [index for index in {(low + best) // 2, -(-(best + high) // 2)} if low < index < high]
             nearest = min([best, *between, low, high], key=seconds)
             points = sorted({low, best, high, *between})
             at = points.index(nearest)

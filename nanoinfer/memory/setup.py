@@ -29,18 +29,18 @@ class Setup:
         offload: whether the attention backend must be able to run offload mode; None: as the config says.
 
     Attributes:
-        device: what there is at the place that was given.
+        device: the description of the device that was given.
 
     Raises:
         ValueError: the model is not supported, or the attention backend cannot run it in this mode.
     """
 
-    def __init__(self, config: EngineConfig, place: torch.device, offload: bool | None = None) -> None:
-        self.config, self.device = config, device_of(place)
+    def __init__(self, config: EngineConfig, device: torch.device, offload: bool | None = None) -> None:
+        self.config, self.device = config, device_of(device)
         self.specs = Specs(read_checkpoint(config.model, config.hf_overrides))
         self.spec, self.checkpoint = self.specs.of(config), self.specs.checkpoint(config)
         offload = config.may_offload if offload is None else offload
-        self.backend = make_backend(config.attention_backend, self.spec.attention, place, offload)
+        self.backend = make_backend(config.attention_backend, self.spec.attention, device, offload)
 
     def plan(self, config: EngineConfig | None = None, may_pin: bool = True) -> MemoryPlan:
         """Return the memory plan of an engine with this config, or another; ValueError if the memory is too small.
@@ -53,7 +53,7 @@ class Setup:
 
     def budget(self, config: EngineConfig, host_available: int) -> int:
         """Return the bytes that an engine with this config may take on the device now."""
-        return gpu_budget(config, device_memory(self.device.place), host_available)
+        return gpu_budget(config, device_memory(self.device.torch_device), host_available)
 
 
 class Specs:

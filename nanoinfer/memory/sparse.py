@@ -1,6 +1,6 @@
 """Bytes of the live tensors of a sparse MLP at its peak, of any choice of experts.
 
-Each line stands for a place in `nanoinfer.layers.experts` and in what it calls of `nanoinfer.kernels.experts`. The sum
+Each line stands for a line of `nanoinfer.layers.experts` and in what it calls of `nanoinfer.kernels.experts`. The sum
 that the MLP is added to and attention's output are not counted.
 """
 
@@ -31,8 +31,8 @@ def sparse_reference_bytes(spec: ModelSpec, rows: int) -> int:
     gate = hidden * size + max(wide * hidden + 2 * 4 * 2 * inner, activated)
     down = inner * (size + wide) + 2 * 4 * hidden
     products, sums = 4 * sparse.num_chosen * hidden, _sums(spec, rows)
-    places = 2 * (8 + 4) + 2 * sparse.num_chosen  # which pairs are an expert's
-    return _before(spec, rows) + rows * (products + places) + max(rows * max(gate, down), 2 * sums)
+    indices = 2 * (8 + 4) + 2 * sparse.num_chosen  # which pairs are an expert's
+    return _before(spec, rows) + rows * (products + indices) + max(rows * max(gate, down), 2 * sums)
 
 
 def _before(spec: ModelSpec, rows: int) -> int:

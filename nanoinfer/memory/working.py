@@ -38,7 +38,7 @@ def activations(spec: ModelSpec, max_num_batched_tokens: int, max_batch: int, de
 def prefill_bytes(spec: ModelSpec, tokens: int, is_fused: bool = True) -> int:
     """Return the bytes of the live tensors of one layer at its peak.
 
-    Each line stands for a place in `PrefillStep` and `nanoinfer.layers`.
+    Each line stands for a line of `PrefillStep` or `nanoinfer.layers`.
     """
     size, hidden, heads, kv = spec.dtype.itemsize, spec.hidden_size, spec.attention.q_size, spec.attention.kv_size
     state = 4 * spec.attention.num_q_heads * (spec.attention.head_dim + 2)  # the running softmax, float32

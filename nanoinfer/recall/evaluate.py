@@ -132,10 +132,10 @@ def evaluate(answers: Answers, exam: Exam, *, progress: bool = True, label: str 
             bar.set_postfix_str(f"{length} tokens")
             before = answers.streamed_bytes
             for number, paper in enumerate(papers):
-                found = answers(paper.document, paper.questions, paper.max_tokens, with_logprobs=number == 0)
+                given_answers = answers(paper.document, paper.questions, paper.max_tokens, with_logprobs=number == 0)
                 if number == 0:
-                    scores.probes.append(found)
-                texts = exam.tokenizer.batch_decode([a.token_ids for a in found], skip_special_tokens=True)
+                    scores.probes.append(given_answers)
+                texts = exam.tokenizer.batch_decode([a.token_ids for a in given_answers], skip_special_tokens=True)
                 for i, (text, wanted) in enumerate(zip(texts, paper.answers, strict=True)):
                     scores.right[row][i // FACTS_PER_PLACE] += text.strip() == wanted
                     scores.answers.append(text.strip())

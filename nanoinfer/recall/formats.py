@@ -104,14 +104,14 @@ def prompt_logits(model: Decoder, token_ids: list[int]) -> Tensor:
     return torch.cat([model.logits(some).cpu() for some in tensors.x.split(ROWS_AT_ONCE)])
 
 
-def mean_divergence(wanted: Tensor, found: Tensor) -> float:
-    """Return the mean over rows of the Kullback-Leibler divergence KL(wanted || found), in nats, summed in float64.
+def mean_divergence(wanted: Tensor, changed: Tensor) -> float:
+    """Return the mean over rows of the Kullback-Leibler divergence KL(wanted || changed), in nats, summed in float64.
 
-    wanted, found: [num_tokens, vocab_size] logits of the same tokens.
+    wanted, changed: [num_tokens, vocab_size] logits of the same tokens.
     """
-    assert wanted.shape == found.shape, "logits of other tokens, or of another vocabulary"
+    assert wanted.shape == changed.shape, "logits of other tokens, or of another vocabulary"
     total = 0.0
-    for ours, theirs in zip(wanted.split(ROWS_AT_ONCE), found.split(ROWS_AT_ONCE), strict=True):
+    for ours, theirs in zip(wanted.split(ROWS_AT_ONCE), changed.split(ROWS_AT_ONCE), strict=True):
         log_p, log_q = ours.double().log_softmax(-1), theirs.double().log_softmax(-1)
         total += (log_p.exp() * (log_p - log_q)).sum().item()
     return total / len(wanted)

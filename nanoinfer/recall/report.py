@@ -40,30 +40,30 @@ def figures(results: dict[str, Scores], grid: Grid) -> dict:
     }
 
 
-def report(found: dict, divergences: dict[str, float], num_tokens: int) -> str:
+def report(figures: dict, divergences: dict[str, float], num_tokens: int) -> str:
     """Return `figures` in words: a line for each mode and length, a column for each depth; and what tells modes apart.
 
     For each mode but the first a sentence says whether it gave the first one's answers. divergences: of formats of
     weights over `num_tokens` tokens, by name.
     """
-    results = found["results"]
+    results = figures["results"]
     keys = ("accuracy", "largest_logprob_error", "streamed_bytes")
     rows = [
         dict(mode=name, tokens=length, accuracy=accuracy, error=error, streamed=streamed)
         for name, scores in results.items()
-        for length, accuracy, error, streamed in zip(found["lengths"], *map(scores.get, keys), strict=True)
+        for length, accuracy, error, streamed in zip(figures["lengths"], *map(scores.get, keys), strict=True)
     ]
-    depths = [(f"at {depth:.0%}", f"{{accuracy[{i}]:.2f}}") for i, depth in enumerate(found["depths"])]
+    depths = [(f"at {depth:.0%}", f"{{accuracy[{i}]:.2f}}") for i, depth in enumerate(figures["depths"])]
     ends = [("log-prob error", "{error:.4f}"), ("streamed MB", "{streamed!M:,.1f}")]
     lines = [table(rows, [("mode", "{mode}"), ("tokens", "{tokens:,}"), *depths, *ends])]
     (first, wanted), *others = results.items()
     lines.append(
-        f"share of right answers by depth of the fact, {found['questions_per_cell']} questions a cell; log-prob error: "
-        f"the largest difference from {first}'s among the {NUM_LOGPROBS} likeliest tokens at each place of the first "
-        "document's answers; streamed: KV read from host memory"
+        f"share of right answers by depth of the fact, {figures['questions_per_cell']} questions a cell; log-prob "
+        f"error: the largest difference from {first}'s among the {NUM_LOGPROBS} likeliest tokens at each place of the "
+        "first document's answers; streamed: KV read from host memory"
     )
     for name, scores in others:
-        same = f"{scores['equal_answers']} of {found['questions']} answers equal"
+        same = f"{scores['equal_answers']} of {figures['questions']} answers equal"
         cells = "every cell equal" if scores["accuracy"] == wanted["accuracy"] else "CELLS DIFFER"
         lines.append(f"{name} against {first}: {same}, {cells}")
     if divergences:
@@ -75,12 +75,12 @@ def report(found: dict, divergences: dict[str, float], num_tokens: int) -> str:
     return "\n".join(lines)
 
 
-def plot(path: str | Path, found: dict) -> None:
+def plot(path: str | Path, figures: dict) -> None:
     """Draw `figures`: a heat map for each mode, lengths to the right, depths downwards."""
     from matplotlib.figure import Figure
 
-    lengths = [f"{length // 1024}k" if length % 1024 == 0 else str(length) for length in found["lengths"]]
-    results, depths = found["results"], found["depths"]
+    lengths = [f"{length // 1024}k" if length % 1024 == 0 else str(length) for length in figures["lengths"]]
+    results, depths = figures["results"], figures["depths"]
     figure = Figure(figsize=((1.6 + 0.75 * len(lengths)) * len(results), 1.4 + 0.5 * len(depths)))
     all_axes = figure.subplots(1, len(results), squeeze=False)[0]
     for axes, (name, scores) in zip(all_axes, results.items(), strict=True):

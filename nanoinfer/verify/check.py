@@ -83,12 +83,12 @@ def verify(
     for run in runs:
         report = RunReport(name=run.name, what=run.what)
         reports.append(report)
-        found = attempt(run, common | run.arguments, workload, make_runtime, report)
-        if found is not None:
+        answers = attempt(run, common | run.arguments, workload, make_runtime, report)
+        if answers is not None:
             report.is_reference = reference is None
-            reference = reference or found
+            reference = reference or answers
             # The reference is compared with itself, too: this finds logits that are not finite.
-            compare(reference, found, report, None if is_exact else ROUNDING[setup.spec.dtype])
+            compare(reference, answers, report, None if is_exact else ROUNDING[setup.spec.dtype])
         tell(report.text(is_exact))
         if len(reports) == 1 and (seconds := len(runs) * (time.perf_counter() - begin)) > SAID_SECONDS:
             note(

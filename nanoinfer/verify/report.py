@@ -25,8 +25,8 @@ class Mismatch:
     text: str
 
     def __str__(self) -> str:
-        place = "" if self.position is None else f", generated token {self.position}"
-        return f"request {self.request}{place}: {self.text}"
+        where = "" if self.position is None else f", generated token {self.position}"
+        return f"request {self.request}{where}: {self.text}"
 
 
 @dataclass(kw_only=True)
@@ -123,7 +123,7 @@ class Answer:
     logits: list[torch.Tensor]
 
 
-def compare(reference: list[Answer], found: list[Answer], report: RunReport, tolerance: float | None) -> None:
+def compare(reference: list[Answer], answers: list[Answer], report: RunReport, tolerance: float | None) -> None:
     """Note in the report how much was compared and the first difference of each answer.
 
     Args:
@@ -132,7 +132,7 @@ def compare(reference: list[Answer], found: list[Answer], report: RunReport, tol
             such a difference leads to another token, the comparison of the answer ends there without a mismatch.
     """
     first = {answer.request: answer for answer in reversed(reference)}
-    for answer in found:
+    for answer in answers:
         wanted, got = first[answer.request].tokens, answer.tokens
         wanted_rows, got_rows = first[answer.request].logits, answer.logits
         if broken := _broken(got_rows, is_reference=answer is first[answer.request]):  # such a request ends early
@@ -176,12 +176,12 @@ def _difference(wanted: torch.Tensor, got: torch.Tensor, report: RunReport, tole
     if not is_different.any():
         return None
     distance = (got - wanted).abs().nan_to_num(nan=torch.inf)
-    place = int((distance + is_different).argmax())
+    token_id = int((distance + is_different).argmax())
     share = float(distance.max() / wanted.abs().max())
     report.largest_difference = max(report.largest_difference, share)
     if tolerance is not None and share <= tolerance:
         return None
     return (
-        f"logit of token {place} is {float(got[place])!r} instead of {float(wanted[place])!r}, "
+        f"logit of token {token_id} is {float(got[token_id])!r} instead of {float(wanted[token_id])!r}, "
         f"{int(is_different.sum())} of {got.numel()} logits differ"
     )
