@@ -27,7 +27,7 @@ NAMED = re.compile(r"""["']cuda["':]|\bis_cuda\b|torch\.cuda\b|cudart|get_device
 FOR_USERS = {
     'device: "auto" (a GPU, if there is one), "cuda", "cuda:1", "cpu", or the name of a device that another package',
     """self._check("device", isinstance(self.device, str), 'text: "auto", "cuda", "cuda:1" or "cpu"')""",
-    'found: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}',
+    'software: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}',
 }
 
 

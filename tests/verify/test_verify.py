@@ -260,7 +260,8 @@ def test_completions_that_differ_from_a_single_one_are_found(paths, only, monkey
     only("resident", "prefix", "n=2")
     # The second completion's seed for the first.
     monkeypatch.setattr(
-        "nanoinfer.engine.intake.Sequence", lambda *args: Sequence(*args[:5], args[5] + (args[4].n == 2), args[6])
+        "nanoinfer.engine.intake.Sequence",
+        lambda *args, **options: Sequence(*args[:5], args[5] + (args[4].n == 2), args[6], **options),
     )
     verdict = verify(paths["qwen3"], **SMALL)
     assert verdict.line() == "DIFFERENT in n=2" and {m.request for m in verdict.runs[2].mismatches} == {1, 3}
