@@ -15,10 +15,9 @@ from nanoinfer.engine.start import BuiltEngine
 from nanoinfer.engine.token_limits import check_can_come, check_some_left, token_limits
 from nanoinfer.parsers.answer_format import PROMPT_END_TOKENS, AnswerFormat
 from nanoinfer.requests.detokenizer import TokenTexts
-from nanoinfer.requests.prompts import Prompt, encode, too_long, unpack
+from nanoinfer.requests.prompts import Prompt, encode_within, renders_first, too_long, unpack
 from nanoinfer.requests.request import Request
 from nanoinfer.requests.sequence import Sequence
-from nanoinfer.requests.text_pieces import LONG_CHARS, TextPieces, encode_in_pieces, examine, renders_first
 from nanoinfer.requests.thinking import FIELD as BUDGET
 from nanoinfer.requests.thinking import ThinkingBudget, ThinkingEnd
 from nanoinfer.sampling.limits import TokenLimits
@@ -47,7 +46,7 @@ class Intake:
         return AnswerFormat.of_tokenizer(self._tokenizer)
 
     def tokenize(self, prompt: Prompt, *, is_bare: bool = False) -> list[int]:
-        """Return the checked token ids of a prompt. Of a text that is too long no more are made than show that.
+        """Return the checked token ids of a prompt. A text that is far too long is not read to its end.
 
         Args:
             is_bare: a text has no special tokens around it.
@@ -58,7 +57,7 @@ class Intake:
         """
         token_ids = unpack(prompt)
         if isinstance(token_ids, str):
-            token_ids = self._encode(token_ids, is_bare)
+            token_ids = encode_within(self._tokenizer, token_ids, self._max_model_len, is_bare=is_bare)
         if not token_ids:
             raise RequestError("the prompt is empty: give at least one token", field="prompt")
         if len(token_ids) >= self._max_model_len:  # before the tokens are looked at one by one
@@ -75,15 +74,6 @@ class Intake:
         if not renders_first(self._tokenizer):
             return self.tokenize(templated())
         return self.tokenize(templated(tokenize=False), is_bare=True)
-
-    def _encode(self, text: str, is_bare: bool) -> list[int]:
-        if self._tokenizer is None or len(text) <= LONG_CHARS:
-            return encode(self._tokenizer, text, **(dict(add_special_tokens=False) if is_bare else {}))
-        return encode_in_pieces(self._tokenizer, self._known_pieces, text, self._max_model_len, is_bare=is_bare)
-
-    @cached_property
-    def _known_pieces(self) -> TextPieces:
-        return examine(self._tokenizer)
 
     def check_vocabulary(self, token_ids: list[int]) -> None:
         """Raise RequestError if an id is outside the vocabulary."""

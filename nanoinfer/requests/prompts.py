@@ -8,13 +8,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from nanoinfer.common.errors import RequestError, shown
 
 TokenIds = Sequence[int] | range | np.ndarray | torch.Tensor
 Prompt = str | TokenIds | Mapping[str, Any]
 """Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
+LONG_CHARS = 20_000  # about 20 ms of work
+_READ_FIRST = 8  # characters for each token that a prompt may have: of prose and code a token has 3 to 5
 _FORMS = 'text, a list of token ids, {"prompt": ...} or {"prompt_token_ids": ...}'
 
 # Kinds of parts of a message that are text, by the field that has it: those of OpenAI's two APIs.
@@ -68,8 +70,10 @@ def unpack(prompt: Prompt) -> str | list[int]:
     return list(plain)
 
 
-def encode(tokenizer: PreTrainedTokenizerBase | None, text: str, **arguments: Any) -> list[int]:
-    """Return the token ids of a text.
+def encode(tokenizer: PreTrainedTokenizerBase | None, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    """Return the token ids of a text, as the tokenizer's `encode` does.
+
+    That makes offsets and masks, too, and holds Python's lock while it frees them: not so here, where a text is long.
 
     Raises:
         RequestError: there is no tokenizer, or it cannot read the text.
@@ -78,9 +82,45 @@ def encode(tokenizer: PreTrainedTokenizerBase | None, text: str, **arguments: An
         message = "the prompt is text, but there is no tokenizer: give token ids, or set tokenizer=..."
         raise RequestError(message, field="prompt")
     try:
-        return list(tokenizer.encode(text, **arguments))
+        if len(text) <= LONG_CHARS or not _is_plain(type(tokenizer)):
+            return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        tokenizer.encode("")  # sets what is cut, padded and special, as whoever used it last may have set it otherwise
+        (found,) = tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return found.ids
     except Exception as error:  # the tokenizer's library may raise anything
         raise RequestError(f"the tokenizer cannot read the prompt: {error}", field="prompt") from error
+
+
+def _is_plain(kind: type) -> bool:
+    """Whether texts are encoded by the library alone."""
+    names, plain = ("encode", "_encode_plus"), PreTrainedTokenizerFast
+    return issubclass(kind, plain) and all(getattr(kind, name) is getattr(plain, name) for name in names)
+
+
+def encode_within(
+    tokenizer: PreTrainedTokenizerBase | None, text: str, max_model_len: int, *, is_bare: bool = False
+) -> list[int]:
+    """Return the token ids of a text, with special tokens around them unless it `is_bare`.
+
+    Of a very long text the beginning is encoded first. What follows changes only the tokens where it ends, so the text
+    is too long if they are half as many again as there may be.
+
+    Raises:
+        RequestError: as `encode`; or the beginning says that it has `max_model_len` tokens or more.
+    """
+    size = max(LONG_CHARS, _READ_FIRST * max_model_len)
+    while size < len(text):
+        if (num_tokens := len(encode(tokenizer, text[:size]))) > 1.5 * max_model_len:
+            what = f"at least {num_tokens} tokens in {size} of its {len(text)} characters"
+            raise too_long(what, num_tokens, max_model_len)
+        size *= 2
+    return encode(tokenizer, text, add_special_tokens=not is_bare)
+
+
+def renders_first(tokenizer: PreTrainedTokenizerBase | None) -> bool:
+    """Whether the chat template makes a text, which is then tokenised like any other text."""
+    renders = getattr(type(tokenizer), "apply_chat_template", None)
+    return renders is PreTrainedTokenizerBase.apply_chat_template
 
 
 def encode_chat(
@@ -199,7 +239,7 @@ def _refusal(where: str, part: Any) -> str:
 
 def _text_of(part: Any) -> str | None:
     """Return the text of a part; None: it is none of text."""
-    kind = (part.get("type") or "text") if isinstance(part, dict) else None
+    kind = ("text" if part.get("type") is None else part["type"]) if isinstance(part, dict) else None
     text = part.get(_TEXTS[kind]) if isinstance(kind, str) and kind in _TEXTS else None
     return text if isinstance(text, str) else None
 

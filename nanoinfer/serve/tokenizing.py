@@ -14,9 +14,8 @@ from typing import TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from nanoinfer.engine.intake import Intake
-from nanoinfer.requests import text_pieces
 from nanoinfer.requests.detokenizer import TokenTexts
-from nanoinfer.requests.prompts import encode, too_long
+from nanoinfer.requests.prompts import LONG_CHARS, encode_within, renders_first
 from nanoinfer.requests.spelled import is_spelled, spell
 from nanoinfer.requests.text_offsets import text_offsets
 from nanoinfer.requests.token_bytes import TokenBytes
@@ -27,7 +26,7 @@ T = TypeVar("T")
 Prompt = tuple[str | None, list[int]]
 """The prompt's text, if it was given as text, and its token ids."""
 SIZES = ("short", "long", "huge")
-_HUGE_PIECE_CHARS = 200_000
+_HUGE_CHARS = 200_000
 _HUGE_BODY_BYTES = 2**20
 _TURN_TOKENS = 512  # whose texts are found one by one: some 20 ms
 _WORD_CHARS = 100  # a bad word takes as long as a text of so many more characters
@@ -51,11 +50,10 @@ class Echo:
 class PromptTokenizer:
     """Tokenises on threads, so that short prompts do not wait for long ones, which can take seconds.
 
-    Each thread does one piece of work after another. A long text is cut into pieces where that is possible, and each
-    piece is queued when the one before it is done, so several long texts take turns. If no cut is known, a text is one
-    piece, and huge texts have a separate thread, as have grammars. Work whose caller was cancelled is not begun. Three
-    more threads serve what is no part of a generation (/tokenize, /detokenize, count_tokens), by its size: short texts
-    do not wait for long ones there either. One writes large answers, which take turns; two read large bodies.
+    Each thread does one piece of work after another: one short texts, one long ones, one huge ones, and one grammars.
+    Work whose caller was cancelled is not begun. Three more threads serve what is no part of a generation (/tokenize,
+    /detokenize, count_tokens), by its size: short texts do not wait for long ones there either. One writes large
+    answers, which take turns; two read large bodies.
 
     Args:
         tokenizer: the engine's tokenizer. It is copied, because tokenizers of the Rust library refuse to be changed on
@@ -69,8 +67,6 @@ class PromptTokenizer:
         if self.tokenizer is not None:
             self.tokenizer.encode("a")  # turns off truncation and padding; no later call changes that
         self.intake, self.max_model_len = intake, max_model_len
-        self.known = text_pieces.examine(self.tokenizer)
-        self._renders_first = text_pieces.renders_first(self.tokenizer)
         self.threads = {
             name: ThreadPoolExecutor(1, f"nanoinfer-tokenizer-{name}")
             for name in (*SIZES, *map(_aside, SIZES), "grammars", "answers", "bodies", "huge-bodies")
@@ -96,7 +92,7 @@ class PromptTokenizer:
 
         Raises as `templated` and `Intake.tokenize`.
         """
-        if num_bytes <= text_pieces.LONG_CHARS or not self._renders_first:
+        if num_bytes <= LONG_CHARS or not renders_first(self.tokenizer):
             return None, await self._on(_lane(num_bytes), lambda: self.intake.tokenize(templated()))
         text = await self._on(_lane(num_bytes), lambda: templated(tokenize=False))
         if is_spelled(text):
@@ -164,35 +160,17 @@ class PromptTokenizer:
             thread.shutdown(wait=False, cancel_futures=True)
 
     async def _tokenize_text(self, text: str, *, is_bare: bool = False) -> list[int]:
-        """Return the checked token ids of a text, with special tokens around them unless it `is_bare`.
+        def work() -> list[int]:
+            return self.intake.tokenize(encode_within(self.tokenizer, text, self.max_model_len, is_bare=is_bare))
 
-        Stop as soon as it is clear that the text is too long.
-        """
-        if (num_tokens := self.known.num_tokens_at_least(text)) >= self.max_model_len:
-            what = f"{len(text)} characters, which are at least {num_tokens} tokens"
-            raise too_long(what, num_tokens, self.max_model_len)
-        if self.known.cut is None or len(text) <= text_pieces.LONG_CHARS:
-            how = dict(add_special_tokens=False) if is_bare else {}
-            return await self._on(_lane(len(text)), lambda: self.intake.tokenize(encode(self.tokenizer, text, **how)))
-        token_ids = [] if is_bare else list(self.known.before)
-        begin = end = 0
-        while end < len(text):
-            end = await self._on("long", lambda: self.known.end_of_piece(text, begin))
-            lane = "long" if end - begin <= _HUGE_PIECE_CHARS else "huge"
-            bare = dict(add_special_tokens=False)
-            token_ids += await self._on(lane, lambda: encode(self.tokenizer, text[begin:end], **bare))
-            if len(token_ids) >= self.max_model_len and end < len(text):
-                raise too_long(f"at least {len(token_ids)} tokens", len(token_ids), self.max_model_len)
-            begin = end
-        token_ids += () if is_bare else self.known.after
-        return await self._on("long", lambda: self.intake.tokenize(token_ids))
+        return await self._on(_lane(len(text)), work)
 
     async def _on(self, lane: str, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.threads[lane], work)
 
 
 def _lane(size: int) -> str:
-    return "short" if size <= text_pieces.LONG_CHARS else "long" if size <= _HUGE_PIECE_CHARS else "huge"
+    return "short" if size <= LONG_CHARS else "long" if size <= _HUGE_CHARS else "huge"
 
 
 def _aside(lane: str) -> str:

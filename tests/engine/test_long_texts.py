@@ -6,8 +6,7 @@ from tiny_models import make_checkpoint
 from trained_tokenizers import make_tokenizer
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.engine import intake
-from nanoinfer.requests import text_pieces
+from nanoinfer.requests import prompts
 
 NUM_CHARS = 10**6
 TOO_LONG = "the prompt has .*at least .* tokens.*, max_model_len is"
@@ -27,14 +26,13 @@ def llm(request, tmp_path_factory):
 @pytest.fixture
 def num_read(monkeypatch):
     """How many characters the tokenizer has read."""
-    counted, encode = [0], text_pieces.encode
+    counted, encode = [0], prompts.encode
 
     def counting(tokenizer, text, **how):
         counted[0] += len(text)
         return encode(tokenizer, text, **how)
 
-    monkeypatch.setattr(text_pieces, "encode", counting)
-    monkeypatch.setattr(intake, "encode", counting)
+    monkeypatch.setattr(prompts, "encode", counting)
     return counted
 
 
@@ -50,19 +48,16 @@ def ways(llm) -> dict:
 
 
 @pytest.mark.parametrize("way", ["generate", "chat", "template"])
-@pytest.mark.parametrize("has_bound", [True, False])
-def test_a_text_that_is_far_too_long_is_not_read_to_its_end(llm, num_read, way, has_bound, monkeypatch):
-    if not has_bound:
-        monkeypatch.setattr(text_pieces.TextPieces, "num_tokens_at_least", lambda known, text: 0)
+def test_a_text_that_is_far_too_long_is_not_read_to_its_end(llm, num_read, way):
     with pytest.raises(ValueError, match=TOO_LONG):
         ways(llm)[way]()
-    assert num_read[0] <= (0 if has_bound else text_pieces.PIECE_CHARS + 100)
+    assert num_read[0] == prompts.LONG_CHARS
 
 
 def test_a_long_text_has_the_tokens_of_the_whole(llm, monkeypatch):
     monkeypatch.setattr(llm.engine.intake, "_max_model_len", 10**6)
     text, tokenizer = "some words; and 12 more.\n" * 1200, llm.get_tokenizer()
-    assert len(text) > text_pieces.LONG_CHARS
+    assert len(text) > prompts.LONG_CHARS
     assert llm.engine.intake.tokenize(text) == tokenizer.encode(text)
     assert llm.engine.intake.tokenize(text, is_bare=True) == tokenizer.encode(text, add_special_tokens=False)
     message = [{"role": "user", "content": text}]

@@ -14,8 +14,8 @@ from trained_tokenizers import make_tokenizer
 from nanoinfer.common.errors import RequestError
 from nanoinfer.parsers.answer_format import AnswerFormat
 from nanoinfer.requests.chats import ChatTemplate
-from nanoinfer.requests.prompts import encode_chat
-from nanoinfer.serve import responder, waiting_bytes
+from nanoinfer.requests.prompts import LONG_CHARS, encode_chat
+from nanoinfer.serve import responder, tokenizing, waiting_bytes
 from nanoinfer.serve.client import while_client_stays
 from nanoinfer.serve.request_stream import ReaderLeft
 from nanoinfer.serve.tokenizing import PromptTokenizer
@@ -31,22 +31,28 @@ def path(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def tokenizing(kind: str = "llama 3", max_model_len: int = 10**9):
-    """A `PromptTokenizer`, and the texts that it gave to its tokenizer."""
+def made(kind: str = "llama 3", max_model_len: int = 10**9):
+    """A `PromptTokenizer`."""
     tokenizer = make_tokenizer(kind)
     tokenizer.chat_template = TEMPLATE
     prompts = PromptTokenizer(tokenizer, SimpleNamespace(tokenize=lambda token_ids: token_ids), max_model_len)
-    original, texts = prompts.tokenizer.encode, []
-
-    def encode(text, **arguments):
-        texts.append(text)
-        return original(text, **arguments)
-
-    prompts.tokenizer.encode = encode
     try:
-        yield prompts, texts
+        yield prompts
     finally:
         prompts.close()
+
+
+@pytest.fixture
+def texts(monkeypatch):
+    """The texts that were encoded, or are being."""
+    found, encode = [], tokenizing.encode_within
+
+    def recorded(tokenizer, text, *arguments, **how):
+        found.append(text)
+        return encode(tokenizer, text, *arguments, **how)
+
+    monkeypatch.setattr(tokenizing, "encode_within", recorded)
+    return found
 
 
 # Tokens
@@ -54,30 +60,28 @@ def tokenizing(kind: str = "llama 3", max_model_len: int = 10**9):
 
 @pytest.mark.parametrize("kind", ["llama 3", "qwen", "mistral"])
 @pytest.mark.sampled("llama 3", "mistral")
-def test_long_texts_and_chats_have_the_tokens_of_the_whole(kind):
+def test_long_texts_and_chats_have_the_tokens_of_the_tokenizer(kind, texts):
     text = PROSE * 2500 + "漢字。" * 9000 + "x" * 70_000 + " the end"
     messages = [{"role": "user", "content": f" {text} "}, {"role": "assistant", "content": "yes"}]
     arguments = dict(variables={"tail": "tail"}, add_generation_prompt=False)
 
     async def ask():
-        with tokenizing(kind) as (prompts, texts):
+        with made(kind) as prompts:
             wanted = prompts.tokenizer.encode(text), encode_chat(prompts.tokenizer, messages, **arguments)
-            texts.clear()
             _, token_ids = await prompts.tokenize(text)
-            assert token_ids == wanted[0] and len(texts) > 4 and "".join(texts) == text
-            texts.clear()
+            assert token_ids == wanted[0] and texts == [text]
             templated = partial(encode_chat, prompts.tokenizer, messages, **arguments)
             for num_bytes in (100, 10**6):  # the short way and the long one
                 _, token_ids = await prompts.tokenize_chat(templated, num_bytes)
                 assert token_ids == wanted[1]
-            assert len(texts) > 4, "a long chat comes in pieces"
+            assert len(texts) == 2 and text in texts[1], "of a long chat the text comes first"
 
     asyncio.run(ask())
 
 
 def test_long_chats_whose_special_tokens_are_text_have_the_tokens_of_the_whole():
     async def ask():
-        with tokenizing("qwen") as (prompts, _):
+        with made("qwen") as prompts:
             form = AnswerFormat.of("", {"</s>": prompts.tokenizer.convert_tokens_to_ids("</s>")})
             template = ChatTemplate(prompts.tokenizer, form, spells_special=True)
             templated = partial(template.encode, [{"role": "user", "content": f"{PROSE} </s> " * 2000}])
@@ -88,60 +92,36 @@ def test_long_chats_whose_special_tokens_are_text_have_the_tokens_of_the_whole()
     asyncio.run(ask())
 
 
-@pytest.mark.parametrize("kind", ["llama 3", "mistral"])
-def test_texts_at_the_limit_are_taken_whether_in_pieces_or_not(kind):
-    async def ask():
-        with tokenizing(kind) as (prompts, _):
-            for text in (PROSE * 10, PROSE * 3000):
-                num_tokens = len(prompts.tokenizer.encode(text))
-                prompts.max_model_len = num_tokens + 1
-                assert len((await prompts.tokenize(text))[1]) == num_tokens
-
-    asyncio.run(ask())
-
-
 # Work that is not done
 
 
-def test_a_text_that_can_never_fit_is_refused_by_its_length():
+def test_of_a_text_that_is_far_too_long_the_beginning_tells():
     async def ask():
-        with tokenizing(max_model_len=2000) as (prompts, texts):
-            longest = prompts.known.token_chars
-            for text in ("a" * (2000 * longest), PROSE * 10**4):
-                with pytest.raises(RequestError, match=r"characters, .* at least \d+ tokens, max_model_len is 2000"):
-                    await prompts.tokenize(text)
-                with pytest.raises(RequestError, match="characters, which are at least") as caught:
-                    chat = [{"role": "user", "content": text}]
-                    await prompts.tokenize_chat(partial(encode_chat, prompts.tokenizer, chat), len(text))
-            assert caught.value.is_too_long and not texts
-            await prompts.tokenize("a" * (1999 * longest))
-            assert texts, "it might have fitted"
+        with made(max_model_len=2000) as prompts:
+            text, refusal = PROSE * 10**4, f"tokens in {LONG_CHARS} of its .* characters, max_model_len is 2000"
+            with pytest.raises(RequestError, match=refusal) as told:
+                await prompts.tokenize(text)
+            assert told.value.is_too_long
+            chat = [{"role": "user", "content": text}]
+            with pytest.raises(RequestError, match=refusal):
+                await prompts.tokenize_chat(partial(encode_chat, prompts.tokenizer, chat), len(text))
 
     asyncio.run(ask())
 
 
-def test_a_text_is_tokenised_no_further_than_to_its_limit():
+def test_work_whose_caller_has_gone_is_not_begun(monkeypatch):
+    may_go_on, begun, texts, inner = threading.Event(), threading.Semaphore(0), [], tokenizing.encode_within
+
+    def slow(tokenizer, text, *arguments, **how):
+        texts.append(text)
+        begun.release()
+        assert may_go_on.wait(30)
+        return inner(tokenizer, text, *arguments, **how)
+
+    monkeypatch.setattr(tokenizing, "encode_within", slow)
+
     async def ask():
-        with tokenizing("llama 3", max_model_len=9000) as (prompts, texts):
-            with pytest.raises(RequestError, match=r"at least \d+ tokens, max_model_len is 9000") as caught:
-                await prompts.tokenize(PROSE * 3000)
-            assert caught.value.is_too_long and len("".join(texts)) < 60_000 < len(PROSE * 3000)
-
-    asyncio.run(ask())
-
-
-def test_work_whose_caller_has_gone_is_not_begun():
-    async def ask():
-        with tokenizing() as (prompts, texts):
-            may_go_on, begun = threading.Event(), threading.Semaphore(0)
-            inner = prompts.tokenizer.encode
-
-            def slow(text, **arguments):
-                begun.release()
-                assert may_go_on.wait(30)
-                return inner(text, **arguments)
-
-            prompts.tokenizer.encode = slow
+        with made() as prompts:
             calls = [asyncio.create_task(prompts.tokenize(letter + PROSE * 3000)) for letter in "AB"]
             calls += [asyncio.create_task(prompts.tokenize(letter)) for letter in "CD"]
             calls += [asyncio.create_task(prompts.aside(1, lambda: texts.append("aside")))]
@@ -154,7 +134,6 @@ def test_work_whose_caller_has_gone_is_not_begun():
             last = await prompts.tokenize("Z"), await prompts.tokenize("Y" + PROSE * 700)
             assert len(last[1][1]) > 1000
             assert not [text for text in texts if text[0] in "BD"], "they had not been begun"
-            assert len([text for text in texts if text[0] in "A"]) <= 1, "one piece was being done"
 
     asyncio.run(ask())
 
@@ -162,43 +141,46 @@ def test_work_whose_caller_has_gone_is_not_begun():
 # Turns
 
 
-def test_long_texts_take_turns():
+@pytest.mark.parametrize("size", [LONG_CHARS // 2, LONG_CHARS * 2])
+def test_a_huge_text_is_waited_for_by_huge_ones_alone(size, monkeypatch):
+    may_go_on, inner = threading.Event(), tokenizing.encode_within
+
+    def slow(tokenizer, text, *arguments, **how):
+        assert len(text) < 250_000 or may_go_on.wait(30)
+        return inner(tokenizer, text, *arguments, **how)
+
+    monkeypatch.setattr(tokenizing, "encode_within", slow)
+
     async def ask():
-        with tokenizing() as (prompts, texts):
-            long = [asyncio.create_task(prompts.tokenize(f"{i}{PROSE}" * 6000)) for i in range(3)]
-            while len(texts) < 6:
-                await asyncio.sleep(0.001)
-            before = len(texts)
-            await prompts.tokenize("Here " + "comes another one " * 1500)
-            mine = [place for place, text in enumerate(texts) if "another" in text]
-            assert len(mine) == 2 and mine[-1] - before <= 2 * (len(long) + 1) + 4, "they waited for several turns"
-            assert not any(call.done() for call in long)
-            for call in long:
-                call.cancel()
+        with made() as prompts:
+            huge = [asyncio.create_task(prompts.tokenize("x" * 300_000)) for _ in range(3)]
+            await asyncio.sleep(0.05)
+            await asyncio.wait_for(prompts.tokenize("x" * size), 30)
+            assert not any(call.done() for call in huge)
+            may_go_on.set()
+            wanted = prompts.tokenizer.encode("x" * 300_000)
+            assert [token_ids for _, token_ids in await asyncio.gather(*huge)] == [wanted] * 3
 
     asyncio.run(ask())
 
 
-@pytest.mark.parametrize("what", ["another long text", "a short text"])
-@pytest.mark.sampled("a short text")
-def test_a_huge_text_without_a_cut_is_waited_for_by_nobody_else(what):
+def test_a_short_text_does_not_wait_for_a_long_one(monkeypatch):
+    may_go_on, inner = threading.Event(), tokenizing.encode_within
+
+    def slow(tokenizer, text, *arguments, **how):
+        assert len(text) <= LONG_CHARS or may_go_on.wait(30)
+        return inner(tokenizer, text, *arguments, **how)
+
+    monkeypatch.setattr(tokenizing, "encode_within", slow)
+
     async def ask():
-        with tokenizing() as (prompts, _):
-            inner, may_go_on = prompts.tokenizer.encode, threading.Event()
-
-            def slow(text, **arguments):
-                assert len(text) < 250_000 or may_go_on.wait(30)
-                return inner(text, **arguments)
-
-            prompts.tokenizer.encode = slow
-            huge = [asyncio.create_task(prompts.tokenize("x" * 300_000)) for _ in range(3)]
+        with made() as prompts:
+            long = asyncio.create_task(prompts.tokenize(PROSE * 1500))
             await asyncio.sleep(0.05)
-            text = PROSE * 1500 if what == "another long text" else PROSE
-            await asyncio.wait_for(prompts.tokenize(text), 30)
-            assert not any(call.done() for call in huge)
+            await asyncio.wait_for(prompts.tokenize(PROSE), 30)
+            assert not long.done()
             may_go_on.set()
-            wanted = inner("x" * 300_000)
-            assert [token_ids for _, token_ids in await asyncio.gather(*huge)] == [wanted] * 3
+            await long
 
     asyncio.run(ask())
 

@@ -11,6 +11,7 @@ from serving import MODEL, LeavingClient, events, make_served_checkpoint, metric
 
 from nanoinfer import SamplingParams
 from nanoinfer.common.other_names import PATHS
+from nanoinfer.serve import tokenizing
 from nanoinfer.serve.request_stream import ReaderLeft, RequestStream
 
 LONG = dict(max_tokens=120, temperature=0, ignore_eos=True)
@@ -495,22 +496,22 @@ def test_metrics_say_what_has_happened(path):
     assert 0 < first < total
 
 
-def test_a_short_prompt_does_not_wait_for_a_long_one(path):
+def test_a_short_prompt_does_not_wait_for_a_long_one(path, monkeypatch):
+    encode, may_go_on = tokenizing.encode_within, threading.Event()
+
+    def slow(tokenizer, text, *arguments, **how):
+        assert len(text) < 100_000 or may_go_on.wait(30)
+        return encode(tokenizer, text, *arguments, **how)
+
+    monkeypatch.setattr(tokenizing, "encode_within", slow)
+
     async def ask():
         async with serving(path) as served:
-            encode, may_go_on = served.async_engine.prompts.tokenizer.encode, threading.Event()
-
-            def slow(text):
-                if len(text) > 100_000:
-                    assert may_go_on.wait(30)
-                return encode(text)
-
-            served.async_engine.prompts.tokenizer.encode = slow
             long = asyncio.create_task(served.post(prompt="w5 " * 50_000))
             await asyncio.sleep(0.05)
             assert (await served.complete("w20", max_tokens=2))["usage"]["completion_tokens"] == 2
             assert (await served.client.get("/health")).status_code == 200 and not long.done()
             may_go_on.set()
-            assert "the prompt has 50000 tokens" in (await long).json()["error"]["message"]
+            assert "the prompt has at least 6667 tokens in 20000 of its" in (await long).json()["error"]["message"]
 
     asyncio.run(ask())

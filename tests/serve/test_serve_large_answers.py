@@ -12,6 +12,7 @@ from trained_tokenizers import make_tokenizer
 
 from nanoinfer.outputs import Logprob, RequestMetrics, StreamOutput
 from nanoinfer.requests.text_offsets import text_offsets
+from nanoinfer.serve import token_answers
 from nanoinfer.serve.answers import LOOP_WORK, ChatAnswer, CompletionAnswer
 from nanoinfer.serve.client import whole_answer
 from nanoinfer.serve.json_pieces import encode, in_turns, json_pieces
@@ -226,21 +227,21 @@ def test_a_long_conversation_is_not_parsed_on_the_loop(path, monkeypatch):
 
 
 @pytest.mark.parametrize("size", ["long", "huge"])
-def test_tokens_of_a_short_text_are_told_past_longer_ones(path, size):
-    text = "word " * (50_000 if size == "huge" else 5_000)
+def test_tokens_of_a_short_text_are_told_past_longer_ones(path, size, monkeypatch):
+    text, encode = "word " * (50_000 if size == "huge" else 5_000), token_answers.encode
+    may_go_on, begun = threading.Event(), []
+
+    def slow(tokenizer, given, **how):
+        if len(given) > 1000:
+            begun.append(1)
+            assert may_go_on.wait(30), "the short ones waited"
+        return encode(tokenizer, given, **how)
+
+    monkeypatch.setattr(token_answers, "encode", slow)
 
     async def ask():
         async with serving(path, **ROOM) as served:
-            tokenizer, may_go_on, begun = served.async_engine.prompts.tokenizer, threading.Event(), []
-            encode, decode = tokenizer.encode, tokenizer.decode
-
-            def slow(given, **arguments):
-                if len(given) > 1000:
-                    begun.append(1)
-                    assert may_go_on.wait(30), "the short ones waited"
-                return encode(given, **arguments)
-
-            tokenizer.encode = slow
+            decode = served.async_engine.prompts.tokenizer.decode
             waiting = [asyncio.create_task(served.post("/tokenize", prompt=text)) for _ in range(3)]
             waiting += [
                 asyncio.create_task(served.post("/v1/messages/count_tokens", messages=[USER | dict(content=text)]))
