@@ -42,7 +42,6 @@ class BlockPool:
         self.holders: dict[int, int] = {}
         self._returning: dict[int, int] = {}  # how many of them are about to give the block back
         self._num_references = self.num_leaving = 0
-        self._stamps: dict[int, int] = {}  # how often each block was handed out
         self.key_of: dict[int, Hashable] = {}
         self._block_of: dict[Hashable, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -98,7 +97,6 @@ class BlockPool:
                 block, _ = self._cached.popitem(last=False)
                 self._forget(block)
             self.holders[block] = 1
-            self._stamps[block] = self._stamps.get(block, 0) + 1
             blocks.append(block)
         self._num_references += count
         return blocks
@@ -137,8 +135,10 @@ class BlockPool:
             heapq.heappush(self._free, block)
 
     def publish(self, block: int, key: Hashable) -> None:
-        """Offer the content of a held block under `key`; the first block published under a key stays."""
+        """Offer the content of a held block under `key`; the first block stays that somebody holds."""
         assert block in self.holders, f"block {block} is not held"
+        if block not in self.key_of and self._block_of.get(key) in self._cached:
+            self.forget(key)  # two would have the same content
         if key not in self._block_of and block not in self.key_of:
             self._block_of[key] = block
             self.key_of[block] = key
@@ -197,10 +197,6 @@ class BlockPool:
         """Add `count` free blocks, with the next higher numbers."""
         first, self._num_blocks = self._num_blocks, self._num_blocks + count
         self._free += range(first, self._num_blocks)  # still a heap: all others are smaller
-
-    def stamped(self, block: int) -> tuple[int, int]:
-        """Return (block, how often it was handed out): the name of its content, once that is complete."""
-        return block, self._stamps.get(block, 0)
 
     def references(self, block: int) -> int:
         """Return the reference count of the block."""

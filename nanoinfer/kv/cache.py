@@ -80,10 +80,7 @@ class KVCache:
     def take_host(self, count: int) -> list[int]:
         """Hand out host blocks; wait for copies, if need be."""
         self.tables.lifetimes.wait_for_host(count)
-        blocks = self.tables.lifetimes.host_blocks.allocate(count)
-        for block in blocks:
-            self.tables.gpu_blocks.forget(block)  # what was left on the GPU is a copy of something else
-        return blocks
+        return self.tables.lifetimes.host_blocks.allocate(count)
 
     def max_chunk(self, sequence: Sequence, wanted: int) -> int:
         """Return for how many of the next `wanted` tokens the admitted sequence has, or can get, GPU blocks now."""

@@ -142,25 +142,29 @@ class GPUCopies:
         tables, copies = self._tables, []
         for place, host_block in reversed(list(enumerate(host_blocks))):
             copy = self.residency.copy(place, host_block)
-            is_held = copy is not None
-            if not is_held and (copy := tables.gpu_blocks.published(host_block)) is None:
-                break
-            if is_held or not tables.lifetimes.take_back_gpu(copy):
+            if copy is not None:
                 tables.gpu_blocks.hold(copy)
-            tables.gpu_blocks.forget(host_block)  # so that resident mode can publish it under its tokens
+            else:
+                copy = tables.gpu_blocks.published(tables.lifetimes.host_blocks.key(host_block))
+                if copy is None or not self._take_up(copy):
+                    break
             copies.append(copy)
         return copies[::-1]
 
-    def leave(self, row: int) -> None:
-        """Publish the row's GPU blocks, each under the number of the host block that it is a copy of.
+    def _take_up(self, copy: int) -> bool:
+        """Hold a published block that no row holds; False if one does."""
+        if self._tables.lifetimes.take_back_gpu(copy):
+            return True
+        if self._tables.gpu_blocks.references(copy):
+            return False
+        self._tables.gpu_blocks.hold(copy)
+        return True
 
-        The number is forgotten when the host block is handed out again. Tokens would not do as a key: two sequences
-        with an equal beginning may each have computed it, one of them as its own output, and the published host block
-        is a copy of only one of the two.
-        """
+    def leave(self, row: int) -> None:
+        """Publish the row's GPU blocks, each under the content of the host block that it is a copy of."""
         if self.window is not None:
             return  # blocks that came back through the ring lack layers whose window had moved on
         for block in range(int(self.residency.first[row]), int(self.residency.full[row])):
-            host_block = int(self._tables.host[row, block])
-            if self._tables.lifetimes.host_blocks.key(host_block) is not None:
-                self._tables.gpu_blocks.publish(int(self._tables.gpu[row, block]), host_block)
+            content = self._tables.lifetimes.host_blocks.key(int(self._tables.host[row, block]))
+            if content is not None:
+                self._tables.gpu_blocks.publish(int(self._tables.gpu[row, block]), content)

@@ -8,11 +8,10 @@ import numpy as np
 
 from nanoinfer.common.units import format_size
 from nanoinfer.kv.cache import KVCache
-from nanoinfer.kv.kept_blocks import KeptBlocks
 from nanoinfer.kv.tables import present
 from nanoinfer.requests.sequence import Sequence
 from nanoinfer.step.plan import NO_BLOCK
-from offload import OffloadEngine
+from offload import BlockPool, OffloadEngine
 from offload.blocks import GPU, HOST, KEPT
 
 # Blocks that go to the host in one operation, so that a wait for a few blocks does not wait for the whole pool.
@@ -51,11 +50,12 @@ class Mover:
         offload: copies between the GPU pool and the host pool.
 
     Attributes:
-        kept: who holds which pageable block, in which the KV of sequences that gave way lies.
+        kept: who holds which pageable block, in which the KV of sequences that gave way lies. A block that sequences
+            shared is kept once, and shared again wherever its content lies when they come back.
     """
 
     def __init__(self, cache: KVCache, copier: BlockCopier, offload: OffloadEngine, block_bytes: int) -> None:
-        self.kept = KeptBlocks(cache.tables)
+        self.kept = BlockPool(0)
         self._cache, self._tables, self._copies = cache, cache.tables, cache.copies
         self._copier, self._offload, self._block_bytes = copier, offload, block_bytes
 
@@ -72,9 +72,9 @@ class Mover:
         tables, pool = self._tables, self.kept
         assert not tables.is_offload, "offload mode promises every block at admission, so nobody has to give way"
         blocks = tables.gpu[sequence.row, : tables.num_blocks(sequence.num_computed)].tolist()
-        contents = [self.kept.name(block) for block in blocks[: self._num_full(sequence)]]
+        contents = self._cache.prefixes.contents(sequence)
         kept = [pool.lookup(content) for content in contents]
-        kept += [None] * (len(blocks) - len(kept))  # the tail
+        kept += [None] * (len(blocks) - len(kept))  # nobody else has these
         missing = [place for place, block in enumerate(kept) if block is None]
         if (num_short := len(missing) - pool.num_free) > 0:
             try:
@@ -97,8 +97,14 @@ class Mover:
 
     def num_missing(self, sequence: Sequence) -> int:
         """Return how many GPU blocks a sequence that gave way needs to come back in resident mode."""
-        num_there = sum(self.kept.equal_to(block) is not None for block in sequence.kept_blocks)
+        num_there = sum(self._equal_to(block) is not None for block in sequence.kept_blocks)
         return self._tables.num_blocks(sequence.num_tokens) - num_there
+
+    def _equal_to(self, kept: int) -> int | None:
+        """Return the block of the home tier with the content of a kept block that some sequence holds, or None."""
+        content, (_, pool) = self.kept.key(kept), self._tables.home
+        block = None if content is None else pool.published(content)
+        return block if block is not None and pool.references(block) else None
 
     def bring_back(self, sequence: Sequence) -> None:
         """Copy the KV of a sequence that gave way into blocks for its new row. `forget` the kept blocks afterwards.
@@ -109,7 +115,7 @@ class Mover:
         num_full, (home, pool) = self._num_full(sequence), tables.home
         num_wanted = num_full if tables.is_offload else tables.num_blocks(sequence.num_tokens)
         self._copier.bring_row_back(row, sequence.sequence_id)
-        table = [self.kept.equal_to(block) for block in kept[:num_full]]
+        table = [self._equal_to(block) for block in kept[:num_full]]
         for block in table:
             if block is not None:
                 pool.hold(block)
@@ -128,7 +134,6 @@ class Mover:
                 self._copies.promise_tail(row)
         pairs = [(kept[place], table[place]) for place in missing if place < len(kept)]
         self._copier.copy(KEPT, HOST if tables.is_offload else GPU, pairs)
-        self.kept.rename({kept[place]: table[place] for place in missing if place < num_full})
 
     def forget(self, sequence: Sequence) -> None:
         """Give back what is kept of a sequence, if anything."""
@@ -144,7 +149,7 @@ class Mover:
         is_certain: whether the pool's numbers say how much memory there is; they may not after an exception.
         """
         if not self.kept.num_used and (self.kept.num_blocks or not is_certain):
-            self.kept = KeptBlocks(self._tables)
+            self.kept = BlockPool(0)
             self._copier.trim()
 
     # The switch
@@ -171,12 +176,10 @@ class Mover:
             lifetimes.host_blocks.release(host_block for _, host_block in pairs)
             raise
         host_blocks = dict(pairs)
-        kept = {self.kept.published(self.kept.name(block)): host_block for block, host_block in pairs}
         for row, count in full.items():
             self._tables.host[row, :count] = [host_blocks[block] for block in self._tables.gpu[row, :count].tolist()]
         # From here on every full block lies on the host.
         self._tables.is_offload, self._tables.home = True, (self._tables.host, lifetimes.host_blocks)
-        self.kept.rename(kept)
         for row in full:
             for block in present(self._tables.host[row]):
                 lifetimes.host_blocks.hold(block)
@@ -267,12 +270,10 @@ class Mover:
                 on_host = np.flatnonzero(self._tables.host[row] != NO_BLOCK)
                 pairs += zip(table[on_host].tolist(), self._tables.host[row, on_host].tolist(), strict=True)
         self._offload.load(list(dict.fromkeys(pairs)))
-        kept = {self.kept.published(self.kept.name(block)): copy for block, copy in copies.items()}
         for row, table in tables.items():  # only now do the new blocks have content: either mode may read them
             self._tables.gpu[row] = table
             self._tables.versions[row] += 1
         self._tables.is_offload, self._tables.home = False, (self._tables.gpu, self._tables.gpu_blocks)
-        self.kept.rename(kept)
         for sequence in sequences:
             self._tables.lifetimes.release_host(present(self._tables.host[sequence.row]))
             self._tables.host[sequence.row] = NO_BLOCK
@@ -332,10 +333,9 @@ class Mover:
         self._cache.recover(running, others)  # a sequence that waits may have been being admitted
         for sequence in running:
             self._recover_row(sequence)
-        # GPU copies of host blocks, whose keys are numbers, are not kept: a failed step may have written to some of
-        # them.
+        # GPU copies of host blocks are not known: a failed step may have written to some of them.
         tables, lifetimes = self._tables, self._tables.lifetimes
-        tables.gpu_blocks.rebuild(present(tables.gpu), lambda key: keeps_prefixes and isinstance(key, bytes))
+        tables.gpu_blocks.rebuild(present(tables.gpu), lambda content: keeps_prefixes and not tables.is_offload)
         lifetimes.recover()
         self._offload.recover(lifetimes.operation)
         lifetimes.host_blocks.rebuild(present(tables.host), lambda key: keeps_prefixes)

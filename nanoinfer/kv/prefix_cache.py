@@ -80,13 +80,15 @@ class PrefixCache:
 
     def publish(self, sequence: Sequence) -> None:
         """Publish the full blocks of an admitted sequence that prefill has computed, for equal beginnings to share."""
+        (table, pool), contents = self._tables.home, self.contents(sequence)
+        for s in range(sequence.num_published, len(contents)):
+            pool.publish(int(table[sequence.row, s]), contents[s])
+        sequence.num_published = len(contents)
+
+    def contents(self, sequence: Sequence) -> list[bytes]:
+        """Return what the full blocks hold that prefill has computed for a sequence, in their order."""
         known = min(sequence.num_computed, len(sequence.prompt_token_ids)) // self._block_size
-        if not self._is_enabled or known <= sequence.num_published:
-            return
-        (table, pool), keys = self._tables.home, self._keys(sequence, known)
-        for s in range(sequence.num_published, known):
-            pool.publish(int(table[sequence.row, s]), keys[s])
-        sequence.num_published = known
+        return self._keys(sequence, known) if self._is_enabled else []
 
     def publish_again(self, sequence: Sequence) -> None:
         """Publish all of its full blocks: they lie in another pool than before, or in other blocks."""

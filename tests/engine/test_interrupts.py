@@ -140,7 +140,10 @@ class Player:
                     wanted_tokens, wanted_logprobs, _ = wanted
                     assert tokens == wanted_tokens[: len(tokens)], f"request {number}"
                     if logprobs is not None:
-                        assert logprobs == wanted_logprobs[: len(logprobs)], f"request {number}"
+                        # The prompt's may be missing: another completion that found the prompt was ahead of them.
+                        own = wanted_logprobs[len(wanted_logprobs) - len(wanted_tokens) :]
+                        beginnings = wanted_logprobs[: len(logprobs)], own[: len(logprobs)]
+                        assert logprobs in beginnings, f"request {number}"
                 else:
                     assert (tokens, logprobs, reason) == wanted, f"request {number}"
 
