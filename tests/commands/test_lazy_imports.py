@@ -87,6 +87,24 @@ def test_the_package_and_its_settings_import_no_other_package():
     assert printed(FOREIGN.format(code=code)) == []
 
 
+PLAN = """
+import json, sys
+import nanoinfer
+
+assert nanoinfer.plan("qwen3-8b", gpu="RTX 4090", host_memory_limit="64GiB", max_model_len=8192).fits
+from transformers.utils import auto_docstring
+
+config = sys.modules["transformers.models.qwen3.configuration_qwen3"].Qwen3Config
+assert config(hidden_size=64).hidden_size == 64 and sys.modules[auto_docstring.__module__].auto_class_docstring.__doc__
+print(json.dumps([name for name in ("transformers.generation.utils", "torch._dynamo") if name in sys.modules]))
+"""
+
+
+def test_a_plan_imports_nothing_that_generates_text():
+    """Which transformers would, for the docstring of the config's class: more than everything else of a plan takes."""
+    assert printed(PLAN) == []
+
+
 def names_for_type_checkers(package):
     """Public name -> module, from the imports under TYPE_CHECKING."""
     tree = ast.parse(Path(package.__file__).read_text())
