@@ -42,8 +42,8 @@ from transformers import (
 
 from nanoinfer.gguf.reader import read_gguf
 from nanoinfer.gguf.tokenizer import tokenizer_of
+from nanoinfer.measure.in_transformers import load_in_transformers
 from nanoinfer.measure.logits import LogitsRecorder
-from nanoinfer.measure.reference import load_in_transformers
 from nanoinfer.weights.load import read_checkpoint
 
 

@@ -24,7 +24,7 @@ from nanoinfer.commands import recall
 from nanoinfer.commands.main import make_parser
 from nanoinfer.devices.registry import resolve_device
 from nanoinfer.measure.answers import Answer
-from nanoinfer.measure.reference import load_in_transformers
+from nanoinfer.measure.in_transformers import load_in_transformers
 from nanoinfer.memory.machine import device_memory
 from nanoinfer.options.parser import run_command
 from nanoinfer.recall.answers import NUM_LOGPROBS, until_end

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from nanoinfer.devices.registry import device_of
 from nanoinfer.measure.answers import Answer
-from nanoinfer.measure.reference import load_in_transformers
+from nanoinfer.measure.in_transformers import load_in_transformers
 from nanoinfer.measure.run import PROGRESS_DELAY_S, Row, random_prompts
 from nanoinfer.memory.floors import bytes_read_per_step, kv_bytes
 from nanoinfer.models.base import ModelSpec

@@ -64,7 +64,7 @@ class Activations:
             bar.update()
         peak = self.peak_bytes()
         device.held_bytes()  # gives back the segment, and what came beside it
-        # Of what is fixed, buffers and graphs come later.
+        # The plan's fixed bytes count buffers and graphs, too, which are allocated later.
         over = peak - (plan.fixed_bytes - plan.workspace_bytes - plan.graph_bytes)
         blocks = max(0, -(-over // resources.layout.block_bytes))
         if blocks:

@@ -58,7 +58,7 @@ class BlockCopies:
 
     def bring_row_back(self, row: int, sequence_id: int) -> None:
         self._runtime.synchronize()
-        # Of a sequence that gave way before its first token nothing need be kept: its states are made zero.
+        # A sequence that gave way before its first token has nothing kept: its states begin at zero.
         for states, kept in zip(self._states, self.kept_rows.get(sequence_id, ())):
             states[row].copy_(kept)
 

@@ -19,7 +19,7 @@ from nanoinfer.execution.token_masks import TokenMasks
 from nanoinfer.models.base import ModelSpec
 from offload import Places, Ring
 
-_PLAIN = {int, bool, float, str, type(None), torch.dtype, torch.device}  # what holds nothing
+_PLAIN = {int, bool, float, str, type(None), torch.dtype, torch.device}  # types that hold no tensor
 
 
 @lru_cache(maxsize=256)
@@ -41,7 +41,8 @@ def buffer_bytes(
     small prefill steps.
     """
     assert sizes.max_splits == 0
-    # Plans of many contexts are compared: tables have a column for each block of a row, and nothing else depends on it.
+    # Plans of many contexts are compared, so count for one block and for two, and extrapolate: only tables depend on
+    # the context, and they have a column for each block of a row.
     num_columns, size = -(-sizes.max_model_len // spec.layout.block_size), spec.layout.block_size
     options = batch_sizes, token_counts, num_ring_slots
     one, two = (

@@ -83,7 +83,7 @@ class DecodeProgram:
         pieces, tensors, hooks = self.resources.pieces, self._tensors(size), _DecodeHooks(self, whole_rows)
         for index in indices:
             pieces.run_with_hooks(index, tensors, hooks)
-        # The first piece and the last one have made another x.
+        # The first piece and the last one replace x by a new tensor; later graphs read the fixed buffer.
         if indices[-1] < len(pieces.cuts) - 1 and not {0, len(pieces) - 1}.isdisjoint(indices):
             self._buffers.x[:size].copy_(tensors.x)
 

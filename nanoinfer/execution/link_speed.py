@@ -7,7 +7,7 @@ import torch
 from nanoinfer.models.streamed import StreamedWeights
 from offload import Runtime, Stream
 
-_MOST_BYTES = 256 * 2**20  # a few milliseconds; of fewer bytes, the time of the launch counts
+_MOST_BYTES = 256 * 2**20  # a few milliseconds; with fewer bytes the launch would take a good part of the time
 _REPEATS = 3
 
 

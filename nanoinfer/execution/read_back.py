@@ -130,7 +130,7 @@ class ReadBack:
             index = self._lines.tensor[: len(lines)]
 
             def look_up() -> None:
-                chosen = tokens.index_select(0, index).clamp(min=0)  # not those without one
+                chosen = tokens.index_select(0, index).clamp(min=0)  # a row without a token has a negative one
                 copy_logprobs(logits.index_select(0, index).float(), chosen, values, ids)
 
             self._compute.run(look_up)

@@ -200,7 +200,7 @@ class ModelRunner:
         missing = [work for work in works if work.key not in self.graphs]
         if missing and self._has_graphs:
             self._capture(missing)
-        self._forget_slots()  # what warm-up runs chose is nobody's choice
+        self._forget_slots()  # warm-up runs filled them with experts that no request chose
         if self.device.counts_memory:
             self._activations.reserve()  # a capture gives unused segments back
 
@@ -214,7 +214,7 @@ class ModelRunner:
         gc.disable()
         try:
             with bar, self.compute.current():
-                if self.landings.bytes:  # warm-up runs read them, and what another piece left leads an index anywhere
+                if self.landings.bytes:  # warm-up runs read them: bytes of another piece may be any index
                     self.offload.drain()
                     self.landings.clear()
                 for work in works:

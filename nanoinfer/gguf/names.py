@@ -113,7 +113,7 @@ _IN_LAYER = re.compile(r"blk\.(\d{1,9})\.(.+)\.(weight|bias)")
 _OF_LAYER = re.compile(r"blk\.(\d{1,9})\.")
 _ONE_EXPERT = re.compile(r"ffn_(gate|up|down)\.(\d+)")
 _ALL_EXPERTS = re.compile(r"ffn_(gate|up|down|gate_up)_exps")
-# What the config has read.
+# Tensors that the config has read.
 _FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _VISION = ("v.", "mm.")
 

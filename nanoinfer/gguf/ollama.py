@@ -12,7 +12,7 @@ from nanoinfer.gguf.reader import GGUFFile
 _GEMMA = "gemma3."
 # No file of llama.cpp has one of them: images have a file of their own there.
 _MARKS = ("rope.local.freq_base", "rope.global.freq_base", "vision.block_count")
-# By the number of layers: what files say nothing of, or something else.
+# By the number of layers: values that these files lack, or have wrong.
 _SCALED_LAYERS, _LAYERS_OF_1B = (34, 48, 62), 26
 REFUSED = {
     "gptoss": "it is Ollama's own conversion, whose experts lie in another order than llama.cpp's and with no mark of "

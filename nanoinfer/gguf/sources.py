@@ -15,7 +15,7 @@ from typing import Any
 from nanoinfer.common.errors import listed, shown
 from nanoinfer.gguf.shards import shard_names, shard_of
 
-# What lies beside models and is none, by the beginnings of words in a file's name.
+# Files beside models that are none: one of these begins a word of their names.
 _NO_MODEL = re.compile(r"(?:^|.*[-_.])(mmproj|imatrix)(?:[-_.].*|$)|(mtp|eagle3)-.*", re.IGNORECASE)
 _USUAL_TAGS = ("Q4_K_M", "Q8_0")
 _OLLAMA = "ollama:"

@@ -36,7 +36,7 @@ class FusedTensor:
     def parts(self, piece: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield what some experts' part of the tensor holds, by these names: [n, rows, ...]."""
         rows, count = piece.mT if self.is_transposed else piece, len(self.names)
-        rows = rows.flatten(2) if rows.ndim > 3 else rows  # codes lie in groups
+        rows = rows.flatten(2) if rows.ndim > 3 else rows  # codes come as [..., groups, 16]
         parts = [rows[:, number::count] for number in range(count)] if self.in_turn else rows.chunk(count, 1)
         yield from zip(self.names, parts, strict=True)
 

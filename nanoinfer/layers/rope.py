@@ -17,8 +17,7 @@ from torch import Tensor
 from nanoinfer.common import exact
 from nanoinfer.common.errors import did_you_mean, shown
 
-# Where YaRN's factor counts from the length of the training, as Qwen3's model cards want it, transformers says that it
-# may be wrong.
+# transformers warns of a YaRN factor that counts from the training length, as Qwen3's model cards want it: be quiet.
 logging.getLogger("transformers.modeling_rope_utils").addFilter(lambda said: "implicit factor" not in said.getMessage())
 # Rows made at a time: bounds the float32 temporaries of a long table to 16384 * head_dim * 4 bytes each.
 _TABLE_ROWS = 16384

@@ -17,9 +17,9 @@ WORKING_SET = 3
 PUBLISHED = 0.84
 """The locality at which a model of 128 experts, of which a token takes 8, finds 73% of the chosen ones in slots for 20%
 of the experts and 90% in slots for 40% (`tests/bench/test_locality.py`). Published for Qwen3-30B-A3B: 74% and 89%."""
-# So flat that logits do not matter.
+# A temperature so high that logits do not matter.
 _FLAT = 1e4
-# Of `logit_bias`.
+# The largest `logit_bias` that is used.
 _MOST_BIAS = 100.0
 
 

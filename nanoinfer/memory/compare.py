@@ -32,7 +32,7 @@ def compare_gpus(
         one = replace(any_card, asked=asked, lacks_float8=card.lacks_float8, rates=Rates.of_card(card))
         try:
             forecasts[card.name] = one.step()
-        except ValueError as error:  # what is asked for is not in this card
+        except ValueError as error:  # such as a format that this card cannot run
             forecasts[card.name] = replace(asked, problem=str(error))
     return forecasts
 

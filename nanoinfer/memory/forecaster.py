@@ -244,7 +244,7 @@ class Forecaster:
             return replace(asked, problem=str(error))
         context = context or min(asked.context, memory.max_model_len)
         asked = replace(asked, context=context)
-        lengths, room = [context] * batch, memory.num_gpu_blocks - 1  # without scratch
+        lengths, room = [context] * batch, memory.num_gpu_blocks - 1  # one is scratch
         num_full, num_all = num_blocks(self.spec, lengths)
         is_offload = config.enable_cpu_offload is True or num_all > room
         if num_all > room:

@@ -89,7 +89,7 @@ def _triton(device: torch.device) -> Found:
 
 
 def _driver(device: torch.device) -> Found:
-    return driver_version() or "none found", None  # where there is no GPU for lack of one, that is said there
+    return driver_version() or "none found", None  # if no GPU is found because the driver is missing, that line says so
 
 
 def _gpu(device: torch.device) -> Found:

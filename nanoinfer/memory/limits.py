@@ -7,7 +7,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.execution.memory_plan import MemoryPlan
 from nanoinfer.models.base import ModelSpec
 
-# Of the host memory that is available beside streamed weights, KV takes as much where no limit is given.
+# The share of available host memory, less streamed weights, that KV takes where no limit is given.
 KV_SHARE = 0.6
 
 

@@ -78,7 +78,7 @@ def advice_when_full(message: str) -> str | None:
     if device is None:
         return f"{said}: lower gpu_memory_limit, {others}"
     now = device_memory(torch.device(device.type, int(number[1]) if number else device.index))
-    # What this process holds is free for its next run.
+    # Memory of this process will be free when it runs again.
     there = replace(now, free_bytes=now.free_bytes + now.own_bytes, own_bytes=0)
     return (
         f"{said}, and without this process {format_gib(there.free_bytes)} of {format_gib(there.total_bytes)} GiB are "

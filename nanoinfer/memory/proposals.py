@@ -38,10 +38,10 @@ _WORDS = {
     "max_model_len": "at most {:,} tokens of each sequence",
     "max_num_seqs": "at most {:,} sequences at once",
 }
-# Of values that other words fit better.
+# Changes that are said in words of their own.
 _SAID = {("enable_cpu_offload", False): "no KV in host memory", ("max_num_seqs", 1): "one sequence at a time"}
 MOST_FORMATS = 6
-_SHORTEST = 1024  # contexts below are of no use
+_SHORTEST = 1024  # shorter contexts are not worth proposing
 _FASTER = 0.95  # Of two formats the one that loses more is named only if its step takes at most this share of time.
 
 

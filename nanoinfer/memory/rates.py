@@ -8,9 +8,9 @@ from nanoinfer.devices.base import Device
 from nanoinfer.memory.cards import Card, card_named
 
 DEFAULT_LINK_GBPS = 25.0  # PCIe 4 x16
-# Of a GPU that is in no table: twenty times the link, as of the cards in the table that have such a link in the middle.
+# The memory of a GPU that is in no table: twenty times the link, the median of the table's cards with such a link.
 DEFAULT_DEVICE_GBPS = 500.0
-# What a computer's memory gives its processor, and copies within it.
+# Bandwidth of host memory: read by the processor, and of copies within it.
 _HOST_GBPS, _HOST_COPY_GBPS = 40.0, 20.0
 # Products that a device computes while its memory gives it one byte, in operations: by their data sheets 71 (RTX 3060)
 # to 164 (RTX 4090) and 295 (H100), with float32 sums; of which some seven tenths are reached. An H200's record

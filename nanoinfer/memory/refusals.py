@@ -24,13 +24,13 @@ def refuse(planner: Planner, costs: Iterable[Cost]) -> ValueError:
         )
     if (without := lacking.get("host_kv")) is not None:
         return _lacks_host_kv(config, planner.plan(min(without, key=lambda cost: cost.host_weight_bytes)))
-    # Of what the host lacks, the least that the GPU has room beside.
+    # Candidates that the host has no room for, but the GPU has: the one with the least host memory is what to ask for.
     least = {cost.candidate.tokens: planner.least_blocks(cost.candidate.tokens) for cost in lacking.get("host", ())}
     streaming = [cost for cost in lacking.get("host", ()) if cost.num_gpu_blocks >= least[cost.candidate.tokens]]
     streaming += lacking.get("limit", [])
     also, roomy = "", min(streaming, key=lambda cost: cost.host_weight_bytes, default=None)
     if "gpu" in lacking:
-        longest = planner.sized(planner.steps[-1]).max_model_len  # not cut to what fits
+        longest = planner.sized(planner.steps[-1]).max_model_len  # as asked, not cut to what fits
         plans = [planner.plan(cost._replace(max_model_len=longest)) for cost in lacking["gpu"]]
         smallest = min(plans, key=lambda plan: (least_bytes(config, plan), len(plan.streamed_pieces), plan.head_bytes))
         if roomy is not None:

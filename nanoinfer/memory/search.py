@@ -13,10 +13,10 @@ from nanoinfer.memory.measure import Measure
 from nanoinfer.memory.planner import Cost, Planner
 from nanoinfer.memory.refusals import refuse
 
-# Where plans lie within so much of the best one, one request alone decides; and where they are equal for that one, the
-# plan that takes least of the host's memory, and has the largest steps.
+# Among plans within CLOSE of the best one, the speed of a single request decides. Among those that are EQUAL for it,
+# the one that takes the least of the host's memory, and then the one with the largest steps.
 CLOSE, EQUAL = 1.05, 1.01
-# Of each family with a number to choose so many numbers are looked at, and then those around the best one.
+# How many members of a family are looked at first, evenly spread; then those around the best one.
 _GRID = 6
 
 
@@ -61,7 +61,7 @@ class Search:
 
     def _choose(self, fitting: Sequence[Cost]) -> Cost:
         config, count = self.planner.config, fitting[0].max_num_seqs
-        if config.max_model_len is not None and config.max_num_seqs is not None:  # which are asked for at once
+        if config.max_model_len is not None and config.max_num_seqs is not None:  # so many at once are asked for
             fitting = [cost for cost in fitting if self.measure.holds_all(cost)] or fitting
         close = _least(fitting, lambda cost: self.seconds(cost, count), CLOSE)
         equal = _least(close, lambda cost: self.seconds(cost, 1), EQUAL)
@@ -101,7 +101,7 @@ class Search:
         if end < begin:
             self._cost(family[begin])
             return
-        while begin < end and self._cost(family[begin]).lacks == "gpu":  # the bound was an upper one
+        while begin < end and self._cost(family[begin]).lacks == "gpu":  # `first` went by an upper bound of blocks
             begin += 1
         blocks = -(-self.measure.context // size) + 2
         marks = {begin, end, *(first(blocks * count) + more for count in counts for more in (0, 1))}

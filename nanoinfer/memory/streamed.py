@@ -18,7 +18,7 @@ def num_blocks(spec: ModelSpec, lengths: Sequence[int]) -> tuple[int, int]:
 def num_streamed(config: EngineConfig, spec: ModelSpec, memory: MemoryPlan, lengths: Sequence[int]) -> int:
     """Return how many full blocks of rows of so many tokens stay in host memory alone."""
     num_full, num_all = num_blocks(spec, lengths)
-    room, most = memory.num_gpu_blocks - 1, num_full  # without scratch
+    room, most = memory.num_gpu_blocks - 1, num_full  # one block is scratch
     if num_all > room and config.may_offload:
         most = max(0, room - len(lengths))  # each row has a tail, which nothing but the GPU holds
     elif config.enable_cpu_offload is not True:

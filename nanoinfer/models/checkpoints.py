@@ -33,7 +33,7 @@ CHECKPOINTS: dict[str, str] = by_name({
     "zai-org/GLM-4.5-Air": "Glm4MoeForCausalLM",
     "openai/gpt-oss-20b openai/gpt-oss-120b": "GptOssForCausalLM",
 })  # fmt: skip
-# By the beginning of the name of what does not run, what people can run in its place, the nearest first.
+# By the beginning of the name of a model that does not run: what people can run instead, the nearest first.
 _CLOSEST = by_name({
     "Qwen2": (
         "Qwen/Qwen2.5-32B-Instruct", "Qwen/Qwen2.5-14B-Instruct", "Qwen/Qwen2.5-7B-Instruct",
@@ -64,7 +64,7 @@ _CLOSEST = by_name({
     "Glm ChatGLM": ("zai-org/GLM-4-9B-0414", "Qwen/Qwen3-4B"),
     "GPT": ("HuggingFaceTB/SmolLM2-1.7B-Instruct", "Qwen/Qwen3-0.6B"),
 })  # fmt: skip
-# What is called otherwise than the end of its hub id: as `nanoinfer plan` has it, and as people do.
+# Other names than the end of a hub id: those of `nanoinfer plan`, and those that people use.
 _CALLED = {
     "granite-4-micro": "ibm-granite/granite-4.0-micro", "olmo2-7b": "allenai/OLMo-2-1124-7B-Instruct",
     "olmo2-13b": "allenai/OLMo-2-1124-13B-Instruct", "olmoe-7b": "allenai/OLMoE-1B-7B-0924-Instruct",
@@ -76,14 +76,14 @@ _CALLED = {
     "mistral-small-24b": "mistralai/Mistral-Small-24B-Instruct-2501",
 }  # fmt: skip
 _COMMON = ("Qwen/Qwen3-8B", "Qwen/Qwen3-14B", "meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-4B", "Qwen/Qwen3-0.6B")
-# In billions, of those whose name does not say it.
+# Billions of parameters, where the name does not say them.
 _PARAMETERS = {
     "microsoft/phi-4": 14.7, "microsoft/Phi-4-mini-instruct": 3.8, "mistralai/Mistral-Nemo-Instruct-2407": 12.2,
     "zai-org/GLM-4.5-Air": 107.0, "ibm-granite/granite-4.0-micro": 3.4, "mistralai/Mixtral-8x7B-Instruct-v0.1": 46.7,
     "allenai/OLMoE-1B-7B-0924-Instruct": 6.9,
 }  # fmt: skip
 _SPARSE = {"Qwen3MoeForCausalLM", "MixtralForCausalLM", "OlmoeForCausalLM", "Glm4MoeForCausalLM", "GptOssForCausalLM"}
-# Of each parameter in 4 bits, with scales, what stays wider, a context and working memory.
+# Bytes that a parameter in 4 bits comes to, with its share of scales, wider weights, context and working memory.
 _BYTES_IN_4_BITS = 0.65
 
 

@@ -56,5 +56,5 @@ class Glm4Moe(Decoder):
     def drafts(self, names: Collection[str]) -> set[str]:
         prefix = f"model.layers.{len(self.spec.layers)}."
         own = {name for name in names if name.startswith(prefix)}
-        # Without these it is a layer as the others, of which the config has too few.
+        # Without a drafting head's tensors it is an ordinary layer, which the config does not count: refused later.
         return own if _DRAFTING <= {name.removeprefix(prefix).partition(".")[0] for name in own} else set()

@@ -14,7 +14,7 @@ class HunYuanDense(Decoder):
 
     model_type = "hunyuan_v1_dense"
     names = {"self_attn.q_norm": "self_attn.query_layernorm", "self_attn.k_norm": "self_attn.key_layernorm"}
-    can_stretch = False  # it has been: by alpha
+    can_stretch = False  # the checkpoints' rotation is stretched already, by alpha
     own_traits = dict(qk_norm="rotated head")
     config_traits = ATTENTION_BIAS
 

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 from nanoinfer.common.errors import shown
 from nanoinfer.kernels.experts.routing import SIGMOID, SOFTMAX, Routing
 
-# Fields of routers and of what lies beside experts, by what they may say where a family does not read them.
+# Fields of routers and shared experts that a family may not read, and the one value each may have then.
 _USUAL = {
     "n_group": 1,
     "topk_group": 1,

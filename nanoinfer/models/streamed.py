@@ -147,8 +147,8 @@ class StreamedWeights:
             elif isinstance(module, Experts):
                 self._layer_of[module] = number
         if len(self.piece_of) > num_moved:
-            # The next layer's smaller tensors, if they stay, would lie in the large segments that are free now, and
-            # what is left of these would serve nobody: 0.13 GiB of an 8B model within 8 GiB.
+            # Give the freed segments back to the device. Else small tensors of the next layer would settle in them and
+            # the rest of each segment would stay unused: 0.13 GiB of an 8B model within 8 GiB.
             device_of(self._device).give_back()
 
     def take_embeddings(self, module: Embedding) -> None:
@@ -169,7 +169,7 @@ class StreamedWeights:
         first, piece = len(self.on_host.pieces), len(self._spec.piece_bytes)
         options = dict(buffers=self.landing_buffers, first=first, piece=piece)
         self.head = StreamedHead(head, self._spec.head_rows, self._spec.dtype, **options)
-        device_of(self._device).give_back()  # else what stays would lie in the memory that the slices had before
+        device_of(self._device).give_back()  # else tensors that stay would settle in the segments that are free now
         return [one.head for one in self.head.slices]
 
     def share_pools(self, model: nn.Module) -> nn.ParameterList:
@@ -240,7 +240,7 @@ class StreamedWeights:
             self.table.open(REMEDY)
             yield _group_of(self.table)
         pieces = sorted(self.runs)
-        require_pin = self.on_host.require_pin or bool(self.slot_sets)  # kernels read no other memory
+        require_pin = self.on_host.require_pin or bool(self.slot_sets)  # kernels read pinned memory alone
         for number, piece in enumerate(pieces):
             for one in pieces[number : number + 2]:  # the next one is touched and pinned while this one is filled
                 if one not in self.arenas:

@@ -75,7 +75,7 @@ def sliced(head: Head, rows: Sequence[int], dtype: torch.dtype, device: torch.de
     for count in rows:
         slices.append(Head(head.in_features, count, dtype=dtype, device=device, formats=head.weights))
         if isinstance(head.weights, Packed):
-            slices[-1].packed.folding = head.packed.folding  # what may be done to all rows is done to each
+            slices[-1].packed.folding = head.packed.folding  # so each slice is expanded as the whole head is
     return slices
 
 
@@ -118,7 +118,7 @@ class StreamedHead:
                 source, part = whole[name].detach(), part.detach()
                 sizes = zip(part.shape, source.shape, strict=True)
                 along = next((at for at, (some, all_rows) in enumerate(sizes) if some != all_rows), None)
-                if along is not None:  # else it has no rows, or there is one slice
+                if along is not None:  # None: the tensor has no rows to slice, or one slice has them all
                     begin = begins.get(name, 0)
                     begins[name] = begin + part.shape[along]
                     source = source.narrow(along, begin, part.shape[along])

@@ -20,8 +20,8 @@ from nanoinfer.structured_outputs import StructuredOutputsParams
 
 FIELD = "structured_outputs"
 MAX_KEPT = 64
-MAX_KEPT_CHARS = 2**21  # of what they were made of
-# What compiles in no time whatever is asked.
+MAX_KEPT_CHARS = 2**21  # of the texts that they were made of
+# Kinds that always compile quickly.
 _HARMLESS = ("choice", "json_object")
 
 
@@ -96,7 +96,7 @@ class GrammarCompiler:
             return _refusal(params, *fault)
         matcher = on_stack(STACK_BYTES, lambda: compiled(self._tokenizer, placed(grammar, params.before)))
         if not matcher.is_error():
-            matcher.deep_copy().compute_bitmask()  # what that finds out of the vocabulary, all copies share
+            matcher.deep_copy().compute_bitmask()  # copies share what the first mask finds out about the vocabulary
         if matcher.is_error():
             return _refusal(params, matcher.get_error(), None)
         return Grammar(matcher, self._known, self._tokenizer.vocab_size)

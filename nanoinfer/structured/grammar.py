@@ -11,8 +11,8 @@ from nanoinfer.common.errors import shown
 from nanoinfer.structured.schemas import taken
 from nanoinfer.structured_outputs import StructuredOutputsParams
 
-# What may stand between the parts of JSON where nothing else is asked for. Of any number of blanks small models write
-# some until the answer is full.
+# Blanks between the parts of JSON, where nothing else is asked for. If any number were allowed, small models would
+# write blanks until the answer is full.
 _WHITESPACE = r"(\r?\n){0,2}[ \t]{0,64}"
 REMEDY = "structured_outputs needs llguidance, which is not installed: in the clone, pip install -e '.[structured]'"
 

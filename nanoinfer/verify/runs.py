@@ -17,7 +17,7 @@ MAX_CHUNKS = 40
 """The most chunks of the longest prompt, if a chunk is longer than two thirds of a block."""
 MAX_CAPTURED_TOKENS = 512
 _STREAMED = dict(enable_cpu_offload=True, resident_kv_limit=0)
-# Nothing is said of the place of weights.
+# A run with this says nothing of where weights lie.
 _NO_WEIGHTS = dict(resident_weights_limit=None, cpu_offload_gb=None, expert_slots=None)
 
 
@@ -54,7 +54,7 @@ def make_runs(workload: Workload, plan: MemoryPlan, sparse: SparseSpec | None = 
         plan: the memory plan of offload mode, with the arguments that all runs share.
         sparse: what is sparse in the model.
     """
-    # The place of the KV in runs that do not test it: on the GPU if all KV fits there.
+    # Where KV lies in runs that do not test it: on the GPU if all of it fits there.
     home = dict(enable_cpu_offload=False) if plan.num_gpu_blocks > workload.num_blocks else _STREAMED
     return [*_places(workload, plan), *_slots(sparse), *_neighbours(workload, home), *_reuse(workload, home)]
 

@@ -26,7 +26,7 @@ _GROUP_SIZES = (128, 64, 32)
 # The formats of compressed-tensors whose weights alone are quantised, as transformers and vLLM read them: vLLM takes
 # "int-quantized" for a model whose activations are quantised, too.
 _STORED_AS = {"fp8": "float-quantized"} | dict.fromkeys(("int8", "int4", "int4-symmetric"), "pack-quantized")
-# Of which a group of neighbouring columns has a scale; of others a row.
+# Formats with a scale for each group of neighbouring columns; others have one for each row.
 _OF_GROUPS = ("int4", "int4-symmetric")
 # Of head and embeddings, by whether they are tied. Transformers (5.17) reads no embeddings in words, because it
 # initialises their `weight`; of tied ones in bytes it would, in silence, take the codes for the head's weights.

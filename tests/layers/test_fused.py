@@ -15,7 +15,7 @@ from tiny_models import FAMILIES, make_checkpoint
 
 from nanoinfer.config import QUANTISED
 from nanoinfer.engine import start
-from nanoinfer.measure.reference import load_in_transformers
+from nanoinfer.measure.in_transformers import load_in_transformers
 from nanoinfer.weights import fill
 from nanoinfer.weights.write import quantise_checkpoint
 

@@ -12,7 +12,7 @@ from tiny_models import make_checkpoint, random_tokens
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from nanoinfer.config import QUANTISED
-from nanoinfer.measure.reference import load_in_transformers
+from nanoinfer.measure.in_transformers import load_in_transformers
 from nanoinfer.weights.write import quantise_checkpoint
 
 SIZES = dict(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, hidden_size=64, dtype=torch.bfloat16)

@@ -10,7 +10,7 @@ from tiny_models import make_checkpoint, random_tokens
 from transformers_reference import reference_tokens
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.measure.reference import load_in_transformers
+from nanoinfer.measure.in_transformers import load_in_transformers
 from nanoinfer.recall.formats import prompt_logits
 from nanoinfer.weights.generation_config import sampling_defaults
 from nanoinfer.weights.load import read_checkpoint

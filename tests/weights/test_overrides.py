@@ -12,7 +12,7 @@ from tiny_models import make_checkpoint
 from nanoinfer import EngineConfig
 from nanoinfer.commands.main import main
 from nanoinfer.layers.rope import Context, rope_table
-from nanoinfer.measure.reference import load_in_transformers
+from nanoinfer.measure.in_transformers import load_in_transformers
 from nanoinfer.weights.load import read_checkpoint
 from nanoinfer.weights.overrides import with_overrides
 

@@ -26,7 +26,7 @@ FEW_BLOCKS = tl.constexpr(4)
 FEW_ROW_HEADS = 128
 
 
-def form(num_row_heads: int, num_q_heads: int, block_d: int) -> dict[str, int | bool]:
+def merge_launch(num_row_heads: int, num_q_heads: int, block_d: int) -> dict[str, int | bool]:
     """Choose the part of a row that one program (one warp) takes, from measurements on an H200.
 
     Returns constants of `merge_kernel`. No bit of the result depends on them.
@@ -271,7 +271,7 @@ def merge(
     if batch_size == 0:
         return
     block_d = next_power_of_2(head_dim)
-    taken = form(batch_size * num_q_heads, num_q_heads, block_d)
+    taken = merge_launch(batch_size * num_q_heads, num_q_heads, block_d)
     merge_kernel[(batch_size, num_q_heads // taken["HEADS"], block_d // taken["COLUMNS"])](
         partial_out, partial_lse, partial_weight, ranges, partials_per_block, sinks, out,
         NUM_Q_HEADS=num_q_heads, HEAD_DIM=head_dim, **taken, TILES=tiles, LANES=LANES, num_warps=1,

@@ -86,7 +86,7 @@ def choose_experts_kernel(
     for index in tl.static_range(CHOSEN):
         number = best(key, expert, is_open)
         is_open = is_open & (expert != number)
-        # The value itself, also a NaN: no other is added.
+        # A sum over one element: the value itself, also if it is NaN.
         own_score = tl.sum(tl.where(expert == number, score, 0.0))
         if SCORES == 2:
             if index == 0:
@@ -185,7 +185,7 @@ def sort_pairs_kernel(
         tl.store(tile, own_index)
         tl.store(tile + 1, begin + index * BLOCK_M)
         tl.store(tile + 2, tl.minimum(begin + (index + 1) * BLOCK_M, end))
-    if expert == EXPERTS - 1:  # tiles and pairs that are not there
+    if expert == EXPERTS - 1:  # mark the rest: no such tile, no such pair
         for start in range(tl.sum(own_tiles), num_tiles, EXPERT_TILE):
             tl.store(tiles + (start + each) * 4, -1, mask=start + each < num_tiles)
         for start in range(end, num_pairs, EXPERT_TILE):

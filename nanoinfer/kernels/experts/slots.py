@@ -60,7 +60,8 @@ def place_experts_kernel(
     held_at = tl.load(held + expert, mask=expert < EXPERTS, other=-1)
     is_hit = (pairs > 0) & (held_at >= 0)
     is_missing = (pairs > 0) & (held_at < 0)
-    # Behind it, no thread reads the clock, which one of them stores: a late one would take slots of this step for free.
+    # All threads have read the clock here, before one of them stores it: a late reader would take the new time for the
+    # old one, and slots of this step for free.
     tl.debug_barrier()
     tl.store(used + (held_at - first_slot), now, mask=is_hit)
     tl.store(clock, now)

@@ -25,7 +25,7 @@ _OTHERS = ("zeros", "global_scale", "group_index", "high_bits", "factors")
 _KINDS = {"int": INT.value, "fp8": FP8.value, "fp4": FP4.value, "iq4": IQ4.value}
 
 
-class Form(NamedTuple):
+class WeightForm(NamedTuple):
     """What kernels must know of a packed weight when they are compiled.
 
     Attributes:
@@ -76,7 +76,7 @@ class Form(NamedTuple):
     result: tl.dtype | None
 
 
-def form_of(weight: PackedWeight, device: torch.device, dtype: torch.dtype) -> Form:
+def form_of(weight: PackedWeight, device: torch.device, dtype: torch.dtype) -> WeightForm:
     """Return what kernels that run on a device must know of a weight. dtype: the model's."""
     packing, size = weight.packing, weight.in_features
     plane, table = packing.plane(size), packing.table(size)
@@ -97,7 +97,7 @@ def form_of(weight: PackedWeight, device: torch.device, dtype: torch.dtype) -> F
         number = wide_number_of(packing, dtype)
     if not has_instructions:
         number = -2
-    return Form(
+    return WeightForm(
         size=size,
         bits=packing.bits,
         kind=_KINDS[packing.kind],
@@ -134,6 +134,6 @@ def tensors_of(weight: PackedWeight) -> tuple[Tensor | None, ...]:
     return weight.codes, scales, *(getattr(weight, name) for name in _OTHERS)
 
 
-def first_blocks(form: Form) -> int:
+def first_blocks(form: WeightForm) -> int:
     """Return how many blocks a program must take at a time: with pairs, whole ones."""
     return max(1, 2 * form.group // form.block) if form.mode == PAIRS.value else 1

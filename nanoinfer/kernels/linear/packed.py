@@ -22,7 +22,7 @@ from nanoinfer.kernels.launch.pdl import ask_for, let_next_in, wait_for_inputs
 from nanoinfer.kernels.layer.activation import ACTIVATIONS
 from nanoinfer.kernels.linear.counts import MAX_ROWS
 from nanoinfer.kernels.linear.expand import beside, expanded_plane, scales_of_rows
-from nanoinfer.kernels.linear.forms import COLUMN, SCALE_WORDS, Form, first_blocks, form_of, tensors_of
+from nanoinfer.kernels.linear.forms import COLUMN, SCALE_WORDS, WeightForm, first_blocks, form_of, tensors_of
 from nanoinfer.kernels.linear.launches import PROGRAMS, Tiles, arguments, tiles_of
 from nanoinfer.kernels.linear.packed_weight import PackedWeight
 from nanoinfer.kernels.linear.tiles import finished_product
@@ -221,7 +221,7 @@ def packed_linear(
     if form.high_bits:
         word_bytes += word_bytes // (form.blocks_of_word if unroll % form.blocks_of_word == 0 else 1)
     step_bytes = step * 2 * tiles.block_m + word_bytes
-    if x_rows is not None and prod(grid) <= PROGRAMS:  # two on a core, beside an empty one, would take longer
+    if x_rows is not None and prod(grid) <= PROGRAMS:  # else some cores would have two programs and others none
         stages = max(stages, 1 + (HALF_SHARED_MEMORY + word_bytes) // step_bytes)
     if form.mode == SCALE_WORDS.value:
         words_of_block = max(1, form.block // (form.group * form.groups_of_word)) + (1 if form.factor else 0)
@@ -239,7 +239,9 @@ def packed_linear(
     return out
 
 
-def tiles_of_scale_words(tiles: Tiles, form: Form, num_rows: int, num_parts: int, gated: bool) -> tuple[Tiles, int]:
+def tiles_of_scale_words(
+    tiles: Tiles, form: WeightForm, num_rows: int, num_parts: int, gated: bool
+) -> tuple[Tiles, int]:
     """Return the tiles of up to 8 rows of x with products in float32, and the most planes of a step.
 
     Larger tiles take longer: their scales are computed. Where all programs run at a time, two on a core, more of them
@@ -253,7 +255,7 @@ def tiles_of_scale_words(tiles: Tiles, form: Form, num_rows: int, num_parts: int
     return tiles._replace(block_n=32, num_warps=2), MAX_PLANES
 
 
-def blocks_of_step(part_size: int, columns: int, form: Form, most_planes: int = MAX_PLANES) -> int:
+def blocks_of_step(part_size: int, columns: int, form: WeightForm, most_planes: int = MAX_PLANES) -> int:
     """Return how many blocks make up about so many columns: as many as divide a part of a sum, if any do.
 
     Of narrow planes fewer columns: each plane is code of its own, and many take the compiler tens of seconds.

@@ -219,7 +219,7 @@ class PackedWeight:
 
 
 def empty_packed(packing: Packing, num_rows: int, in_features: int, device: torch.device | str) -> PackedWeight:
-    """Return a weight that is not yet filled, but for the columns that its blocks have too many, whose codes are 0."""
+    """Return a weight to be filled. The last block's padding columns have the code 0 already."""
     plane, groups, table = packing.plane(in_features), packing.num_groups(in_features), packing.table(in_features)
     num_blocks, scale_rows = -(-in_features // packing.block(plane)), -(-num_rows // packing.rows)
     make = torch.empty if in_features % packing.block(plane) == 0 else torch.zeros

@@ -35,7 +35,7 @@ _PLANES = (64, 32, 16)
 # Group sizes of which any step of a kernel has an even number, if a part of a sum has.
 _PAIRED = (16, 32, 64, 128)
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
-# By kind and bits: the power of two that makes a code of its bits in a bfloat16, and the one that is the zero.
+# By kind and bits: the power of two by which a code's bits, read as a bfloat16, become the code; and the zero's.
 _FOLDED = {("int", 4): (129, 3), ("int", 8): (133, 7), ("fp8", 8): (120, 0), ("fp4", 4): (126, 0)}
 
 

@@ -112,7 +112,7 @@ class Formats(ABC):
     def of_held(self, name: str) -> WeightFormat:
         """As `of`, of what the checkpoint holds. Where that is one tensor, a config may also name all of its parts."""
         own = self.of(name)
-        if name in MERGED and own == self.of("another_proj"):  # nothing is said of it
+        if name in MERGED and own == self.of("another_proj"):  # the config does not name it
             apart = [self.of(part) for part in MERGED[name]]
             if all(part == apart[0] for part in apart):
                 return apart[0]
@@ -281,8 +281,8 @@ def fill_on_its_device(tensor: Tensor, generator: torch.Generator, fill: Callabl
         fill(values)
         tensor.copy_(values)
         del values
-        # Else what is allocated next and stays, such as a workspace, would keep all of this memory from being given
-        # back: 1.2 GiB of an 8B model's embeddings.
+        # Give it back now. Else a tensor that stays, such as a workspace, would settle in it and hold the whole
+        # segment: 1.2 GiB of an 8B model's embeddings.
         device_of(generator.device).give_back()
 
 

@@ -51,7 +51,7 @@ class CompressedTensors(Quantization):
             if not isinstance(group, dict):
                 raise ValueError(f"config_groups has {shown(group)} in the quantization_config, not settings")
             self._groups |= dict.fromkeys(self.names("targets", group), group)
-        # Names hold before regular expressions, and these before classes.
+        # In this order: names win over regular expressions, and these over classes.
         self._targets = sorted(self._groups, key=lambda target: ("re:" in target, target))
         self._ignored = self.names("ignore")
         self._made: dict[tuple[int, torch.dtype | None], PackedScaled] = {}
@@ -90,7 +90,7 @@ class CompressedTensors(Quantization):
         weights = self.setting("weights", dict, None, group)
         if weights is None:
             return DENSE
-        # Of thousands of experts in one group only names differ.
+        # Thousands of experts in one group differ in their names alone, so one format is made for all.
         kind = id(group), (self.tensors.dtypes or {}).get(f"{name}.weight_scale")
         if kind not in self._made:
             self._made[kind] = self._format_of(name, group, weights)

@@ -22,8 +22,7 @@ from nanoinfer.kernels.operations import operations_of
 from nanoinfer.layers.formats.base import ExpandedFormat, Filling, fill_on_its_device
 from nanoinfer.layers.formats.bits import E2M1_VALUES
 
-# Weights that are expanded at a time without a kernel, and the most bytes that the steps between codes and matrix take
-# for one.
+# Weights expanded at a time where no kernel does it, and the most bytes of temporaries for each.
 EXPANDED_AT_ONCE = 2**22
 _BYTES_WHILE_EXPANDING = 18
 # The largest codes of kinds that are no integers.

@@ -15,7 +15,7 @@ from nanoinfer.layers.formats.packed import Packed
 def merged(formats: list[WeightFormat], sizes: list[int]) -> WeightFormat:
     """Return the format of merged projections, of so many rows each, that have these formats in the checkpoint.
 
-    Neighbours of one format are one part: so q and k are one product where v alone has another type.
+    Adjacent projections of one format are stored as one part: where v alone has another type, q and k are one product.
     """
     parts: list[tuple[WeightFormat, list[int]]] = []
     for weight_format, size in zip(formats, sizes, strict=True):
@@ -74,7 +74,7 @@ class Parted(ExpandedFormat):
         biases = [None] * len(self._sizes) if module.bias is None else module.bias.split(self._sizes)
         held, operations = list(zip(module.held, biases, strict=True)), module.operations
         targets = [None] * len(held)
-        if len(x) == 1:  # whose parts lie beside each other: each is written where it belongs, and nothing is copied
+        if len(x) == 1:  # of a single row the parts are contiguous, so each is written in place
             out = x.new_empty(1, sum(self._sizes)) if out is None else out
             targets = out.split(self._sizes, 1)
         packed = {
@@ -83,7 +83,7 @@ class Parted(ExpandedFormat):
             if isinstance(weight_format, Packed)
         }
         if any(one is None for one in packed.values()):
-            return None  # where one must be expanded, all are
+            return None  # if one part must be expanded, the caller expands all
         products = [
             packed[index]
             if index in packed
@@ -91,7 +91,7 @@ class Parted(ExpandedFormat):
             for index, ((weight_format, projection), bias) in enumerate(held)
         ]
         product = out if len(x) == 1 else torch.cat(products, 1, out=out)
-        del packed, products  # an activation needs memory, too
+        del packed, products  # free them before the activation allocates
         return product if activation is None else operations.act_and_mul(product, activation)
 
     def expand_into(self, module: nn.Module, out: Tensor) -> None:

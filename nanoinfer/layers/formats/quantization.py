@@ -16,7 +16,7 @@ ACTIVATIONS = (
     "model's dtype"
 )
 """What users are told of a checkpoint whose activations are to be quantised, too."""
-# What says that weights were rotated: in compressed-tensors, and in AutoRound.
+# Settings that say that weights were rotated, of compressed-tensors and of AutoRound.
 _ROTATIONS = ("transform_config", "rotation_config", "spinquant_config", "hadamard_config")
 
 

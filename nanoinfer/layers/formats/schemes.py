@@ -20,15 +20,15 @@ from nanoinfer.kernels.linear.packing import Packing
 from nanoinfer.layers.formats.bits import as_words, pack, row_bytes
 from nanoinfer.layers.formats.scaled import ZEROS_NAME, PackedScaled
 
-# Rows are quantised some at a time: so that what lies between stays in the cache of a CPU, and keeps a GPU busy.
+# Values quantised at a time: few enough that temporaries stay in a CPU's cache, enough to keep a GPU busy.
 _AT_ONCE_ON_HOST, _AT_ONCE_ELSEWHERE = 2**18, 2**21
 # A scale below this would be rounded to zero; float16 keeps numbers below its normal ones.
 _SMALLEST_SCALE = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-126, torch.float32: 2.0**-126}
 _LARGEST_CODES = {("int", 4): 8, ("int", 8): 127, ("fp8", 8): torch.finfo(torch.float8_e4m3fn).max}
-# By zero, the bits of a scale that may be set: then their product is a bfloat16, and kernels fold it into the weight's
-# multiplication. A power of two may have all 8, of other zeros the odd factor leaves fewer.
+# By zero, how many leading bits a scale may have so that zero * scale is exact in bfloat16, which kernels can fold into
+# the weight's multiplication. With a power of two all 8; the odd factor of another zero leaves fewer.
 _BITS_OF_SCALES = (8, 8, 8, 6, 8, 5, 6, 5, 8, 4, 5, 4, 6, 4, 5, 4)
-# Quarters from 7 (the largest code, so that nothing is cut) to 11.5 (where 0.61 of the largest magnitude is kept).
+# From 7 (the largest code: nothing is clipped) to 11.5 (clipped at 0.61 of the largest magnitude), in quarters.
 _DIVISORS = tuple(7 + quarter / 4 for quarter in range(19))
 
 

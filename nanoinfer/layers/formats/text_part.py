@@ -7,7 +7,7 @@ from typing import Any
 
 from nanoinfer.layers.formats.base import DENSE, Formats, WeightFormat
 
-# What a name begins with where the text model alone would have the second: as transformers writes it since 4.52 in
+# Beginnings of names, each with the one that the text model alone would have: as transformers has them since 4.52 in
 # memory, and in files.
 _BEGINNINGS = (
     (("model.language_model.", "model."), ("lm_head.", "lm_head.")),
@@ -46,7 +46,7 @@ class TextPart(Formats):
 
     def of(self, name: str) -> WeightFormat:
         newer, older = (long.removesuffix(".") for long in long_names(f"{name}."))
-        if name == "lm_head" and self._base.of(newer) is DENSE:  # either way says that it is left out
+        if name == "lm_head" and self._base.of(newer) is DENSE:  # both spellings leave the head out
             return DENSE
         return self._base.of(newer if self._is_newer else older)
 

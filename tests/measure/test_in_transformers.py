@@ -6,7 +6,7 @@ from quantised import CASES, write
 from safetensors.torch import load_file
 from tiny_models import make_checkpoint
 
-from nanoinfer.measure.reference import load_in_transformers
+from nanoinfer.measure.in_transformers import load_in_transformers
 
 CASES_READ = ["ct-int4-group-zeros", "ct-mixed", "ct-nvfp4", "ct-fp8-block"]
 

@@ -12,7 +12,8 @@ from nanoinfer.layers.formats.compressed_tensors import CompressedTensors
 from nanoinfer.weights.fill import is_kv_scale
 from nanoinfer.weights.load import read_checkpoint
 
-# Of activations that are not quantised here, and what old checkpoints hold although the config determines it.
+# Tensors that may be left unread: scales of activations, which we do not quantise, and frequencies of old checkpoints,
+# which follow from the config.
 _UNUSED = ("input_scale", "rotary_emb.inv_freq")
 
 
