@@ -18,7 +18,7 @@ from nanoinfer.options.sampling import add_sampling_options, sampling_params
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="checkpoint directory, GGUF file or hub id")
+    parser.add_argument("model", metavar="MODEL", help="a name such as qwen3-8b, a directory, a GGUF file or a hub id")
     parser.add_argument("--system", metavar="TEXT", help="system prompt (default: the chat template's own)")
     parser.add_argument(
         "--chat-template-kwargs",

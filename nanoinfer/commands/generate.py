@@ -26,7 +26,7 @@ _MAX_TOKENS = 128
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="checkpoint directory, GGUF file or hub id")
+    parser.add_argument("model", metavar="MODEL", help="a name such as qwen3-8b, a directory, a GGUF file or a hub id")
     parser.add_argument("text", nargs="?", metavar="TEXT", help="the prompt; - or nothing: what is piped in")
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt as an option")
     parser.add_argument(

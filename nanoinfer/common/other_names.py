@@ -49,7 +49,9 @@ MEANT: dict[str, tuple[str, ...]] = by_name(
             "max_num_batched_tokens",
         ),
         "ngl n_gpu_layers num_gpu_layers gpu_layers num_gpu": ("gpu_memory_limit", "resident_weights_limit"),
-        "ncmoe n_cpu_moe cpu_moe num_experts_on_gpu expert_cache_size": ("expert_slots", "gpu_memory_limit"),
+        "ncmoe n_cpu_moe cpu_moe moe_cache_mib num_experts_on_gpu expert_cache_size": (
+            "expert_slots", "gpu_memory_limit",
+        ),
         "vram gpu_mem max_gpu_memory gpu_memory": ("gpu_memory_limit",),
         "mem_fraction_static": ("gpu_memory_utilization",),
         "ram cpu_memory max_cpu_memory host_memory": ("host_memory_limit",),

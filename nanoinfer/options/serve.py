@@ -16,7 +16,7 @@ _FLEET = dict(replicas=None, replica_cpus=None, replica_gpus=None, route_by_pref
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="checkpoint directory, GGUF file or hub id")
+    parser.add_argument("model", metavar="MODEL", help="a name such as qwen3-8b, a directory, a GGUF file or a hub id")
     parser.add_argument("--host", default="127.0.0.1", help='"0.0.0.0": all interfaces (default: %(default)s)')
     parser.add_argument("--port", type=int, default=8000, help="0: any free one (default: %(default)s)")
     parser.add_argument(

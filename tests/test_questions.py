@@ -1,0 +1,81 @@
+"""Forty questions of people who know llama.cpp, Ollama or vLLM, "how do I ...": what they would try first, or the one
+page that has it, answers each with the words to use."""
+
+import io
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import pytest
+
+from nanoinfer.chat.commands import COMMANDS, KEYS
+from nanoinfer.commands import main as cli
+
+ROOT = Path(__file__).resolve().parents[1]
+# What is asked; the command line that is tried, or the page that is looked at; a part of the answer.
+QUESTIONS = [
+    # llama.cpp
+    ("give the model with -m", "serve -m model.gguf", "give the model, a directory or a hub id, without an option"),
+    ("set the context", "serve m --ctx-size 8192", "did you mean --max-model-len?"),
+    ("put layers on the GPU", "serve m -ngl 99", "streams to it by itself: leave it out"),
+    ("keep experts on the CPU", "serve m --n-cpu-moe 20", "did you mean --expert-slots?"),
+    ("limit the answer", "generate m x --n-predict 5", "did you mean --max-tokens?"),
+    ("quantise the KV cache", "serve m --cache-type-k q8_0", "did you mean --kv-cache-dtype?"),
+    ("choose the threads", "serve m --threads 8", "OMP_NUM_THREADS"),
+    ("serve several at once", "serve m --parallel 4", "did you mean --max-num-seqs?"),
+    ("load from the hub", "chat -hf org/name-GGUF", "give the model, a directory or a hub id, without an option"),
+    ("give an image", "generate m x --image cat.png", "models here read text only"),
+    ("use a draft model", "serve m --model-draft d", "there is no speculative decoding"),
+    ("use a grammar", "generate m x --grammar g", "structured_outputs"),
+    ("stop at a text", "generate m x --reverse-prompt User:", "did you mean --stop?"),
+    ("stretch the context", "serve m --rope-scale 4", "did you mean --hf-overrides?"),
+    ("start the server", "llama-server -m x", "use nanoinfer serve MODEL"),
+    ("benchmark", "llama-bench", "nanoinfer bench latency"),
+    ("make a smaller file", "llama-quantize", "nanoinfer quantize MODEL --to int4 --out DIR"),
+    ("see what a file holds", "show x.gguf", "nanoinfer inspect FILE"),
+    ("split over cards", "serve m --tensor-split 1,1", "one GPU per engine"),
+    ("set the system prompt from a file", "chat m --system-prompt-file f", '--system "$(cat FILE)"'),
+    # Ollama
+    ("pull a model", "pull qwen3", "downloaded when it is first used"),
+    ("see what I have", "list --help", "models that lie here"),
+    ("see what runs", "ps", "GET /v1/models"),
+    ("use Ollama's models", "docs/gguf.md", "ollama:qwen3:8b"),
+    ("set num_ctx", "chat m --num-ctx 8192", "did you mean --max-model-len?"),
+    ("keep the model loaded", "serve m --keep-alive 5m", "the model stays loaded"),
+    ("turn thinking off in a chat", "/set", "nothink"),
+    ("ask again", "/regenerate", "another answer to the last question"),
+    ("write several lines", "keys", "Alt-Enter or Ctrl-J"),
+    ("get JSON", "serve m --format json", "response_format"),
+    ("let a web page in", "serve --help", "--allowed-origins"),
+    # vLLM
+    ("use two cards", "serve m --tensor-parallel-size 2", "one GPU per engine"),
+    ("limit the memory", "serve --help", "--gpu-memory-limit"),
+    ("offload weights", "serve --help", "--cpu-offload-gb"),
+    ("trust remote code", "serve m --trust-remote-code", "no code of a checkpoint is run"),
+    ("serve LoRA", "serve m --enable-lora", "merge the adapter into the weights"),
+    ("name the model", "serve m --alias x", "did you mean --served-model-name?"),
+    ("set a key", "serve --help", "--api-key"),
+    ("know whether it fits", "plan --help", "--compare-gpus"),
+    ("run it on several GPUs", "docs/fleet.md", "--ray --replicas"),
+]
+
+
+def answered(tried: str) -> str:
+    """What is said, on one line."""
+    if tried.startswith("docs/"):
+        return " ".join((ROOT / tried).read_text().split())
+    if tried.startswith("/") or tried == "keys":
+        return KEYS if tried == "keys" else f"{COMMANDS[tried[1:]]}"
+    heard = io.StringIO()
+    with redirect_stdout(heard), redirect_stderr(heard), pytest.raises(SystemExit):
+        cli.main(tried.split())
+    return " ".join(heard.getvalue().split())
+
+
+def test_there_are_forty_and_each_is_asked_once():
+    assert len({question for question, _, _ in QUESTIONS}) == len(QUESTIONS) == 40
+
+
+@pytest.mark.parametrize("question, tried, said", QUESTIONS, ids=[question for question, _, _ in QUESTIONS])
+def test_what_is_tried_first_answers_it(question, tried, said):
+    found = answered(tried)
+    assert said in found, found[-300:]
