@@ -155,7 +155,7 @@ class Player:
 def lines_of(player: Player, alone: list) -> tuple[dict[Line, int], set[Line]]:
     """How often each line runs at least while all requests are played, and the lines that run for the first time only.
 
-    With shuffled streams some run more often in one play than in another.
+    With shuffled streams some run more often in one play than in another, and in the first one no beginning is known.
     """
     first, *others = counts = [Counter() for _ in range(3)]
     for found in counts:
@@ -163,6 +163,7 @@ def lines_of(player: Player, alone: list) -> tuple[dict[Line, int], set[Line]]:
         player.check(tracer, alone)
         found.update(tracer.counts)
     always = functools.reduce(operator.and_, others)
+    always = always & first | Counter({line: count for line, count in always.items() if line not in first})
     once = {line for line in first if not any(line in found for found in others)}
     return {line: always[line] or count for line, count in functools.reduce(operator.or_, counts).items()}, once
 
