@@ -66,8 +66,8 @@ class EngineConfig:
             generation_config.json; "vllm": SamplingParams.
         device: "auto" (a GPU, if there is one), "cuda", "cuda:1", "cpu", or the name of a device that another package
             brings.
-        max_model_len: the most tokens of a prompt with its output. None: the model's own limit, cut to what fits into
-            memory; -1 is the same, as in vLLM.
+        max_model_len: the most tokens of a prompt with its output, such as 32768 or "32k". None: the model's own
+            limit, cut to what fits into memory; -1 is the same, as in vLLM.
         max_num_seqs: the most sequences that run at once. None: 256, or 64 if the budget is below 32 GiB.
         max_num_batched_tokens: the most tokens of one prefill step, which bounds the working memory. None: at most 8192
             on CUDA and 2048 on the CPU, fewer where requests are done sooner with the memory that this leaves.

@@ -17,6 +17,7 @@ from nanoinfer.commands import model
 from nanoinfer.devices import registry
 from nanoinfer.devices.registry import device_of
 from nanoinfer.memory import here
+from nanoinfer.options.engine import engine_arguments
 from nanoinfer.weights import find, lying_here
 from nanoinfer.weights.lying_here import models_here
 
@@ -124,6 +125,13 @@ def forecaster(name, **asked):
 def test_a_name_has_the_format_that_the_plan_finds_fastest(name, quantization, words, gpu):
     changes, said = here.best_format(name, dict(enable_cpu_offload="auto", max_num_seqs=1, max_model_len=8192))
     assert changes.get("quantization") == quantization and words in said and bool(changes) == bool(said)
+
+
+@pytest.mark.parametrize("command", [["chat"], ["generate", "-p", "x"], ["serve"]], ids=lambda one: one[0])
+def test_a_command_has_its_own_settings_planned(command, gpu):
+    options = cli.make_parser().parse_args([command[0], "qwen3-8b", *command[1:], "--max-model-len", "8k"])
+    changes, _ = here.best_format(options.model, engine_arguments(options))
+    assert changes == {"quantization": "int4"}
 
 
 def test_weights_stay_as_they_are_on_a_host():

@@ -11,7 +11,7 @@ from engines import COMMON, VOCAB, assert_pools_as_before, make_engine, random_p
 from safetensors.torch import load_file, save_file
 from tiny_models import make_checkpoint
 
-from nanoinfer import LLM, EngineConfig, SamplingParams
+from nanoinfer import LLM, EngineConfig, SamplingParams, plan
 from nanoinfer.common.unsupported import CHAT, ENGINE, GENERATE
 from nanoinfer.weights.load import read_checkpoint, resolve_dtype
 
@@ -25,6 +25,16 @@ def path(tmp_path_factory):
 def llm(path):
     with LLM(path, **(COMMON | dict(enable_cpu_offload=True))) as llm:
         yield llm
+
+
+def test_numbers_of_tokens_may_be_given_as_on_the_command_line():
+    config = EngineConfig(model="m", max_model_len="32k", max_num_batched_tokens="2048")
+    assert (config.max_model_len, config.max_num_batched_tokens) == (32_768, 2048)
+    assert EngineConfig(model="m", max_model_len="-1").max_model_len is None
+    given = dict(gpu="RTX 4090", host_memory_limit="64GiB")
+    assert plan("tiny", max_model_len="1k", **given).context == 1024
+    with pytest.raises(ValueError, match="max_model_len='1q' is no whole number"):
+        plan("tiny", max_model_len="1q", **given)
 
 
 @pytest.mark.parametrize(
