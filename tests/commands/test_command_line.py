@@ -200,7 +200,7 @@ def test_an_option_of_its_own_comes_before_one_that_an_argument_is_taken_from():
         (["serve", "x", "-c", "4096"], "unknown option -c: did you mean --max-model-len\\?$"),
         (
             ["generate", "x", "--n-gpu-layers", "99"],
-            "option --n-gpu-layers: did you mean --gpu-memory-limit\\?$",
+            "--n-gpu-layers is not supported: what does not fit on the GPU streams to it by itself: leave it out",
         ),
         (["generate", "x", "--max-new-tokens=5"], "did you mean --max-tokens\\?$"),
         (["serve", "--model", "x"], "unknown option --model: give the model, a directory or a hub id, without an"),

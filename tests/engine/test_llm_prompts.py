@@ -61,7 +61,7 @@ def test_text_that_the_tokenizer_cannot_read_fails_alone(llm):
         ([[]], "messages is empty"),
         (["w1"], "messages[0] has no role"),
         ([{"content": "w1"}], "messages[0] has no role"),
-        ([{"role": "user", "content": None}], "messages[0].content is None: give text"),
+        ([{"role": "user"}], "messages[0].content is None: give text"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content has a part of type 'image_url'"),
         ([{"role": "user", "content": [{"typ": "text"}]}], "messages[0].content has a part that is no"),
         ([{"role": "nobody", "content": "w1"}], "the chat template refuses the messages: no such role"),
