@@ -20,7 +20,7 @@ from gpu_resident import start
 from gpu_sparse import prefill
 
 from nanoinfer import LLM
-from nanoinfer.measure.locality import drawn
+from nanoinfer.measure.locality import draw_fields
 from nanoinfer.measure.run import measure
 
 LLAMA_SECONDS = 200  # until a run of llama.cpp counts as hung
@@ -89,7 +89,7 @@ def gguf_streamed(bench: Bench) -> dict:
     )
     experts = llm.engine.plan.expert_bytes
     # Greedy tokens would soon be the same again and again, and their experts in slots.
-    uniform = drawn(0.0, llm.engine.vocab_size, 0)
+    uniform = draw_fields(0.0, llm.engine.vocab_size, 0)
     result = _ours(bench, llm, "Q4_0, experts on the host", step, chunk, 40, sampling=uniform)
     return {name: case | {"expert_bytes": experts} for name, case in result.items()}
 

@@ -21,14 +21,14 @@ def prepare(options: argparse.Namespace, *, is_chat: bool = False, say: Callable
     Raises:
         ValueError: there is no such model, or it has no chat template and needs one.
     """
-    from nanoinfer.weights.find import OnHub, find_model, located
+    from nanoinfer.weights.find import OnHub, find_model, locate
     from nanoinfer.weights.other_kinds import has_template, no_template
 
     def tell(text: str) -> None:
         print(f"{options.parser.prog}: {text}", file=sys.stderr, flush=True)
 
     is_shown, say = say is not None or sys.stderr.isatty(), say or tell
-    found = located(options.model)
+    found = locate(options.model)
     is_named = isinstance(found, OnHub) and "/" not in options.model
     if is_named:
         say(f"{options.model} is {found.repository}")
@@ -44,9 +44,9 @@ def prepare(options: argparse.Namespace, *, is_chat: bool = False, say: Callable
 def check(model: str | None, names: Any = ()) -> None:
     """Raise ValueError where there can be no model of this name; None is no name. names: others that are known."""
     if model is not None and model not in names:
-        from nanoinfer.weights.find import located
+        from nanoinfer.weights.find import locate
 
-        located(model, names)
+        locate(model, names)
 
 
 def _size_of(path: Path) -> str:

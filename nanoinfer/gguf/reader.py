@@ -122,7 +122,7 @@ class _Table:
                 self._refuse(f"the key {shown(key)} is there twice")
             metadata[key] = self._value(key)
         infos = [self._tensor_info() for _ in range(num_tensors)]
-        tensors = self._placed(infos, self._alignment(metadata))
+        tensors = self._locate_tensors(infos, self._alignment(metadata))
         return GGUFFile(path=self._path, metadata=metadata, tensors=tensors, header_bytes=self._at)
 
     def _check_version(self, version: int) -> None:
@@ -254,7 +254,7 @@ class _Table:
             self._refuse(f"general.alignment is {shown(alignment)}, it must be a power of two up to {_MAX_ALIGNMENT:,}")
         return alignment
 
-    def _placed(self, infos: Iterable[tuple], alignment: int) -> dict[str, GGUFTensor]:
+    def _locate_tensors(self, infos: Iterable[tuple], alignment: int) -> dict[str, GGUFTensor]:
         begin = -(-self._at // alignment) * alignment
         tensors: dict[str, GGUFTensor] = {}
         for name, shape, kind, offset in infos:

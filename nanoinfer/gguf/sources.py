@@ -54,7 +54,7 @@ def file_in(folder: Path, tag: str | None = None) -> Path | None:
     if not names:
         return None
     if tag is not None:
-        return folder / tagged(names, tag, str(folder))
+        return folder / pick_by_tag(names, tag, str(folder))
     models = first_shards(names)
     others = [name for name in names if not is_model(name)]
     if not models:
@@ -66,7 +66,7 @@ def file_in(folder: Path, tag: str | None = None) -> Path | None:
     return folder / models[0]
 
 
-def tagged(names: Iterable[str], tag: str | None, where: str) -> str:
+def pick_by_tag(names: Iterable[str], tag: str | None, where: str) -> str:
     """Return the first model whose path has a tag, in any case, before "-" or "."; of no tag, the usual ones.
 
     Raises:
@@ -89,7 +89,7 @@ def hub_file(repository: str, tag: str | None, names: Iterable[str], download: C
 
     names: of the repository's files. download: fetches files, and returns the folder that they lie in.
     """
-    chosen = tagged(names, tag, repository)
+    chosen = pick_by_tag(names, tag, repository)
     folder = PurePosixPath(chosen).parent
     wanted = [str(folder / name) for name in shard_names(PurePosixPath(chosen).name)]
     return download(wanted) / chosen

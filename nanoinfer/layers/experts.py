@@ -25,7 +25,7 @@ from nanoinfer.kernels.experts.slot_tables import SlotTables
 from nanoinfer.kernels.operations import operations_of
 from nanoinfer.layers.formats.base import DENSE, Filling, Formats, Stack, WeightFormat
 from nanoinfer.layers.formats.packed import temporary_bytes
-from nanoinfer.layers.formats.parted import Parted, merged
+from nanoinfer.layers.formats.parted import Parted, merge_formats
 from nanoinfer.layers.linear import Linear
 from nanoinfer.layers.norm import RMSNorm
 
@@ -163,7 +163,7 @@ class Experts(nn.Module):
         self.names, self.is_fused, self.in_turn = names, is_fused, in_turn
         gate, up, down = (self._format_of(formats, name) for name in names)
         both, options = {names[0]: intermediate_size, names[1]: intermediate_size}, dict(bias=bias, dtype=dtype)
-        as_one = merged([gate, up], [intermediate_size] * 2)
+        as_one = merge_formats([gate, up], [intermediate_size] * 2)
         if isinstance(as_one, Parted):
             first = ExpertProjection({names[0]: intermediate_size}, hidden_size, gate, begin=0, **options)
             second = {names[1]: intermediate_size}

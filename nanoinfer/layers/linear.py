@@ -11,7 +11,7 @@ from nanoinfer.devices.registry import device_of
 from nanoinfer.kernels.linear.counts import num_parts
 from nanoinfer.kernels.operations import operations_of
 from nanoinfer.layers.formats.base import DENSE, ExpandedFormat, Filling, Formats
-from nanoinfer.layers.formats.parted import merged
+from nanoinfer.layers.formats.parted import merge_formats
 from nanoinfer.layers.norm import RMSNorm
 
 HEAD_BLOCK = 2048
@@ -47,7 +47,7 @@ class Linear(nn.Module):
         self.merged = out_features if isinstance(out_features, dict) else None
         sizes = self.merged or {"": out_features}
         self.num_rows, self.in_features = sum(sizes.values()), in_features
-        self.weights = merged([formats.of_held(name) for name in sizes], list(sizes.values()))
+        self.weights = merge_formats([formats.of_held(name) for name in sizes], list(sizes.values()))
         self.operations, self.library_counts, self.scratch = operations_of(device), frozenset(), None
         self.kept_matrix: Tensor | None = None
         self.weights.allocate(self, self.num_rows, in_features, dtype=dtype, device=device)

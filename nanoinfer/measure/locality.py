@@ -28,10 +28,10 @@ def sampling_of(llm: LLM, locality: float | None, seed: int) -> dict[str, Any]:
     engine = llm.engine
     if engine.runner.spec.sparse is None or engine.config.load_format != "dummy":
         return {}
-    return drawn(locality or 0.0, engine.vocab_size, seed)
+    return draw_fields(locality or 0.0, engine.vocab_size, seed)
 
 
-def drawn(locality: float, vocab_size: int, seed: int) -> dict[str, Any]:
+def draw_fields(locality: float, vocab_size: int, seed: int) -> dict[str, Any]:
     """Return fields of the SamplingParams of a request whose tokens are drawn with a locality.
 
     Args:

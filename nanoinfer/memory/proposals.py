@@ -106,7 +106,7 @@ class Proposer:
 
     def to_fit(self) -> tuple[Proposal, ...]:
         """Return what makes the config fit: all that it wants, with the least loss first; then less of it."""
-        proposals = [made for changes in self._without_loss() if (made := self._made(changes)) is not None]
+        proposals = [made for changes in self._without_loss() if (made := self._propose(changes)) is not None]
         proposals += self._formats(float("inf"))
         return (*proposals, *self._less())
 
@@ -114,7 +114,7 @@ class Proposer:
         """Return what takes less than a step takes now, cheapest first, each faster than all before it."""
         proposals: list[Proposal] = []
         for changes in (*self._settings(now), *self._shorter(now)):
-            made = self._made(changes)
+            made = self._propose(changes)
             times = [now.ms_per_token, *(one.ms_per_token or 0.0 for one in proposals)]
             if made is not None and (made.ms_per_token or 0.0) < _FASTER * min(times):
                 proposals.append(made)
@@ -141,7 +141,7 @@ class Proposer:
     def _fewer(self, now: Outcome) -> list[Proposal]:
         """Return half of the sequences, if those are given and get more tokens in all."""
         half = (self.config.max_num_seqs or 1) // 2
-        made = self._made({"max_num_seqs": half}) if half else None
+        made = self._propose({"max_num_seqs": half}) if half else None
         if made is None or (made.ms_per_token or 0.0) * now.batch > _FASTER * now.ms_per_token * half:
             return []
         return [made]
@@ -166,7 +166,7 @@ class Proposer:
                 break
             if proposals and slowest < float("inf") and not proposals[-1].ms_per_token:
                 break  # nothing can be faster
-            made = self._made(changes) or self._made(self._relaxed() | changes)
+            made = self._propose(changes) or self._propose(self._relaxed() | changes)
             if made is None:
                 continue
             times = [slowest, *(one.ms_per_token or 0.0 for one in proposals)]
@@ -184,17 +184,17 @@ class Proposer:
             config = replace(self.config, **changes)
             tokens = 0 if self._outcome(config) is None else self.longest(config)
             if tokens and (wanted is None or tokens < wanted):
-                made = self._made(changes | {"max_model_len": tokens})
+                made = self._propose(changes | {"max_model_len": tokens})
                 if made is not None:
                     yield made
                     break
         low, high = 0, self.config.max_num_seqs or 0  # the first fits or is none, the second does not
         while high - low > 1:
             middle = (low + high) // 2
-            fits = self._made({"max_num_seqs": middle}) is not None
+            fits = self._propose({"max_num_seqs": middle}) is not None
             low, high = (middle, high) if fits else (low, middle)
         if low:
-            yield self._made({"max_num_seqs": low})
+            yield self._propose({"max_num_seqs": low})
 
     def _without_loss(self) -> list[dict[str, Any]]:
         each = [{name: value} for name, value in self._relaxed().items()]
@@ -234,7 +234,7 @@ class Proposer:
         except ValueError:
             return None
 
-    def _made(self, changes: dict[str, Any]) -> Proposal | None:
+    def _propose(self, changes: dict[str, Any]) -> Proposal | None:
         config = replace(self.config, **changes)
         outcome = self._outcome(config)
         if outcome is None or not outcome.fits:

@@ -35,7 +35,7 @@ from transformers import PretrainedConfig
 
 from nanoinfer.kernels.attention.spec import AttentionSpec
 from nanoinfer.layers.experts import Experts, Sparse, SparseMLP
-from nanoinfer.layers.formats.base import Filling, Renamed, renamed
+from nanoinfer.layers.formats.base import Filling, Renamed, rename
 from nanoinfer.layers.formats.packed import temporary_bytes
 from nanoinfer.layers.fused_experts import fused_views
 from nanoinfer.layers.linear import Embedding, Head, Linear, matrix_bytes, scratch_size, share_scratch
@@ -386,7 +386,7 @@ class Decoder(nn.Module):
         """Return what checkpoints call a module or parameter: "model." and its path, but for `lm_head`."""
         before, layers, own = name.partition(".layers.")
         number, dot, own = own.partition(".")
-        return before + layers + number + dot + renamed(own, self.names)
+        return before + layers + number + dot + rename(own, self.names)
 
     def ignored(self, names: Collection[str]) -> set[str]:
         """Return those of a checkpoint's tensors that it may hold although the model has no place for them."""

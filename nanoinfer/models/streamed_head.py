@@ -65,11 +65,11 @@ def head_sizes(head: Head, dtype: torch.dtype, most_bytes: int) -> dict[str, Any
     rows = tuple(end - begin for begin, end in pairwise(ends))
     # A vocabulary of millions has thousands of slices, of a few sizes.
     kinds = sorted(set(rows))
-    sizes = dict(zip(kinds, (aligned_begins(one)[1] for one in sliced(head, kinds, dtype, "meta")), strict=True))
+    sizes = dict(zip(kinds, (aligned_begins(one)[1] for one in slice_head(head, kinds, dtype, "meta")), strict=True))
     return dict(head_bytes=size, head_rows=rows, slice_bytes=tuple(sizes[count] for count in rows))
 
 
-def sliced(head: Head, rows: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> list[Head]:
+def slice_head(head: Head, rows: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> list[Head]:
     """Return slices of a head that have so many rows, on a device: not filled, and in no landing buffer yet."""
     slices = []
     for count in rows:
@@ -94,7 +94,7 @@ class StreamedHead:
         self, head: Head, rows: Sequence[int], dtype: torch.dtype, *, buffers: list[Tensor], first: int, piece: int
     ) -> None:
         self.head, self.slices = head, []
-        for number, one in enumerate(sliced(head, rows, dtype, buffers[0].device)):
+        for number, one in enumerate(slice_head(head, rows, dtype, buffers[0].device)):
             landing = Landing((first + number) % len(buffers), until=piece + number)
             begins, size = aligned_begins(one)
             move_tensors(one, begins, buffers[landing.place][:size])

@@ -59,14 +59,14 @@ def branches(schema: Any, root: Any, *, seen: tuple[str, ...] = ()) -> list[dict
     if isinstance(ref, str):
         if ref in seen or len(seen) > _MAX_DEPTH:
             raise Unenforceable(f"{ref} refers to itself")
-        schemas = _each(schemas, branches(referred(ref, root), root, seen=(*seen, ref)))
+        schemas = _combine(schemas, branches(resolve(ref, root), root, seen=(*seen, ref)))
     for one in several[0] if several else ():
-        schemas = _each(schemas, branches(one, root, seen=seen))
+        schemas = _combine(schemas, branches(one, root, seen=seen))
     for key, options in choices:
         made = [branches(one, root, seen=seen) for one in options]
         if key == "oneOf":
             _check_apart(made)
-        schemas = _each(schemas, [branch for one in made for branch in one])
+        schemas = _combine(schemas, [branch for one in made for branch in one])
     return [one for one in schemas if one.get("type", ["any"]) and one.get("enum", ["any"])]
 
 
@@ -78,7 +78,7 @@ def kinds_of(branch: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(map(type_of, branch["enum"])) if "enum" in branch else frozenset()
 
 
-def referred(ref: str, root: Any) -> Any:
+def resolve(ref: str, root: Any) -> Any:
     """Return what a reference within a schema leads to; None: nothing is there."""
     part = root
     for step in ref.removeprefix("#").strip("/").split("/")[:20]:
@@ -93,14 +93,14 @@ def fits_type(value: Any, kinds: frozenset[str]) -> bool:
     return not kinds or kind in kinds or kind == "integer" and "number" in kinds or is_whole and "integer" in kinds
 
 
-def _each(left: list[dict], right: list[dict]) -> list[dict]:
-    pairs = [merged for one in left for other in right if (merged := _merged(one, other)) is not None]
+def _combine(left: list[dict], right: list[dict]) -> list[dict]:
+    pairs = [merged for one in left for other in right if (merged := _merge(one, other)) is not None]
     if len(pairs) > _MAX_BRANCHES:
         raise Unenforceable(f"it has more than {_MAX_BRANCHES} branches")
     return pairs
 
 
-def _merged(one: dict, other: dict) -> dict | None:
+def _merge(one: dict, other: dict) -> dict | None:
     """Return a schema that says what both say; None: no value fulfils both."""
     merged = {**one, **other}
     kinds, others = kinds_of(one), kinds_of(other)
@@ -146,7 +146,7 @@ def _check_apart(made: list[list[dict]]) -> None:
     """Raise Unenforceable if a value may fulfil two of several schemas."""
     for index, one in enumerate(made):
         for other in made[index + 1 :]:
-            if any(_merged(left, right) is not None for left in one for right in other):
+            if any(_merge(left, right) is not None for left in one for right in other):
                 raise Unenforceable(
                     "branches of a oneOf may hold for one value: give anyOf, or branches of other types"
                 )

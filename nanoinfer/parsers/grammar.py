@@ -16,7 +16,7 @@ from nanoinfer.common.tables import by_name
 from nanoinfer.parsers.branches import Unenforceable
 from nanoinfer.parsers.tagged_values import escaped, properties_of, value_of
 from nanoinfer.parsers.tools import Tool
-from nanoinfer.structured.schemas import taken
+from nanoinfer.structured.schemas import to_supported
 
 # As templates write JSON, and so models: with blanks of any number some never end.
 _SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -184,7 +184,7 @@ class CallGrammar:
 
     def _arguments(self, name: str, parameters: Mapping[str, Any]) -> str:
         """Add the rule of a tool's arguments, and return its name."""
-        schema = dict(taken(parameters) or {})
+        schema = dict(to_supported(parameters) or {})
         schema.setdefault("type", "object")
         schema.setdefault("x-guidance", _SPACES)
         if self._shape.value is None:

@@ -80,15 +80,15 @@ def _as_called(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]
             behind.append(message)
             continue
         if behind:
-            ordered += _sorted(behind, calls)
+            ordered += _sort(behind, calls)
             calls, behind = [], []
         tool_calls = message.get("tool_calls")
         calls += [_id_of(one) for one in tool_calls] if isinstance(tool_calls, list | tuple) else []
         ordered.append(message)
-    return ordered + _sorted(behind, calls)
+    return ordered + _sort(behind, calls)
 
 
-def _sorted(behind: list[Mapping[str, Any]], calls: list[Any]) -> list[Mapping[str, Any]]:
+def _sort(behind: list[Mapping[str, Any]], calls: list[Any]) -> list[Mapping[str, Any]]:
     order = {one: number for number, one in enumerate(calls) if isinstance(one, str)}
     ids = [one.get("tool_call_id") for one in behind if one["role"] == "tool"]
     is_known = len(order) == len(calls) and all(isinstance(one, str) and one in order for one in ids)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from nanoinfer.parsers.base import MAX_BLANKS
 from nanoinfer.parsers.json_calls import JsonCallReader
 from nanoinfer.parsers.json_text import JsonCall
-from nanoinfer.parsers.tools import named
+from nanoinfer.parsers.tools import find_tool
 
 TAG = "<|python_tag|>"
 _KEYS = frozenset(("name", "parameters", "arguments", "type", "function", "id"))
@@ -61,7 +61,7 @@ class Llama3Reader(JsonCallReader):
         return True
 
     def _is_call(self, name: str) -> bool:
-        return named(self._tools, name) is not None
+        return find_tool(self._tools, name) is not None
 
     def _refused(self) -> None:
         self._step = self._text

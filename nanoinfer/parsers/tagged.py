@@ -10,7 +10,7 @@ from copy import deepcopy as copy
 from nanoinfer.parsers.base import MAX_BLANKS, ToolReader, first, num_held
 from nanoinfer.parsers.json_text import JsonValue
 from nanoinfer.parsers.schema_types import is_text, json_of, property_types, quoted
-from nanoinfer.parsers.tools import named
+from nanoinfer.parsers.tools import find_tool
 
 _NAME = re.compile(r"[^\s<>\"]{1,200}")
 _TEXT = re.compile(r"(?s).{0,300}")
@@ -81,7 +81,7 @@ class TaggedReader(ToolReader):
         return bool(mark)
 
     def _begin_call(self, name: str) -> None:
-        tool = named(self._tools, name)
+        tool = find_tool(self._tools, name)
         self._parameters = tool.parameters if tool is not None else {}
         self._num_arguments = 0
         self._begin(name)

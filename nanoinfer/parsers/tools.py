@@ -30,7 +30,7 @@ class Tool:
     is_strict: bool = False
 
 
-def named(tools: Sequence[Tool], name: str) -> Tool | None:
+def find_tool(tools: Sequence[Tool], name: str) -> Tool | None:
     """Return the tool of this name, if there is one."""
     return next((tool for tool in tools if tool.name == name), None)
 
@@ -79,14 +79,14 @@ def shown_tools(tools: Any, *, is_filled: bool = False) -> list[dict[str, Any]] 
     for one in tools or ():
         told = blank | {name: value for name, value in one["function"].items() if value is not None}
         if is_filled:
-            told["parameters"] = blank["parameters"] | _filled(told["parameters"])
+            told["parameters"] = blank["parameters"] | _fill(told["parameters"])
         function = {name: told[name] for name in (*_PARTS, *told) if name in told}
         others = {name: value for name, value in one.items() if name not in ("type", "function")}
         forms.append({"type": one["type"], "function": function, **others})
     return forms or None
 
 
-def _filled(schema: Any) -> dict[str, Any]:
+def _fill(schema: Any) -> dict[str, Any]:
     """Return a schema whose properties have descriptions and one type each, without nulls."""
     if not isinstance(schema, Mapping):
         return {}
@@ -94,9 +94,9 @@ def _filled(schema: Any) -> dict[str, Any]:
     if isinstance(kinds := filled.get("type"), list | tuple):
         filled["type"] = next((kind for kind in kinds if kind != "null"), "null")
     if isinstance(filled.get("properties"), Mapping):
-        filled["properties"] = {name: {"description": ""} | _filled(one) for name, one in filled["properties"].items()}
+        filled["properties"] = {name: {"description": ""} | _fill(one) for name, one in filled["properties"].items()}
     if isinstance(filled.get("items"), Mapping | bool):
-        filled["items"] = _filled(filled["items"])
+        filled["items"] = _fill(filled["items"])
     return filled
 
 
@@ -136,7 +136,7 @@ def checked_choice(choice: Any, tools: Sequence[Tool]) -> str | Tool:
             '{"name": ...}}',
             field="tool_choice",
         )
-    tool = named(tools, name)
+    tool = find_tool(tools, name)
     if tool is None:
         hint = did_you_mean(name, [one.name for one in tools])
         raise RequestError(f"tool_choice names {shown(name)}, which no tool is called{hint}", field="tool_choice")

@@ -83,20 +83,20 @@ def _add(turns: list[Message], message: Message, rules: TurnRules) -> None:
         role = rules.late_developer if is_developer else rules.late
         role = rules.behind_result if behind_result else role
         if role == "tool":
-            turns[-1] = _joined(last, message)
+            turns[-1] = _join(last, message)
             return
         if is_blank and role == "user":
             return
         message["role"] = role
     if behind_result:
         if rules.joins_results and message["role"] == "user":
-            message = _joined(last, message)
+            message = _join(last, message)
             turns.pop()
     elif rules.joins:
         if is_blank and message["role"] == "assistant" and message.keys() <= {"role", "content"}:
             return
         if last["role"] == message["role"] and _may_join(last):
-            message = {**last, **message, "content": _joined(last, message)["content"]}
+            message = {**last, **message, "content": _join(last, message)["content"]}
             turns.pop()
     turns.append(message)
 
@@ -105,5 +105,5 @@ def _may_join(message: Message) -> bool:
     return message["role"] == "user" or message["role"] == "assistant" and not message.get("tool_calls")
 
 
-def _joined(first: Message, second: Message) -> Message:
+def _join(first: Message, second: Message) -> Message:
     return {**first, "content": _BETWEEN.join(filter(str.strip, (first["content"], second["content"])))}

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nanoinfer.common.errors import RequestError
 from nanoinfer.structured.check import STACK_BYTES, compiled, on_stack
-from nanoinfer.structured.grammar import grammar_of, is_gbnf, load_llguidance, placed, schema_of
+from nanoinfer.structured.grammar import grammar_of, is_gbnf, load_llguidance, put_behind, schema_of
 from nanoinfer.structured.letters import with_letters
 from nanoinfer.structured.matcher import Grammar, mask_of
 from nanoinfer.structured.schemas import remedy
@@ -94,7 +94,7 @@ class GrammarCompiler:
         is_tried |= params.kind in _HARMLESS
         if not is_tried and (fault := self.trial.fault(grammar, schema_of(params))) is not None:
             return _refusal(params, *fault)
-        matcher = on_stack(STACK_BYTES, lambda: compiled(self._tokenizer, placed(grammar, params.before)))
+        matcher = on_stack(STACK_BYTES, lambda: compiled(self._tokenizer, put_behind(grammar, params.before)))
         if not matcher.is_error():
             matcher.deep_copy().compute_bitmask()  # copies share what the first mask finds out about the vocabulary
         if matcher.is_error():

@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from nanoinfer.common.errors import shown
-from nanoinfer.structured.schemas import taken
+from nanoinfer.structured.schemas import to_supported
 from nanoinfer.structured_outputs import StructuredOutputsParams
 
 # Blanks between the parts of JSON, where nothing else is asked for. If any number were allowed, small models would
@@ -42,10 +42,10 @@ def grammar_of(params: StructuredOutputsParams, special: Collection[str] = ()) -
     match params.kind:
         case "json" | "json_object":
             schema = json.loads(params.json) if params.json is not None else {"type": "object"}
-            schema = taken({} if schema is True else schema)
+            schema = to_supported({} if schema is True else schema)
             if schema is False:
                 raise ValueError("no text fulfils it")
-            return matcher.grammar_from_json_schema(json.dumps(_closed(schema, params)), *_spaces(params))
+            return matcher.grammar_from_json_schema(json.dumps(_close(schema, params)), *_spaces(params))
         case "regex":
             return matcher.grammar_from_regex(params.regex)
         case "choice":  # as one terminal, of which any number is taken; the escapes of JSON are Lark's
@@ -61,7 +61,7 @@ def is_gbnf(params: StructuredOutputsParams) -> bool:
     return params.kind == "grammar" and "::=" in params.grammar
 
 
-def placed(grammar: str, before: str | None) -> str:
+def put_behind(grammar: str, before: str | None) -> str:
     """Return a grammar behind what comes before it, in which it is called `@form`; None: nothing comes."""
     if before is None:
         return grammar
@@ -71,7 +71,7 @@ def placed(grammar: str, before: str | None) -> str:
 
 def schema_of(params: StructuredOutputsParams) -> Any:
     """Return the JSON Schema that the text must fulfil; None where it is no JSON."""
-    return taken(json.loads(params.json)) if params.kind == "json" else None
+    return to_supported(json.loads(params.json)) if params.kind == "json" else None
 
 
 def _spaces(params: StructuredOutputsParams) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -83,7 +83,7 @@ def _spaces(params: StructuredOutputsParams) -> tuple[dict[str, Any], dict[str, 
     return {"whitespace_pattern": _WHITESPACE}, {}
 
 
-def _closed(schema: Any, params: StructuredOutputsParams) -> Any:
+def _close(schema: Any, params: StructuredOutputsParams) -> Any:
     """Return a schema whose objects have the named properties only, if that is asked for; it is changed in place."""
     left = [schema] if params.disable_additional_properties else []
     while left:
@@ -112,7 +112,7 @@ def _tags(params: StructuredOutputsParams, special: Collection[str]) -> str:
         trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
         if trigger is None:
             raise ValueError(f"structures[{index}].begin is {begin!r}, which no trigger begins: {form}")
-        schema = _closed(taken(schema), params)
+        schema = _close(to_supported(schema), params)
         if schema is False:
             raise ValueError(f"structures[{index}].schema is one that no text fulfils")
         own = schema.get("x-guidance", {})

@@ -23,23 +23,23 @@ _LIST = frozenset("anyOf allOf oneOf prefixItems".split())
 _BY_NAME = frozenset("properties patternProperties $defs definitions dependentSchemas".split())
 
 
-def taken(schema: Any) -> Any:
+def to_supported(schema: Any) -> Any:
     """Return a schema that says the same in the keywords that grammars can be made of, where there are some.
 
     What has none stays as it is, and is refused by name when a grammar is made of it.
     """
     if isinstance(schema, list):  # `items` of older drafts
-        return [taken(one) for one in schema]
+        return [to_supported(one) for one in schema]
     if not isinstance(schema, Mapping):
         return schema
     supported = {}
     for key, value in schema.items():
         if key in _SCHEMA:
-            value = taken(value)
+            value = to_supported(value)
         elif key in _LIST and isinstance(value, list):
-            value = [taken(one) for one in value]
+            value = [to_supported(one) for one in value]
         elif key in _BY_NAME and isinstance(value, Mapping):
-            value = {name: taken(one) for name, one in value.items()}
+            value = {name: to_supported(one) for name, one in value.items()}
         supported[key] = value
     if "not" in supported and supported["not"] in ({}, True):  # zod's `never`
         return False

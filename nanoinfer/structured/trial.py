@@ -41,17 +41,17 @@ class Trial:
     def fault(self, grammar: str, schema: Any = None) -> tuple[str, str | None] | None:
         """Return what is wrong with a grammar, and the part of its schema that is at fault, if there is one; None:
         nothing is."""
-        outcome = self._tried(dict(grammar=grammar, gbnf=None, schema=schema))
+        outcome = self._try(dict(grammar=grammar, gbnf=None, schema=schema))
         return None if outcome["error"] is None else (outcome["error"], outcome["path"])
 
     def of_gbnf(self, text: str) -> str:
         """Return llama.cpp's GBNF as a grammar, which has no fault; ValueError says what is wrong."""
-        outcome = self._tried(dict(grammar=None, gbnf=text, schema=None))
+        outcome = self._try(dict(grammar=None, gbnf=text, schema=None))
         if outcome["error"] is not None:
             raise ValueError(outcome["error"])
         return outcome["grammar"]
 
-    def _tried(self, what: dict[str, Any]) -> dict[str, Any]:
+    def _try(self, what: dict[str, Any]) -> dict[str, Any]:
         """Return what the process says of a grammar."""
         asked, answer = json.dumps(what | self._tokens), ""
         with self._lock:

@@ -25,7 +25,7 @@ from nanoinfer.gguf.sources import (
     named_file,
     ollama_file,
     packaged_file,
-    tagged,
+    pick_by_tag,
 )
 from nanoinfer.models.checkpoints import checkpoint_named
 from nanoinfer.weights.other_kinds import hint_for, refuse_shape, shapes_near
@@ -67,7 +67,7 @@ def find_model(
     Raises:
         ValueError: there is no such model, or the hub does not provide it. The message gives the nearest name.
     """
-    where = located(model, names)
+    where = locate(model, names)
     if isinstance(where, Path):
         return where
     if where.is_gguf:
@@ -84,7 +84,7 @@ def find_model(
         ) from error
 
 
-def located(model: str | Path, names: Collection[str] = ()) -> Path | OnHub:
+def locate(model: str | Path, names: Collection[str] = ()) -> Path | OnHub:
     """Return where a model lies, and download nothing; ValueError: what the name cannot be, with the nearest one."""
     name = str(model)
     path = Path(os.path.expanduser(model))  # which, unlike Path's own, leaves a name of no user as it is
@@ -162,11 +162,11 @@ def _gguf_of(repository: str, tag: str | None, say: Callable[[str], None] | None
             raise ValueError(
                 f"model {repository!r} is not given by the Hugging Face hub: {_why_not(error, repository)}"
             ) from error
-        return folder / tagged((str(path.relative_to(folder)) for path in folder.rglob("*.gguf")), tag, repository)
-    return hub_file(repository, tag, names, lambda files: _downloaded(repository, files, say))
+        return folder / pick_by_tag((str(path.relative_to(folder)) for path in folder.rglob("*.gguf")), tag, repository)
+    return hub_file(repository, tag, names, lambda files: _download(repository, files, say))
 
 
-def _downloaded(repository: str, files: list[str], say: Callable[[str], None] | None) -> Path:
+def _download(repository: str, files: list[str], say: Callable[[str], None] | None) -> Path:
     try:
         _announce(repository, files, say)
         return Path(snapshot_download(repository, allow_patterns=files))

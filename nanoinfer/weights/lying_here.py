@@ -11,7 +11,7 @@ from huggingface_hub import scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 
 from nanoinfer.gguf.shards import shard_names
-from nanoinfer.gguf.sources import PACKAGES, first_shards, is_model, ollama_models, packaged_file, tagged
+from nanoinfer.gguf.sources import PACKAGES, first_shards, is_model, ollama_models, packaged_file, pick_by_tag
 from nanoinfer.weights.find import PACKAGED
 
 
@@ -62,7 +62,7 @@ def _in_folder(repository: str, folder: Path) -> Iterator[Lying]:
     for name in first_shards(names):
         tag = name.rpartition("/")[2].partition("-00001-of-")[0].removesuffix(".gguf").rpartition("-")[2]
         try:
-            is_told = tagged(names, tag, repository) == name
+            is_told = pick_by_tag(names, tag, repository) == name
         except ValueError:
             is_told = False
         yield Lying(f"{repository}:{tag}" if is_told else str(folder / name), folder / name)

@@ -14,7 +14,7 @@ from torch import Tensor
 from nanoinfer.layers.experts import Experts
 from nanoinfer.layers.formats.base import Filling, Formats, WeightFormat
 from nanoinfer.layers.formats.online import QuantisedWhileRead
-from nanoinfer.layers.formats.schemes import quantise, stored
+from nanoinfer.layers.formats.schemes import quantise, stored_tensors
 from nanoinfer.layers.fused_experts import CODES, SCALES, FusedTensor, fused_tensors
 from nanoinfer.models.checkpoint_info import CheckpointInfo, TensorEntry
 from nanoinfer.models.decoder import Decoder
@@ -71,10 +71,10 @@ def parts_of(source: CheckpointInfo, wanted: CheckpointInfo) -> list[Part]:
             continue  # such as a tied head, which repeats the embeddings
         elif isinstance(view, Filling) and view.by_rows:
             weights = formats.of_embeddings(module) if module == EMBEDDINGS else formats.of(module)
-            sizes = {f"{module}.{ending}": size for ending, size in stored(weights, entry.shape).items()}
-            parts.append(Part((entry,), sizes, partial(_quantised, entry, module, weights)))
+            sizes = {f"{module}.{ending}": size for ending, size in stored_tensors(weights, entry.shape).items()}
+            parts.append(Part((entry,), sizes, partial(_quantise, entry, module, weights)))
         else:
-            parts.append(Part((entry,), {name: (entry.shape, entry.dtype)}, partial(_copied, entry, name)))
+            parts.append(Part((entry,), {name: (entry.shape, entry.dtype)}, partial(_copy, entry, name)))
     return parts
 
 
@@ -88,13 +88,13 @@ def _fused(model: Decoder) -> dict[str, FusedTensor]:
     return tensors
 
 
-def _copied(entry: TensorEntry, name: str, device: torch.device | str, **options) -> Iterator[tuple[str, Tensor]]:
+def _copy(entry: TensorEntry, name: str, device: torch.device | str, **options) -> Iterator[tuple[str, Tensor]]:
     """name: what it is called where it is written; of a text model's tensor its file has another."""
     for rows in read_rows(entry, "cpu", **options):
         yield name, rows
 
 
-def _quantised(
+def _quantise(
     entry: TensorEntry, module: str, weights: QuantisedWhileRead, device: torch.device | str, **options
 ) -> Iterator[tuple[str, Tensor]]:
     with refusals_of(entry):
@@ -137,7 +137,7 @@ class _OfExperts:
         if kind == "bias":
             return {kind: (shape, self.entry.dtype)}
         columns = shape[1] * (1 if self.scales is None else 2)
-        return stored(self.formats.of(f"{self.module}.0.{projection}"), (shape[0], columns))
+        return stored_tensors(self.formats.of(f"{self.module}.0.{projection}"), (shape[0], columns))
 
     def pieces(self, device: torch.device | str, **options) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of each expert, whole."""

@@ -82,7 +82,7 @@ def read_tensors(
         contiguous.append((entry, target))
     # Read in file order: this is faster for disks and for the system's read-ahead.
     contiguous.sort(key=lambda pair: (pair[0].path, pair[0].offset))
-    pieces = [piece for entry, target in _joined(contiguous) for piece in _cut(entry, target, piece_bytes)]
+    pieces = [piece for entry, target in _join_neighbours(contiguous) for piece in _cut(entry, target, piece_bytes)]
     if pieces:
         with ExitStack() as stack:
             paths = dict.fromkeys(piece.entry.path for piece in pieces)
@@ -122,7 +122,7 @@ def in_file_order(entries: Iterable[TensorEntry], device: torch.device | str) ->
     return [(entry, part.view(entry.dtype).view(entry.shape)) for entry, part in parts if entry.name or entry.num_bytes]
 
 
-def _joined(targets: Iterable[tuple[TensorEntry, Tensor]]) -> Iterator[tuple[TensorEntry, Tensor]]:
+def _join_neighbours(targets: Iterable[tuple[TensorEntry, Tensor]]) -> Iterator[tuple[TensorEntry, Tensor]]:
     """Yield targets in their order, neighbours in a file that are neighbours in memory, too, as one tensor of bytes."""
     first, size = None, 0
     for entry, target in [*targets, (None, None)]:

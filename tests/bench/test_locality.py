@@ -6,7 +6,7 @@ import pytest
 
 from nanoinfer import LLM
 from nanoinfer.commands import main as cli
-from nanoinfer.measure.locality import PUBLISHED, WORKING_SET, drawn, sampling_of
+from nanoinfer.measure.locality import PUBLISHED, WORKING_SET, draw_fields, sampling_of
 from nanoinfer.measure.run import measure
 from nanoinfer.memory.floors import Floors
 from nanoinfer.models.shapes import SHAPES, has_experts, write_shape
@@ -67,7 +67,7 @@ def test_drawn_tokens_find_as_many_experts_in_slots_as_their_locality_says(tmp_p
 def test_tokens_of_the_working_set_come_as_often_as_the_locality_says_and_rows_draw_each_for_itself(tmp_path):
     with make_llm(tmp_path) as llm:
         row = measure(llm, [8, 8], 80, sampling=sampling_of(llm, 0.8, 3))
-    working_set = set(drawn(0.8, 2048, 0)["logit_bias"])
+    working_set = set(draw_fields(0.8, 2048, 0)["logit_bias"])
     first, second = (answer.token_ids for answer in row.outputs)
     assert len(working_set) == WORKING_SET and first != second
     for tokens in (first, second):

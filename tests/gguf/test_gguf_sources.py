@@ -11,7 +11,7 @@ import pytest
 from gguf_bytes import table, tensor_info, whole
 
 from nanoinfer.gguf.shards import read_model
-from nanoinfer.gguf.sources import file_in, ollama_models, ollama_stops, tagged
+from nanoinfer.gguf.sources import file_in, ollama_models, ollama_stops, pick_by_tag
 from nanoinfer.weights import find
 from nanoinfer.weights.find import find_model
 
@@ -141,18 +141,18 @@ NAMES = [
     ],
 )
 def test_a_tag_names_a_file(tag, wanted):
-    assert tagged(NAMES, tag, "x") == wanted
+    assert pick_by_tag(NAMES, tag, "x") == wanted
 
 
 def test_tags_that_name_none():
     with pytest.raises(ValueError, match="x holds no Q2_K: give one of Q8_0/Qwen3-8B-Q8_0-00001-of-00002.gguf, Qwen3"):
-        tagged(NAMES, "Q2_K", "x")
+        pick_by_tag(NAMES, "Q2_K", "x")
     with pytest.raises(ValueError, match="x holds none of Q4_K_M and Q8_0: give one of a-F16.gguf"):
-        tagged(["a-F16.gguf"], None, "x")
+        pick_by_tag(["a-F16.gguf"], None, "x")
     with pytest.raises(ValueError, match="x holds no Q4_K: give"):  # the beginning of a longer tag is none
-        tagged(["a-Q4_K_M.gguf"], "Q4_K", "x")
+        pick_by_tag(["a-Q4_K_M.gguf"], "Q4_K", "x")
     with pytest.raises(ValueError, match="x holds no GGUF model"):
-        tagged(["README.md"], None, "x")
+        pick_by_tag(["README.md"], None, "x")
 
 
 def hub(monkeypatch, folder, names=NAMES):

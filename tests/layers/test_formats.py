@@ -15,7 +15,7 @@ from nanoinfer.kernels.experts.routing import GatedActivation
 from nanoinfer.layers.experts import Experts
 from nanoinfer.layers.formats import registry
 from nanoinfer.layers.formats.base import DENSE, CheckpointTensors, WeightFormat
-from nanoinfer.layers.formats.parted import Parted, merged
+from nanoinfer.layers.formats.parted import Parted, merge_formats
 from nanoinfer.layers.linear import Linear, share_scratch
 
 METHOD = "int8-rows"
@@ -131,7 +131,7 @@ def test_integers_are_not_taken_for_numbers(checkpoints):
 
 def test_any_formats_may_be_those_of_a_merged_projection():
     ours = Int8Rows(dict(bits=8))
-    assert merged([ours, ours], [64, 32]) is ours
+    assert merge_formats([ours, ours], [64, 32]) is ours
     formats = SimpleNamespace(of_held=dict(a=DENSE, b=ours).get)
     held = Linear(16, dict(a=64, b=32), dtype=torch.float32, device="cpu", formats=formats)
     share_scratch(held, dtype=torch.float32, device="cpu")

@@ -20,7 +20,7 @@ from nanoinfer.config import METHODS, QUANTISED
 from nanoinfer.layers.formats.bits import as_bytes
 from nanoinfer.layers.formats.registry import FORMATS
 from nanoinfer.layers.formats.scaled import PackedScaled
-from nanoinfer.layers.formats.schemes import stored
+from nanoinfer.layers.formats.schemes import stored_tensors
 from nanoinfer.layers.linear import Linear
 from nanoinfer.weights import fill
 from nanoinfer.weights.load import read_checkpoint, read_spec
@@ -94,7 +94,9 @@ def test_a_weight_is_what_the_reference_package_expands(name, dtype):
         # Of a scale, which rounding to few bits adds to.
         steps = {"int8": 0.51, "int4": 1.1, "int4-symmetric": 5.0, "fp8": 17.0}[name]
         assert bool((error <= steps * scales.double() + matrix.double().abs() / 100).all())
-        assert {ending: (tuple(one.shape), one.dtype) for ending, one in found.items()} == stored(own, (rows, columns))
+        assert {ending: (tuple(one.shape), one.dtype) for ending, one in found.items()} == stored_tensors(
+            own, (rows, columns)
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -7,7 +7,7 @@ import pytest
 from written_calls import KINDS, STYLES, TOOLS, Writer, message_of, parsed
 
 from nanoinfer.parsers.tools import Tool
-from nanoinfer.structured.grammar import placed
+from nanoinfer.structured.grammar import put_behind
 
 llguidance = pytest.importorskip("llguidance")
 hf = pytest.importorskip("llguidance.hf")
@@ -112,7 +112,7 @@ def test_another_form_begins_behind_what_is_thought_and_nowhere_else(writer):
             continue
         if form.is_harmony and not before:
             continue  # no template begins a message's text
-        grammar = placed(number, grammar)
+        grammar = put_behind(number, grammar)
         thought = f"{before}\nSo a < b:\na8.\n{end}\n" if not form.is_harmony else f"{before}So a < b.{end}"
         for text, is_right in ((f"{thought}a7", True), (f"{thought}a77", False), (f"{thought} a7", False)):
             assert accepts(writer, grammar, text) == is_right, text

@@ -7,17 +7,17 @@ import pytest
 from nanoinfer.models.checkpoints import CHECKPOINTS, bare_names, checkpoint_named
 from nanoinfer.models.shapes import SHAPES
 from nanoinfer.weights import find
-from nanoinfer.weights.find import OnHub, find_model, located
+from nanoinfer.weights.find import OnHub, find_model, locate
 
 
 def test_every_shape_but_the_tiny_ones_is_the_name_of_a_checkpoint(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert [name for name in SHAPES if checkpoint_named(name) is None] == ["tiny", "tiny-sparse"]
-    assert located("qwen3-8b") == OnHub("Qwen/Qwen3-8B") and located("GPT-OSS-20b") == OnHub("openai/gpt-oss-20b")
-    assert located("qwen3:8b") == OnHub("Qwen/Qwen3-8B") and located("mixtral-8x7b").repository in CHECKPOINTS
+    assert locate("qwen3-8b") == OnHub("Qwen/Qwen3-8B") and locate("GPT-OSS-20b") == OnHub("openai/gpt-oss-20b")
+    assert locate("qwen3:8b") == OnHub("Qwen/Qwen3-8B") and locate("mixtral-8x7b").repository in CHECKPOINTS
     assert [name for name in bare_names() if checkpoint_named(name) is None] == []
     with pytest.raises(ValueError, match="'tiny' is the name of a shape, which has random weights"):
-        located("tiny")
+        locate("tiny")
 
 
 def test_a_folder_of_that_name_comes_first(tmp_path, monkeypatch):
@@ -32,12 +32,12 @@ def test_a_folder_of_that_name_comes_first(tmp_path, monkeypatch):
 )
 def test_a_misspelt_name_gets_the_one_that_is_meant(given, meant):
     with pytest.raises(ValueError, match=rf"model '{given}' does not exist \(did you mean '{meant}'\?\)"):
-        located(given)
+        locate(given)
 
 
 def test_another_size_is_not_guessed():
     with pytest.raises(ValueError) as refusal:
-        located("qwen3-9b")
+        locate("qwen3-9b")
     assert "did you mean" not in str(refusal.value)
 
 

@@ -163,13 +163,13 @@ class Renamed(Formats):
         self.has_like_experts = formats.has_like_experts
 
     def of(self, name: str) -> WeightFormat:
-        return self._formats.of(renamed(name, self._names))
+        return self._formats.of(rename(name, self._names))
 
     def holds(self, name: str) -> bool:
-        return self._formats.holds(renamed(name, self._names))
+        return self._formats.holds(rename(name, self._names))
 
 
-def renamed(name: str, names: Mapping[str, str]) -> str:
+def rename(name: str, names: Mapping[str, str]) -> str:
     """Return a module's name in the checkpoint. names: what a name begins with there, by what it begins with here."""
     for ours, theirs in names.items():
         if name == ours or name.startswith(f"{ours}."):

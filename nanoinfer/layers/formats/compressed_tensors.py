@@ -103,7 +103,7 @@ class CompressedTensors(Quantization):
         group_size = weights.get("group_size")
         strategy = "tensor" if group_size is None else "channel" if group_size == -1 else "group"
         strategy = self.setting("strategy", ("tensor", "channel", "group", "tensor_group", "block"), strategy, weights)
-        stored_as = _inferred(group, weights) if self._format == _MIXED else self._format
+        stored_as = _infer_format(group, weights) if self._format == _MIXED else self._format
         stored_as = self.setting("format", _FORMATS, stored_as, group)
         if kind == "float" and not is_symmetric:
             raise ValueError(
@@ -159,7 +159,7 @@ def _matches(target: str, name: str) -> bool:
     return searches(target[3:], name) if target.startswith("re:") else target == name
 
 
-def _inferred(group: dict[str, Any], weights: dict[str, Any]) -> str:
+def _infer_format(group: dict[str, Any], weights: dict[str, Any]) -> str:
     """Return the format of a group that does not say it, as the reference infers it."""
     is_weight_only = not group.get("input_activations")
     if weights.get("type") != "float":

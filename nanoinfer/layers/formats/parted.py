@@ -12,7 +12,7 @@ from nanoinfer.layers.formats.base import ExpandedFormat, Filling, WeightFormat
 from nanoinfer.layers.formats.packed import Packed
 
 
-def merged(formats: list[WeightFormat], sizes: list[int]) -> WeightFormat:
+def merge_formats(formats: list[WeightFormat], sizes: list[int]) -> WeightFormat:
     """Return the format of merged projections, of so many rows each, that have these formats in the checkpoint.
 
     Adjacent projections of one format are stored as one part: where v alone has another type, q and k are one product.

@@ -32,7 +32,7 @@ _BITS_OF_SCALES = (8, 8, 8, 6, 8, 5, 6, 5, 8, 4, 5, 4, 6, 4, 5, 4)
 _DIVISORS = tuple(7 + quarter / 4 for quarter in range(19))
 
 
-def stored(weights: PackedScaled, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def stored_tensors(weights: PackedScaled, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Return shape and dtype of each tensor that a checkpoint holds for a weight, by the end of its name.
 
     shape: of the weight, [num_rows, in_features]; of several, [n, num_rows, in_features], and so are the tensors.
@@ -65,7 +65,7 @@ def quantise(
     """
     tensors = {
         ending: torch.empty(size, dtype=dtype, device=device)
-        for ending, (size, dtype) in stored(weights, shape).items()
+        for ending, (size, dtype) in stored_tensors(weights, shape).items()
     }
     if "weight_shape" in tensors:
         tensors["weight_shape"].copy_(torch.tensor(shape[-2:]))
