@@ -144,7 +144,7 @@ class OffloadEngine:
                 case Compute(section, last):
                     step.compute(section)
                     timeline.lap(self.compute, COMPUTE, "section", cut=last)
-                    if step.write_through and (layers := self._kv_layers(begin, last)):
+                    if step.write_through and (layers := self._layers_written(begin, last)):
                         self._write_through(layers, step.write_through)
                     begin = last + 1
                 case Fill(number, target, is_place, is_ahead):
@@ -175,9 +175,9 @@ class OffloadEngine:
             self.copy.record(copied)
             self._note(FILLS, copied)
 
-    def _kv_layers(self, first: int, last: int) -> list[int]:
+    def _layers_written(self, first: int, last: int) -> list[int]:
         """Return the layers whose keys and values pieces `first` to `last` write."""
-        return [cut.kv_layer for cut in self.cuts[first : last + 1] if cut.kv_layer is not None]
+        return [cut.writes for cut in self.cuts[first : last + 1] if cut.writes is not None]
 
     def _note_writes(self) -> None:
         """Record an event behind the write-through so far, for whoever reads or reuses the blocks."""
@@ -297,7 +297,7 @@ class OffloadEngine:
             self.copy.wait(buffers.used[target], "ring.fill_after_attention")
         self._timeline.begin(self.copy, COPY)
         for destination, source in copies:
-            self.copy.copy(destination, source(self.cuts[cut].kv_layer))
+            self.copy.copy(destination, source(self.cuts[cut].reads))
             counters.streamed_bytes += destination.nbytes
         self.copy.record(buffers.copied[target])
         counters.num_fills += 1

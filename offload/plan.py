@@ -40,7 +40,7 @@ class Transfer(Protocol):
     ) -> Iterable[tuple[torch.Tensor, Callable[[int | None], torch.Tensor]]]:
         """Return (destination, source) of each copy. target: the ring slot or the place, [bytes] uint8.
 
-        `source(kv_layer)`, of the destination's shape, is what the copy brings to a cut with this `Cut.kv_layer`.
+        `source(layer)`, of the destination's shape, is what the copy brings to a cut that reads this layer.
         """
 
 
@@ -60,13 +60,15 @@ class Cut:
     """The end of a piece, where the engine can act before the next one.
 
     Attributes:
-        kv_layer: the layer whose attention lies here, counted among those that keep keys and values; None: none does.
-            Its KV chunks pass through the ring, first of all that passes here.
+        reads: the layer whose keys and values the attention reads that lies here, counted among those that keep some;
+            None: none lies here. Its KV chunks pass through the ring, first of all that passes here.
+        writes: the layer whose keys and values the piece before has made; None: it makes none.
         transfers: what each step wants here besides, each to a place of its own.
         in_large_steps: what steps of many rows want here besides, to places of their own.
     """
 
-    kv_layer: int | None = None
+    reads: int | None = None
+    writes: int | None = None
     transfers: tuple[Transfer, ...] = ()
     in_large_steps: tuple[Transfer, ...] = ()
 

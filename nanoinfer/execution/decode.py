@@ -323,9 +323,9 @@ class DecodeStep(OffloadStep):
 
     def use(self, cut: int, chunk: Chunk, ring_slot: int) -> None:
         program, resources = self.program, self.program.resources
-        layer, attention = resources.pieces.cuts[cut].kv_layer, program.attention
-        if attention.load_record(layer, chunk, ring_slot):
-            slot = resources.window_of[layer], ring_slot
+        attention, written = program.attention, resources.pieces.cuts[cut].writes
+        if attention.load_record(cut, chunk, ring_slot):
+            slot = resources.window_of[cut], ring_slot
             program.enqueue(("slot", *slot), partial(attention.attend_slot, *slot))
-        if self.promoted:
-            program.promote(layer, chunk, ring_slot, self.promoted)
+        if self.promoted and written is not None:  # where another layer reads the same, it was done
+            program.promote(written, chunk, ring_slot, self.promoted)

@@ -31,7 +31,7 @@ class DecodeAttention:
         runtime, ring, self._gpu_kv = resources.runtime, resources.ring, resources.gpu_kv
         self._compute, self._backend, self._ring = resources.compute, resources.backend, ring
         self._windows, self._window_of, self.planner = resources.windows, resources.window_of, SplitPlanner(resources)
-        self._sinks = resources.pieces.sinks
+        self._sinks, self._reads = resources.pieces.sinks, resources.pieces.reads
         self._q, self._lengths, self._block_table = q, lengths, block_table
         self.whole_rows = not resources.backend.exact_splits
         # At most MAX_TILES_APART tiles have a partial of their own; every other block has one partial, and a block that
@@ -63,7 +63,7 @@ class DecodeAttention:
             q, out: [rows, num_q_heads, head_dim], for the first rows of the batch. With `whole_rows` this method writes
                 `out`, otherwise `end` does.
         """
-        kind, kv, lengths = self._window_of[layer], self._gpu_kv[layer], self._lengths[: len(q)]
+        kind, kv, lengths = self._window_of[layer], self._gpu_kv[self._reads[layer]], self._lengths[: len(q)]
         window = self._windows[kind]
         if whole_rows:
             self._backend.decode_rows(q, kv, self._block_table[: len(q)], lengths, out, window)

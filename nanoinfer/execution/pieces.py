@@ -28,7 +28,7 @@ class StepHooks(Protocol):
         """Make the inputs of the first piece."""
 
     def attend(self, layer: int, tensors: StepTensors) -> None:
-        """Begin the attention of a layer, as far as its keys and values lie on the GPU."""
+        """Begin the attention of a layer, counted among those with attention, as far as what it reads is on the GPU."""
 
     def end_attention(self, layer: int, tensors: StepTensors) -> None:
         """Make the attention's output, which the next piece reads."""
@@ -48,8 +48,11 @@ def run_now(key: Hashable, work: Callable[[], None], number: int = 0) -> None:
 class Pieces:
     """Runs the pieces of one model. Slices of the head are numbered behind them.
 
+    Layers with attention are counted as their cuts are: each ends a piece.
+
     Attributes:
         sinks: layer with attention -> its sinks, [num_q_heads], or None.
+        reads: layer with attention -> the layer of the KV pool that it reads.
         cuts: one behind each piece, and behind each slice of the head.
         window_of: layer with attention -> index into the distinct windows of the model.
         whole: for each section of a step in which no KV streams, the number of its last piece.
@@ -61,12 +64,12 @@ class Pieces:
         self._pieces, self._held = model.pieces(), held
         self._most_rows = most_rows or sys.maxsize
         self.window_of = [model.spec.attention.windows.index(window) for window in model.spec.windows]
-        self.sinks = model.attention_sinks()
+        self.sinks, self.reads = model.attention_sinks(), model.spec.kv_read
         self.cuts = (*(piece.cut for piece in self._pieces), *model.streamed.head_cuts())
         last = len(self.cuts) - 1
         self._without_kv: dict[bool, StreamPlan] = {}
         self.whole = tuple(i for i, cut in enumerate(self.cuts) if cut.transfers or i == last)
-        self.cut = tuple(i for i in range(last + 1) if i in self.whole or self.cuts[i].kv_layer is not None)
+        self.cut = tuple(i for i in range(last + 1) if i in self.whole or self.cuts[i].reads is not None)
 
     def __len__(self) -> int:
         """The number of pieces, without the head."""
@@ -99,13 +102,13 @@ class Pieces:
             return
         if index == 0:
             hooks.begin(tensors)
-        elif (layer := self.cuts[index - 1].kv_layer) is not None:
-            hooks.end_attention(layer, tensors)
+        elif self.cuts[index - 1].reads is not None:
+            hooks.end_attention(index - 1, tensors)
         run(("prefill", len(tensors)), partial(self.run, index, tensors), index)
         if index == len(self) - 1:
             hooks.end(tensors)
-        elif (layer := self.cuts[index].kv_layer) is not None:
-            hooks.attend(layer, tensors)
+        elif self.cuts[index].reads is not None:
+            hooks.attend(index, tensors)
 
     def run(self, index: int, tensors: StepTensors) -> None:
         """Run a piece on the current stream."""
@@ -127,7 +130,7 @@ class Pieces:
         return self._without_kv[samples]
 
     def _plan(self, chunks: Sequence[Sequence[Chunk]], is_large: bool, samples: bool) -> StreamPlan:
-        kv = [() if cut.kv_layer is None else chunks[self.window_of[cut.kv_layer]] for cut in self.cuts]
+        kv = [() if cut.reads is None else chunks[self.window_of[i]] for i, cut in enumerate(self.cuts)]
         own = [cut.transfers + (cut.in_large_steps if is_large else ()) for cut in self.cuts]
         if not samples:  # the cut behind the last piece brings the first slice
             own[len(self) - 1 :] = [()] * (len(own) - len(self) + 1)

@@ -255,8 +255,7 @@ class PrefillStep(OffloadStep):
 
     def use(self, cut: int, chunk: Chunk, ring_slot: int) -> None:
         resources = self.program.resources
-        layer = resources.pieces.cuts[cut].kv_layer
-        resources.compute.run(lambda: self._attend_slot(layer, chunk, ring_slot))
+        resources.compute.run(lambda: self._attend_slot(cut, chunk, ring_slot))
 
     # Around pieces
 
@@ -269,7 +268,7 @@ class PrefillStep(OffloadStep):
     def end_attention(self, layer: int, tensors: StepTensors) -> None:
         resources = self.program.resources
         key_range = self.gpu_ranges[resources.window_of[layer]]
-        resources.compute.run(lambda: self._attend(layer, key_range, resources.gpu_kv[layer]))
+        resources.compute.run(lambda: self._attend(layer, key_range, resources.gpu_kv[resources.pieces.reads[layer]]))
 
     def end(self, tensors: StepTensors) -> None:
         self.program.resources.compute.run(self._end)

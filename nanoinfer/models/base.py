@@ -20,9 +20,11 @@ class AttentionState:
 
     Attributes:
         window: a query at position i sees keys j with i - window < j <= i; None: all j <= i.
+        source: the earlier layer whose keys and values it reads, in place of its own; None: it keeps its own.
     """
 
     window: int | None = None
+    source: int | None = None
 
 
 @dataclass(frozen=True)
@@ -150,21 +152,34 @@ class ModelSpec:
         return self.sparse is None or self.sparse.num_layers < len(self.layers)
 
     @cached_property
-    def kv_layers(self) -> tuple[int, ...]:
-        """The layers that keep keys and values, ascending."""
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers with attention, ascending."""
         return tuple(layer for layer, state in enumerate(self.layers) if isinstance(state, AttentionState))
 
     @cached_property
+    def kv_layers(self) -> tuple[int, ...]:
+        """The layers that keep keys and values, ascending. The engine counts these layers alone where it places KV."""
+        return tuple(layer for layer in self.attention_layers if self.layers[layer].source is None)
+
+    @cached_property
+    def kv_read(self) -> tuple[int, ...]:
+        """For each layer with attention the place in `kv_layers` of the one whose keys and values it reads."""
+        sources = (
+            layer if (source := self.layers[layer].source) is None else source for layer in self.attention_layers
+        )
+        return tuple(self.kv_layers.index(layer) for layer in sources)
+
+    @cached_property
     def windows(self) -> tuple[int | None, ...]:
-        """The window of each layer with attention. The engine counts these layers alone where it places KV."""
-        return tuple(self.layers[layer].window for layer in self.kv_layers)
+        """The window of each layer with attention. One that reads another's keys and values has the same."""
+        return tuple(self.layers[layer].window for layer in self.attention_layers)
 
     @property
     def layout(self) -> KVLayout:
         """The shape of the KV blocks."""
         heads = self.attention
         return KVLayout(
-            num_layers=len(self.windows),
+            num_layers=len(self.kv_layers),
             block_size=heads.block_size,
             num_kv_heads=heads.num_kv_heads,
             head_dim=heads.head_dim,

@@ -265,9 +265,11 @@ class Decoder(nn.Module):
 
     def pieces(self) -> list[Piece]:
         """Return what the engine runs: the layers, cut at each attention. It is called several times, on meta, too."""
-        attentions = self.spec.kv_layers
+        attentions, kv_layers = self.spec.attention_layers, self.spec.kv_layers
         begins, ends = [0, *(layer + 1 for layer in attentions)], [*attentions, len(self.layers)]
-        cuts = self.streamed.cuts([*(Cut(kv_layer=number) for number in range(len(attentions))), Cut()])
+        writes = (kv_layers.index(layer) if layer in kv_layers else None for layer in attentions)
+        own = (Cut(reads=read, writes=written) for read, written in zip(self.spec.kv_read, writes, strict=True))
+        cuts = self.streamed.cuts([*own, Cut()])
         return [self.piece(*each) for each in zip(begins, ends, cuts, strict=True)]
 
     def piece(self, begin: int, end: int, cut: Cut) -> Piece:
@@ -283,7 +285,7 @@ class Decoder(nn.Module):
 
     def attention_sinks(self) -> list[Tensor | None]:
         """Return the sinks of each layer with attention, [num_q_heads]; None: it has none."""
-        return [self.layers[layer].self_attn.sinks for layer in self.spec.kv_layers]
+        return [self.layers[layer].self_attn.sinks for layer in self.spec.attention_layers]
 
     def layer_kind(self, layer: int) -> Hashable:
         """Return what tells layers apart whose launches differ: what they keep, sizes and formats of their weights."""
@@ -308,7 +310,8 @@ class Decoder(nn.Module):
         if end == len(self.layers):
             tensors.set_x(normed)
             return
-        target = KVSlots(held.gpu_kv[cut.kv_layer], tensors.slots, tensors.q)
+        kv = None if cut.writes is None else held.gpu_kv[cut.writes]
+        target = KVSlots(kv, tensors.slots, tensors.q)
         tensors.q = self.before_attention(end, normed, tensors.positions, target)
 
     # The calls

@@ -87,7 +87,7 @@ class WeightRun:
         return len(self.buffer)
 
     def copies(self, target: Tensor, host: HostPool) -> list[tuple[Tensor, Callable[[int | None], Tensor]]]:
-        return [(target[: len(self.buffer)], lambda kv_layer: self.home)]
+        return [(target[: len(self.buffer)], lambda layer: self.home)]
 
 
 class StreamedWeights:
@@ -110,7 +110,7 @@ class StreamedWeights:
     def __init__(self, spec: ModelSpec, on_host: HostPlacement, device: torch.device | str) -> None:
         self._device, self.on_host, pieces = torch.device(device), on_host, on_host.pieces
         assert not ((pieces or on_host.head) and on_host.num_slots), "experts have slots, or layers are streamed"
-        attentions = spec.kv_layers
+        attentions = spec.attention_layers
         # Piece i ends with the queries of attention i; what follows that attention belongs to piece i + 1.
         self._begins = {layer: number for number, layer in enumerate(attentions)}
         self._inside = {}

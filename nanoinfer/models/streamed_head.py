@@ -46,7 +46,7 @@ class HeadSlice:
         return self.size
 
     def copies(self, target: Tensor, host: HostPool) -> list[tuple[Tensor, Callable[[int | None], Tensor]]]:
-        return [(part, lambda kv_layer, source=source: source) for part, source in self.sources]
+        return [(part, lambda layer, source=source: source) for part, source in self.sources]
 
 
 def head_sizes(head: Head, dtype: torch.dtype, most_bytes: int) -> dict[str, Any]:

@@ -87,9 +87,11 @@ def prompt_logits(model: Decoder, token_ids: list[int]) -> Tensor:
     num_blocks = -(-count // attention.block_size)
     shape = (num_blocks, 2, attention.block_size, attention.num_kv_heads, attention.head_dim)
     kv = torch.zeros(shape, dtype=attention.kv_dtype, device=device)
+    is_shared = len(spec.kv_layers) < len(spec.windows)  # then a layer's are read again, by others
+    of_layer = [torch.zeros_like(kv) if is_shared else kv for _ in spec.kv_layers]
     key_range = KeyRange.of_one(count, torch.arange(num_blocks, dtype=torch.int32, device=device)[None])
     states = RecurrentStates(spec, 1, device)
-    pieces = Pieces(model, Held([kv] * len(spec.windows), states.of_layer))
+    pieces = Pieces(model, Held(of_layer, states.of_layer))
     positions = torch.arange(count, device=device)
     rows = torch.zeros_like(positions, dtype=torch.int32)
     tensors = StepTensors(
@@ -100,7 +102,7 @@ def prompt_logits(model: Decoder, token_ids: list[int]) -> Tensor:
         pieces.run(index, tensors)
         if index < len(spec.windows):
             window, sinks = spec.windows[index], pieces.sinks[index]
-            backend.prefill(tensors.q, kv, key_range, None, tensors.attention, window, sinks)
+            backend.prefill(tensors.q, of_layer[spec.kv_read[index]], key_range, None, tensors.attention, window, sinks)
     return torch.cat([model.logits(some).cpu() for some in tensors.x.split(ROWS_AT_ONCE)])
 
 

@@ -78,7 +78,7 @@ class Toy:
         self.gpu_blocks = BlockPool(6, first=1)
         host = HostPool(LAYOUT, num_blocks=12, blocks_per_segment=3, arena=PlainArena(4, 3 * LAYOUT.block_bytes))
         ring = Ring(self.runtime, LAYOUT, num_ring_slots, blocks_per_slot)
-        cuts = [*map(Cut, range(LAYOUT.num_layers)), Cut()]
+        cuts = [*(Cut(reads=layer, writes=layer) for layer in range(LAYOUT.num_layers)), Cut()]
         places = Places(self.runtime, [])
         self.engine = OffloadEngine(self.runtime, self.gpu_kv, host, ring, self.compute_stream, cuts, places)
         self.lifetimes = BlockLifetimes(self.gpu_blocks, BlockPool(host.num_blocks), self.engine, self._poison)
@@ -262,7 +262,7 @@ class Bytes(NamedTuple):
         return len(self.content)
 
     def copies(self, target: torch.Tensor, host: HostPool) -> list:
-        return [(target[: len(self.content)], lambda kv_layer: self.content)]
+        return [(target[: len(self.content)], lambda layer: self.content)]
 
 
 @pytest.mark.parametrize("place", [0, 1])
