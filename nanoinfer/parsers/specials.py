@@ -86,9 +86,9 @@ class SpecialFilter:
 
     def _release(self, length: int) -> str:
         text, self._held = self._held[:length], self._held[length:]
-        return self._specials.pattern.sub(self._replace, text)
+        return self._specials.pattern.sub(self._substitute, text)
 
-    def _replace(self, match: re.Match[str]) -> str:
+    def _substitute(self, match: re.Match[str]) -> str:
         text = match.group()
         if self._has_ids and not self._come[text]:
             return text[0] + _GUARD + text[1:]
