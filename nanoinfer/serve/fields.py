@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -175,19 +175,16 @@ class Fields:
             logger.warning(text, *values)
 
 
-def parse(kind: type[B], body: bytes, fields: Fields, is_wanted: Callable[[], bool] = lambda: True) -> B:
+def parse(kind: type[B], body: bytes, fields: Fields) -> B:
     """Return a checked request from the body of an HTTP request.
-
-    Args:
-        is_wanted: as for `json_body.load`.
 
     Raises:
         BadRequestError: the body is not a JSON object. And as `checked`.
     """
     try:
-        given = json_body.load(body, is_wanted)
+        given = json_body.load(body)
     except RecursionError as error:
-        reason = "the body is nested too deeply, 150 levels are possible: send a flatter one"
+        reason = "the body is nested too deeply, 200 levels are possible: send a flatter one"
         raise BadRequestError(reason, code="invalid_json") from error
     except ValueError as error:
         raise BadRequestError(f"the body is no valid JSON: {shown(str(error))}", code="invalid_json") from error

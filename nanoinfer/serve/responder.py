@@ -76,15 +76,13 @@ class Responder:
         """Like `parse`, but large bodies are parsed on a thread, so that the event loop is not blocked."""
         if len(body) <= _LARGE_BODY_BYTES:
             return parse(kind, body, self._fields)
-        return await self.engine.prompts.read(
-            len(body), lambda is_wanted: parse(kind, body, self._fields, is_wanted)
-        )  # fmt: skip
+        return await self.engine.prompts.read(len(body), lambda: parse(kind, body, self._fields))
 
     async def parsed_chat(self, kind: type[T], body: bytes) -> tuple[T, ChatRequest]:
         """Return a request of another API, and what it is as a chat request. Its class has a method `chat`."""
 
-        def read(is_wanted: Callable[[], bool] = lambda: True) -> tuple[T, ChatRequest]:
-            asked = parse(kind, body, self._fields, is_wanted)
+        def read() -> tuple[T, ChatRequest]:
+            asked = parse(kind, body, self._fields)
             return asked, checked(ChatRequest, asked.chat(self._fields), self._fields)
 
         if len(body) <= _LARGE_BODY_BYTES:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -142,18 +141,9 @@ class PromptTokenizer:
         """Run a piece of the work that a large answer takes. Answers take turns with their pieces."""
         return await self._on("answers", work)
 
-    async def read(self, num_bytes: int, work: Callable[[Callable[[], bool]], T]) -> T:
-        """Read a large body on a thread that serves only large bodies.
-
-        Args:
-            work: called with a function that tells whether the result is still wanted.
-        """
-        is_given_up = threading.Event()
-        lane = "bodies" if num_bytes <= _HUGE_BODY_BYTES else "huge-bodies"
-        try:
-            return await self._on(lane, lambda: work(lambda: not is_given_up.is_set()))
-        finally:
-            is_given_up.set()
+    async def read(self, num_bytes: int, work: Callable[[], T]) -> T:
+        """Read a large body on a thread that serves only large bodies."""
+        return await self._on("bodies" if num_bytes <= _HUGE_BODY_BYTES else "huge-bodies", work)
 
     def close(self) -> None:
         for thread in self.threads.values():

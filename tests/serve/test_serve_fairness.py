@@ -273,32 +273,6 @@ def test_a_client_that_leaves_while_its_text_is_tokenised_ends_the_work(path, ur
     asyncio.run(ask())
 
 
-def test_a_client_that_leaves_while_its_body_is_read_ends_the_work(path, monkeypatch):
-    seen, parse = [], responder.parse
-
-    def until_unwanted(kind, body, fields, is_wanted=None):
-        if is_wanted is None:
-            return parse(kind, body, fields)
-        while is_wanted():
-            seen.append(1)
-            threading.Event().wait(0.002)
-        seen.append("given up")
-        raise ValueError
-
-    monkeypatch.setattr(responder, "parse", until_unwanted)
-
-    async def ask():
-        async with serving(path) as served:
-            client = LeavingClient(served.app, dict(prompt="w5 " * 50_000))
-            await served.wait_until(lambda _: seen)
-            client.leave()
-            await asyncio.wait_for(client.task, 30)
-            await served.wait_until(lambda _: seen[-1] == "given up")
-            await served.wait_until_idle()
-
-    asyncio.run(ask())
-
-
 def test_work_ends_with_the_one_who_waits_for_it():
     async def ask():
         async def never():

@@ -341,12 +341,12 @@ def test_a_schema_of_ten_thousand_levels_is_refused_and_others_go_on(path):
             nested = '{"a":' * 10_000 + "1" + "}" * 10_000
             body = json.dumps({"messages": ASKED, "tools": [tool(parameters="SCHEMA")]}).replace('"SCHEMA"', nested)
             refused = await served.client.post("/v1/chat/completions", content=body)
-            nested = json.loads('{"a":' * 149 + "1" + "}" * 149)
+            nested = json.loads('{"a":' * 199 + "1" + "}" * 199)
             answer = await served.post("/v1/chat/completions", messages=ASKED, max_tokens=1, ignored=nested)
             return refused, answer
 
     refused, answer = asyncio.run(run())
-    assert refused.status_code == 400 and "nested too deeply, 150 levels are possible" in refused.text
+    assert refused.status_code == 400 and "nested too deeply, 200 levels are possible" in refused.text
     assert answer.status_code == 200
 
 

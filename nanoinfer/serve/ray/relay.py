@@ -186,13 +186,13 @@ async def _routed(scope: Scope, body: bytes) -> RoutedRequest:
     if not body or scope["path"].removesuffix("/") in _WITHOUT_KV:
         return RoutedRequest()
     if len(body) > _LARGE_BODY_BYTES:
-        return await asyncio.to_thread(_read, body, load)
-    return _read(body, json.loads)
+        return await asyncio.to_thread(_read, body)
+    return _read(body)
 
 
-def _read(body: bytes, parse: Callable[[bytes], object]) -> RoutedRequest:
+def _read(body: bytes) -> RoutedRequest:
     try:
-        value = parse(body)
+        value = load(body)
     except (ValueError, RecursionError):
         return RoutedRequest()  # its replica says what is wrong
     text, limit = prompt_text(value), _MOST_ANSWER
