@@ -135,8 +135,9 @@ class Modes:
             self.error = None
             self._host_room.tell()
 
-    def enter_offload(self, running: list[Sequence], may_wait: bool) -> bool:
-        """For "auto": enter offload mode if the host pool can hold the running requests; return whether it did.
+    def enter_offload(self, running: list[Sequence], may_wait: bool) -> bool | None:
+        """For "auto": enter offload mode if the host pool can hold the running requests; return whether it did, None: it
+        may soon, as its memory is being pinned.
 
         It must hold whatever resident mode holds, or a request might wait for a mode that does not come back.
 
@@ -148,7 +149,7 @@ class Modes:
             self._require_host_pool(running)
             num_now = blocks.num_used + blocks.num_cached + self._mover.num_host_blocks(running)
             if not may_wait and self._host_room.is_coming(max(num_wanted, num_now)):
-                return False
+                return None
             self._host_room.require(num_wanted)
             self.switch("offload", running)
         except (ValueError, MemoryError, PinError) as error:

@@ -212,18 +212,28 @@ class Scheduler:
         return end - begin
 
     def _make_room(self, wanting: list[Sequence]) -> list[Sequence]:
-        """Give each sequence a slot for its last token; return the sequences that were not preempted meanwhile."""
+        """Give each sequence a slot for its last token; return those that go on.
+
+        While host memory is being pinned into which the engine can spill then, whoever finds no slot pauses, and others
+        go on. When all of them pause the youngest gives way; one alone waits.
+        """
+        pausing: set[Sequence] = set()
         for sequence in self._kv_cache.without_slot(wanting):
             wanted = sequence.num_tokens - sequence.num_computed
             while sequence.row is not None and self._kv_cache.max_chunk(sequence, wanted) < wanted:
-                if not self._spill(may_wait=True):
+                spills = self._spill(may_wait=len(self.running) == 1)
+                if spills is None and len(pausing) + 1 < len(wanting):
+                    pausing.add(sequence)
+                    break
+                if not spills:
                     self.preempt_youngest()
-            if sequence.row is not None:
+            if sequence.row is not None and sequence not in pausing:
                 self._kv_cache.grow(sequence, sequence.num_tokens)
-        return [sequence for sequence in wanting if sequence.row is not None]
+        return [sequence for sequence in wanting if sequence.row is not None and sequence not in pausing]
 
-    def _spill(self, may_wait: bool) -> bool:
-        """Enter offload mode, where every full block can leave the GPU; False if impossible or already done.
+    def _spill(self, may_wait: bool) -> bool | None:
+        """Enter offload mode, where every full block can leave the GPU; False if impossible or already done, None: not
+        yet.
 
         may_wait: whether those that run may stand still until there is host memory for that.
         """

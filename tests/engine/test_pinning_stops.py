@@ -274,3 +274,24 @@ def test_a_switch_asks_for_what_waits_as_well(path, monkeypatch):
     while engine.has_work:
         engine.step()
     assert [outcome(request)[0][2] for request in requests] == ["length"] * 5
+
+
+def test_no_step_of_several_rows_waits_for_memory_that_is_being_pinned(path, monkeypatch):
+    """Who finds no slot pauses, the youngest gives way when all do, and one alone waits, and spills then."""
+    prompts = random_prompts(3, 40, 40, seed=4)
+    params = [SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for length in (140, 60, 60)]
+    wanted = run(make_engine(path, **ARGUMENTS), prompts, params)
+    driver, waits = refuse_pinning(monkeypatch, 99, is_lazy=True), []
+    how = ARGUMENTS | dict(enable_cpu_offload="auto", num_gpu_blocks_override=12, host_memory_limit=2**20)
+    engine, want = make_engine(path, SimulatedRuntime(3), **how), driver.want
+
+    def seen(count: int) -> None:
+        if count > len(driver.registered):
+            waits.append(len(engine.scheduler.running))
+        want(count)
+
+    monkeypatch.setattr(driver, "want", seen)
+    assert run(engine, prompts, params) == wanted
+    assert set(waits) <= {0, 1} and engine.scheduler.num_preemptions
+    assert_pools_as_before(engine)
+    engine.close()
