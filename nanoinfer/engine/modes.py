@@ -136,8 +136,9 @@ class Modes:
             self._host_room.tell()
 
     def enter_offload(self, running: list[Sequence], may_wait: bool) -> bool | None:
-        """For "auto": enter offload mode if the host pool can hold the running requests; return whether it did, None: it
-        may soon, as its memory is being pinned.
+        """For "auto": enter offload mode if the host pool can hold the running requests; return whether it did.
+
+        None: it may soon, as its memory is being pinned.
 
         It must hold whatever resident mode holds, or a request might wait for a mode that does not come back.
 

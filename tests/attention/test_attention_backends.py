@@ -233,8 +233,8 @@ def test_merge_of_rows_with_any_number_of_splits_equals_one_softmax_each(name, a
     backend = build(name, spec)
     if name == "triton":
         module = sys.modules["nanoinfer.kernels.attention.merge"]
-        taken = module.form(as_many, q_heads, 64)
-        monkeypatch.setattr(module, "form", lambda *sizes: taken)
+        taken = module.merge_launch(as_many, q_heads, 64)
+        monkeypatch.setattr(module, "merge_launch", lambda *sizes: taken)
     counts = [0, 1, 4, 5, 15, 16, 17, 32, 33, 64, 129, 140]
     ranges = torch.tensor([0, *counts]).cumsum(0)
     partials = backend.partials(int(ranges[-1]) + 1)
