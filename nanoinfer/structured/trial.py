@@ -16,6 +16,7 @@ from typing import Any
 _SCRIPT = Path(__file__).with_name("check.py")
 _LIMIT_SECONDS = 3.0
 _WAIT_SECONDS = 60.0
+_CLOSED = "the engine was closed meanwhile"
 _SIMPLER = "give a simpler one, with fewer references, patterns and optional properties"
 
 
@@ -55,6 +56,9 @@ class Trial:
         """Return what the process says of a grammar."""
         asked, answer = json.dumps(what | self._tokens), ""
         with self._lock:
+            if self.process is not None and self.process is self._given_up:  # between the lock and here
+                self._end()
+                return dict(error=_CLOSED, path=None, grammar=None)
             if self.process is None or self.process.poll() is not None:
                 self._start()
             process = self.process
@@ -75,7 +79,7 @@ class Trial:
             took = f"takes more than {self._limit_seconds:g} s" if is_late else "takes too much memory or is too deep"
             said = f"it {took} to compile: {_SIMPLER}"
             if process is self._given_up:
-                said = "the engine was closed meanwhile"
+                said = _CLOSED
             return dict(error=said, path=None, grammar=None)
         return json.loads(answer)
 
