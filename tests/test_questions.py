@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # What is asked; the command line that is tried, or the page that is looked at; a part of the answer.
 QUESTIONS = [
     # llama.cpp
-    ("give the model with -m", "serve -m model.gguf", "give the model, a directory or a hub id, without an option"),
+    ("give the model with -m", "serve -m model.gguf", "give the model without an option: a name such as qwen3-8b"),
     ("set the context", "serve m --ctx-size 8192", "did you mean --max-model-len?"),
     ("put layers on the GPU", "serve m -ngl 99", "streams to it by itself: leave it out"),
     ("keep experts on the CPU", "serve m --n-cpu-moe 20", "did you mean --expert-slots?"),
@@ -22,7 +22,7 @@ QUESTIONS = [
     ("quantise the KV cache", "serve m --cache-type-k q8_0", "did you mean --kv-cache-dtype?"),
     ("choose the threads", "serve m --threads 8", "OMP_NUM_THREADS"),
     ("serve several at once", "serve m --parallel 4", "did you mean --max-num-seqs?"),
-    ("load from the hub", "chat -hf org/name-GGUF", "give the model, a directory or a hub id, without an option"),
+    ("load from the hub", "chat -hf org/name-GGUF", "give the model without an option: a name such as qwen3-8b"),
     ("give an image", "generate m x --image cat.png", "models here read text only"),
     ("use a draft model", "serve m --model-draft d", "there is no speculative decoding"),
     ("use a grammar", "generate m x --grammar g", "structured_outputs"),

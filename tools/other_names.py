@@ -16,6 +16,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from nanoinfer.common.other_names import COMMANDS, INSTEAD, MEANT  # noqa: E402
+from nanoinfer.common.told_elsewhere import TOLD_ELSEWHERE  # noqa: E402
 from nanoinfer.common.unsupported import CHAT, ENGINE, GENERATE, MISSING_METHODS, SAMPLING, Table  # noqa: E402
 from nanoinfer.serve.fields import UNSUPPORTED  # noqa: E402
 
@@ -42,6 +43,15 @@ def commands() -> str:
     return _table(("elsewhere", "here"), _by(COMMANDS))
 
 
+def elsewhere() -> str:
+    """Options that one command has not, by where that is said."""
+    rows = [(f"{command}: {text}", name) for command, told in TOLD_ELSEWHERE.items() for name, text in told.items()]
+    found: dict[str, list[str]] = {}
+    for text, name in rows:
+        found.setdefault(text, []).append(name)
+    return _table(("not here", "command: instead"), found)
+
+
 def methods() -> str:
     return _table(("not here", "instead"), _by(MISSING_METHODS))
 
@@ -50,6 +60,7 @@ PARTS = {
     "meant": meant,
     "commands": commands,
     "instead": not_needed,
+    "elsewhere": elsewhere,
     "engine": lambda: refused(ENGINE),
     "sampling": lambda: refused(SAMPLING),
     "methods": methods,

@@ -22,11 +22,15 @@ from nanoinfer.options.parser import Parser, run_command
 
 ALSO = {"chat": ("run",), "list": ("ls",)}
 """Other names of commands, as Ollama has them."""
+_OPTIONS = {"help": "--help", "version": "--version"}
+"""Words that are tried as commands, and are options: `nanoinfer help serve` is `nanoinfer serve --help`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `nanoinfer ...` and return its exit status; see `options.parser.run_command`."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if given and given[0] in _OPTIONS:
+        given = [*given[1:], _OPTIONS[given[0]]]
     parser = make_parser()
     completion.answer(parser)
     parser.set_defaults(command_line=f"nanoinfer {shlex.join(given)}")

@@ -63,7 +63,7 @@ MEANT: dict[str, tuple[str, ...]] = by_name(
         "dev gpu main_gpu mg": ("device",),
         "fa flash flash_attn flash_attention attn_implementation": ("attention_backend",),
         "override_kv rope_freq_base rope_freq_scale rope_scale yarn_orig_ctx": ("hf_overrides",),
-        "cache_prompt cache_reuse prompt_cache": ("enable_prefix_caching",),
+        "cache_prompt cache_reuse disable_radix_cache": ("enable_prefix_caching",),
         "a alias": ("served_model_name",),
         "max_queued_requests max_waiting_requests": ("max_queue",),
         "to timeout": ("body_timeout",),
@@ -99,11 +99,18 @@ COMMANDS: dict[str, str] = by_name(
         "cli llama-cli repl": "use nanoinfer chat MODEL",
         "complete completion-cli llama-simple": 'use nanoinfer generate MODEL "text"',
         "server llama-server start vllm api-server openai": "use nanoinfer serve MODEL",
-        "pull download": "none is needed: a model is downloaded when it is first used, such as by nanoinfer chat MODEL",
+        "pull download": "none is needed: a model is downloaded when it is first used, by nanoinfer chat MODEL as by "
+        "any command; hf download ORG/NAME does it before",
         "ps": "none is needed: GET /v1/models names the model of a server",
         "show info": "use nanoinfer plan MODEL, or nanoinfer inspect FILE for a GGUF file",
-        "stop rm push cp": "none is needed: a model is loaded as long as its command runs, and HF_HOME has its files",
-        "create convert quantise llama-quantize": "use nanoinfer quantize MODEL --to int4 --out DIR",
+        "stop unload kill": "none is needed: a model is loaded as long as its command runs, which Ctrl-C ends",
+        "rm delete remove": "delete its files: hf cache ls, then hf cache rm model/ORG/NAME; of Ollama, ollama rm NAME",
+        "push cp copy upload": "a model is a directory or a file: copy it, or hf upload ORG/NAME DIR",
+        "create modelfile": "there is no Modelfile: give the options, and the system's message in the request; "
+        "nanoinfer quantize writes a checkpoint in fewer bits",
+        "convert quantise llama-quantize": "use nanoinfer quantize MODEL --to int4 --out DIR",
+        "run-batch batch": "use examples/batch.py",
+        "update upgrade": "in the clone, git pull && make",
         "benchmark llama-bench perf": "use nanoinfer bench latency, or nanoinfer bench throughput",
         "llama-perplexity perplexity": "use tools/perplexity.py",
         "collect-env env check": "use nanoinfer doctor",
@@ -149,16 +156,33 @@ NO_PATHS: dict[str, str] = by_name(
 # Options that ask for nothing that could be given here: what to do instead.
 INSTEAD: dict[str, str] = by_name(
     {
-        "t tb threads threads_batch num_thread": "torch chooses the threads; the environment variable OMP_NUM_THREADS "
-        "bounds them",
+        "t tb threads threads_batch num_thread threads_http cpu_mask cpu_strict numa prio poll": "torch chooses the "
+        "threads; the environment variable OMP_NUM_THREADS bounds them",
         "mlock use_mlock": "what lies in host memory is pinned where the system allows it: leave it out, or give "
         "--pin-host-memory require",
         "mmap use_mmap": "files are read, and not mapped: leave it out",
         "keep_alive sleep_idle_seconds": "the model stays loaded until the process ends: leave it out",
         "warmup": "the engine warms up by itself: leave it out",
+        "prompt_cache prompt_cache_all prompt_cache_ro slot_save_path": "the prefix cache lies in memory and ends with "
+        "the process, so there is no file: leave it out",
+        "check_tensors repack direct_io kv_unified swa_full ctx_checkpoints cache_ram defrag_thold op_offload perf "
+        "enable_reasoning headless api_server_count disable_frontend_multiprocessing": "there is nothing to choose: "
+        "leave it out",
+        "samplers sampling_seq mirostat mirostat_lr mirostat_ent xtc_probability xtc_threshold typical typical_p "
+        "dry_multiplier dynatemp_range top_n_sigma": "there is no such sampler: give temperature, top_p, top_k or "
+        "min_p",
+        "repeat_last_n": "penalties count the whole prompt and output: leave it out",
+        "offline": "set the environment variable HF_HUB_OFFLINE=1",
+        "list_devices": "nanoinfer doctor says what this machine has",
+        "webui ui webui_config path": "there is no web page: nanoinfer chat is in the terminal, and Open WebUI and "
+        "others are clients of the server",
+        "slots": "/metrics says what runs and waits: leave it out",
+        "models_dir models_max models_preset": "a server has one model: nanoinfer serve MODEL",
+        "middleware root_path": "put a proxy that does it before the server",
+        "config": "give its settings as options",
         "cb cont_batching": "requests are always batched as they come: leave it out",
         "context_shift keep num_keep": "a context that is full ends: give a larger --max-model-len",
-        "ts tensor_split sm split_mode tp pp dp": "one GPU per engine: leave it out",
+        "ts tensor_split sm split_mode tp tp_size pp dp rpc": "one GPU per engine: leave it out",
         "lora lora_scaled lora_modules": "merge the adapter into the weights",
         "md model_draft draft draft_max": "there is no speculative decoding: leave it out",
         "ngl n_gpu_layers num_gpu_layers gpu_layers num_gpu": "what does not fit on the GPU streams to it by itself: "

@@ -12,6 +12,7 @@ from typing import Any
 
 from nanoinfer.common.errors import nearest
 from nanoinfer.common.other_names import COMMANDS, INSTEAD, MEANT
+from nanoinfer.common.told_elsewhere import TOLD_ELSEWHERE
 from nanoinfer.common.units import parse_count
 from nanoinfer.common.unsupported import ENGINE
 
@@ -22,7 +23,7 @@ BROKEN_PIPE = 141
 
 OFFLOAD = {"on": True, "auto": "auto", "off": False}
 """The words for the values of `enable_cpu_offload`."""
-_OF_OTHERS = MEANT.keys() | INSTEAD.keys() | ENGINE.keys()
+_OF_OTHERS = MEANT.keys() | INSTEAD.keys() | ENGINE.keys() | {name for told in TOLD_ELSEWHERE.values() for name in told}
 # Arguments that a command without an option for them takes from one of these, the first that it has.
 _TAKEN_FROM = {
     "max_model_len": ("--context", "--input-len"),
@@ -103,13 +104,19 @@ class Parser(argparse.ArgumentParser):
     def _refuse(self, option: str) -> None:
         """End with what to do about an unknown option: vLLM's and other programs' ones are known by name."""
         name = _plain(option)
-        name = name if name in MEANT else name.removeprefix("no_")
+        told = TOLD_ELSEWHERE.get(self.prog.removeprefix("nanoinfer "), {})
+        name = name if name in MEANT or name in told else name.removeprefix("no_")
+        if name in told:
+            self.error(f"{option} is no option of {self.prog}: {told[name]}")
         if name in ENGINE:
             self.error(f"{option} is not supported: {in_options(ENGINE[name][1], self)}")
         if name in INSTEAD:
             self.error(f"{option} is not supported: {INSTEAD[name]}")
         if "MODEL" in MEANT.get(name, ()):
-            self.error(f"unknown option {option}: give the model, a directory or a hub id, without an option")
+            self.error(
+                f"unknown option {option}: give the model without an option: a name such as qwen3-8b, a directory, a "
+                "GGUF file or a hub id"
+            )
         self.error(f"unknown option {option}{_hint(option, self.known, self.shown)}")
 
     def _refuse_command(self, given: str) -> None:

@@ -12,6 +12,7 @@ import nanoinfer
 from nanoinfer.commands.main import main, make_parser
 from nanoinfer.common import other_names
 from nanoinfer.common.other_names import COMMANDS, INSTEAD, MEANT, NO_PATHS, PATHS, VALUES_MEANT, takes_also
+from nanoinfer.common.told_elsewhere import TOLD_ELSEWHERE
 from nanoinfer.common.unsupported import ENGINE
 from nanoinfer.options import engine
 from nanoinfer.options.engine import option_names
@@ -112,11 +113,19 @@ def test_documents_have_the_names_that_are_shown():
         ("--cache-type-k", "did you mean --kv-cache-dtype?"),
         ("--flash-attn", "did you mean --attention-backend?"),
         ("--rope-freq-base", "did you mean --hf-overrides?"),
-        ("-hf", "give the model, a directory or a hub id, without an option"),
+        ("-hf", "a name such as qwen3-8b, a directory, a GGUF file or a hub id"),
         ("--threads", "is not supported: torch chooses the threads"),
         ("--no-mmap", "is not supported: files are read, and not mapped: leave it out"),
         ("--mmproj", "is not supported: models here read text only: leave it out"),
         ("--mlock", "is not supported: what lies in host memory is pinned where the system allows it"),
+        (
+            "--prompt-cache",
+            "is not supported: the prefix cache lies in memory and ends with the process, so there is no file",
+        ),
+        ("--slot-save-path", "is not supported: the prefix cache lies in memory"),
+        ("--mirostat", "is not supported: there is no such sampler: give temperature, top_p, top_k or min_p"),
+        ("--offline", "is not supported: set the environment variable HF_HUB_OFFLINE=1"),
+        ("--no-webui", "is not supported: there is no web page: nanoinfer chat is in the terminal"),
         ("--format", "is not supported: a request to nanoinfer serve may have response_format"),
         ("-cnv", "is not supported: nanoinfer chat MODEL is a conversation"),
         ("--model-draft", "is not supported: there is no speculative decoding"),
@@ -143,6 +152,27 @@ def test_an_option_of_another_program_is_told_what_means_the_same(given, message
 @pytest.mark.parametrize(
     "command, given, message",
     [
+        (
+            "serve",
+            "--reasoning",
+            'each request says it, as "reasoning_effort": "none" or "chat_template_kwargs": {"enable_thinking": false}',
+        ),
+        ("serve", "--chat-template-kwargs", '"chat_template_kwargs": {"enable_thinking": false}'),
+        ("serve", "--reasoning-budget", "each request says it, as thinking_token_budget"),
+        (
+            "serve",
+            "--system",
+            "--system is no option of nanoinfer serve: clients send it with each request, as a message",
+        ),
+        ("serve", "--temperature", "and where they do not, the checkpoint's generation_config.json counts"),
+        ("serve", "--repeat-penalty", "and where they do not, the checkpoint's generation_config.json counts"),
+        ("serve", "--no-enable-log-requests", "--log-level warning logs no requests, info a line for each"),
+        ("chat", "--repeat-penalty", "set it in the chat, such as /set repetition_penalty 1.1"),
+        ("chat", "--think", "give --chat-template-kwargs '{\"enable_thinking\": false}'"),
+        ("chat", "--host", "--host is no option of nanoinfer chat: nanoinfer serve has it"),
+        ("generate", "--repeat-penalty", "requests and SamplingParams have it by its name, such as repetition_penalty"),
+        ("generate", "--chat-template-kwargs", "requests and LLM.chat have chat_template_kwargs"),
+        ("plan", "--device", "give the card with --gpu, or its memory with --gpu-memory-limit"),
         ("generate", "--image", "--image is not supported: models here read text only: leave it out"),
         ("generate", "--prompt-file", "--prompt-file is not supported: pipe the file into the command: < FILE"),
         ("chat", "--system-prompt-file", 'is not supported: give its text: --system "$(cat FILE)"'),
@@ -151,7 +181,7 @@ def test_an_option_of_another_program_is_told_what_means_the_same(given, message
         ("serve", "--chat-templat-file", "unknown option --chat-templat-file: did you mean --chat-template?"),
     ],
 )
-def test_what_takes_a_file_is_no_misspelling_of_what_takes_a_text(command, given, message, capsys):
+def test_what_a_command_has_no_option_for_is_told_where_it_is_said(command, given, message, capsys):
     assert said([command, "m", given, "x"], capsys).endswith(f"{message}\n")
 
 
@@ -163,6 +193,11 @@ def test_what_takes_a_file_is_no_misspelling_of_what_takes_a_text(command, given
         ("ps", "GET /v1/models"),
         ("show", "use nanoinfer plan MODEL"),
         ("cli", "use nanoinfer chat MODEL"),
+        ("rm", "delete its files: hf cache ls, then hf cache rm model/ORG/NAME; of Ollama, ollama rm NAME"),
+        ("stop", "a model is loaded as long as its command runs, which Ctrl-C ends"),
+        ("create", "there is no Modelfile: give the options, and the system's message in the request"),
+        ("run-batch", "use examples/batch.py"),
+        ("update", "in the clone, git pull && make"),
         ("llama_server", "use nanoinfer serve MODEL"),
         ("Qwen/Qwen3-4B", "'Qwen/Qwen3-4B' is no command. If it is a model: nanoinfer chat Qwen/Qwen3-4B"),
         ("severe", "'severe' is not known: did you mean serve? choose from bench, chat"),
@@ -172,11 +207,35 @@ def test_a_command_of_another_program_is_told_what_to_run(given, message, capsys
     assert message in said([given, "m", "--port", "1"], capsys)
 
 
+@pytest.mark.parametrize("given, same", [(["help"], ["--help"]), (["help", "serve"], ["serve", "--help"])])
+def test_help_is_a_command_too(given, same, capsys):
+    texts = []
+    for words in (given, same):
+        with pytest.raises(SystemExit, match="0"):
+            main(words)
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != ""
+
+
+def test_version_is_a_command_too(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["version"])
+    assert capsys.readouterr().out == f"nanoinfer {nanoinfer.__version__}\n"
+
+
+def test_no_option_that_a_command_has_is_told_elsewhere():
+    for command, told in TOLD_ELSEWHERE.items():
+        known = PARSERS[f"nanoinfer {command}"].known
+        assert [name for name in told if f"--{name.replace('_', '-')}" in known or f"-{name}" in known] == []
+
+
 def test_no_command_of_others_is_one_of_ours_and_what_is_told_instead_exists():
     ours = {name.removeprefix("nanoinfer ").split()[0] for name in PARSERS if name != "nanoinfer"}
     assert not ours & COMMANDS.keys()
     named = {name for advice in COMMANDS.values() for name in re.findall(r"nanoinfer (\w+)", advice)}
     assert len(named) > 5 and named <= ours
+    scripts = {name for advice in COMMANDS.values() for name in re.findall(r"(?:examples|tools)/\w+\.py", advice)}
+    assert len(scripts) > 1 and [name for name in scripts if not (ROOT / name).is_file()] == []
 
 
 def test_sampling_options_of_others(capsys):

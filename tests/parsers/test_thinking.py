@@ -1,5 +1,8 @@
 """What is thought and what is answered, and what of it the template gets to see."""
 
+import re
+from pathlib import Path
+
 import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
@@ -8,6 +11,7 @@ from nanoinfer.parsers.answer_format import AnswerFormat
 from nanoinfer.parsers.events import Reasoning, Text
 from nanoinfer.requests.prompts import encode_chat
 
+ROOT = Path(__file__).resolve().parents[2]
 QWEN3 = (  # as in Qwen3: what was thought before the newest question is left out
     "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
     "{% endif %}{% endfor %}{% for message in messages %}[{{ message.role }}] "
@@ -139,3 +143,13 @@ def test_a_parser_is_named_or_refused_with_the_nearest_name():
         AnswerFormat.of(QWEN3, reasoning_parser="qwen")
     with pytest.raises(ValueError, match=r"--tool-call-parser 'hermess' .*'hermes'"):
         AnswerFormat.of(QWEN3, tool_parser="hermess")
+
+
+@pytest.mark.parametrize("asked", [{}, {"enable_thinking": True}, {"reasoning_effort": "high"}])
+def test_a_line_before_the_template_turns_thinking_off_for_a_whole_server(asked):
+    line = re.search(r"echo '(.*)'", (ROOT / "docs" / "tools.md").read_text())[1]
+    template = (ROOT / "tests" / "chat" / "templates" / "Qwen-Qwen3-0.6B.jinja").read_text()
+    ended = "<think>\n\n</think>\n\n"
+    assert not rendered(template, **asked).endswith(ended)
+    assert rendered(f"{line}\n{template}", **asked).endswith(ended)
+    assert AnswerFormat.of(f"{line}\n{template}").thinking == AnswerFormat.of(template).thinking is not None
