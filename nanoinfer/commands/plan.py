@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 from dataclasses import asdict
 
@@ -43,7 +44,14 @@ def run(options: argparse.Namespace) -> int:
     """Print the forecast; return 1 if something does not fit."""
     if shape_named(options.model) is None:
         check(options.model, SHAPES)
-    arguments = engine_arguments(options)
+    gc.disable()  # what is imported and planned stays until the end: the collector would look at it for half a second
+    try:
+        return _run(options, engine_arguments(options))
+    finally:
+        gc.enable()
+
+
+def _run(options: argparse.Namespace, arguments: dict) -> int:
     if options.compare_gpus:
         return _compare(options, arguments)
     forecast = nanoinfer.plan(

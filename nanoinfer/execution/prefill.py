@@ -50,8 +50,9 @@ class PrefillProgram:
         size += 3 * len(resources.windows) * blocks
         self._table = DeviceTable(runtime, size)
         self.pieces = PrefillPieces(resources, self._table, self._padding)
-        positions = torch.arange(resources.ring.blocks_per_slot, dtype=torch.int32, device=runtime.device)
-        self.slot_table = positions.view(1, -1)
+        # By numpy: on the meta device, where plans are counted, torch imports sympy for its own `arange`.
+        positions = np.arange(resources.ring.blocks_per_slot, dtype=np.int32)
+        self.slot_table = torch.tensor(positions[None], device=runtime.device)
 
     def begin(self, step: StepPlan, logits: torch.Tensor) -> PrefillStep:
         """Upload the tables of the step's chunks and plan what the chunks attend to.

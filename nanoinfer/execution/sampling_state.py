@@ -45,9 +45,9 @@ class SamplingState:
         self.settings = SettingsTable(torch.tensor(lines, device=device))
         self.seen = torch.zeros(num_rows, -(-vocab_size // 32), dtype=torch.int32, device=device)
         self.counts = torch.zeros(num_rows, vocab_size, dtype=torch.int16, device=device)
-        self._updates = torch.zeros_like(self.settings.words)
+        self._updates = torch.zeros(self.settings.words.shape, dtype=torch.int32, device=device)
         self._staging = Staging(runtime, num_rows * ROW_WORDS, torch.int32)
-        self._seen_updates = torch.zeros_like(self.seen)
+        self._seen_updates = torch.zeros(self.seen.shape, dtype=torch.int32, device=device)
         self._seen_staging = Staging(runtime, self.seen.numel(), torch.int32)
         self._counts_staging = Staging(runtime, vocab_size, torch.int16)  # for one row: pinned memory is expensive
         words = line_words(vocab_size)

@@ -91,9 +91,13 @@ def rope_inv_freq(
                 f"{name} has {len(parameters[name])} entries, it must have one for each of a head's {dim // 2} pairs"
             )
     context = context or Context(2**30, 0)
-    # Use the full names, so that transformers imports these now and not with this module: it takes seconds.
-    config = transformers.LlamaConfig(
-        head_dim=head_dim, max_position_embeddings=context.limit, rope_parameters=dict(parameters)
+    # A config of no family: one of a family imports what models need, which takes a second.
+    config = transformers.PretrainedConfig(
+        head_dim=head_dim,
+        hidden_size=head_dim,
+        num_attention_heads=1,
+        max_position_embeddings=context.limit,
+        rope_parameters=dict(parameters),
     )
     return transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[rope_type](config, device, seq_len=context.length)
 

@@ -149,3 +149,16 @@ def test_a_pickle_is_read_where_nothing_was_imported():
     assert process.stdout == f"{params}\n", process.stderr
     for name in nanoinfer.__all__:
         assert pickle.loads(pickle.dumps(getattr(nanoinfer, name))) is getattr(nanoinfer, name)
+
+
+def test_a_plan_imports_no_algebra():
+    """torch imports sympy for some operations on the meta device, and transformers for configs of its models."""
+    code = """
+import contextlib, io, json, sys
+from nanoinfer.commands.main import main
+with contextlib.redirect_stdout(io.StringIO()):
+    codes = [main(["plan", name, "--gpu", "RTX 4070", "--host-memory-limit", "64GiB"])
+             for name in ("qwen3-8b", "gpt-oss-20b", "gemma3-12b")]
+print(json.dumps([codes, "sympy" in sys.modules]))
+"""
+    assert printed(code) == [[0, 0, 0], False]
