@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -112,7 +113,7 @@ class EngineConfig:
             counts.
         attention_backend: "auto", "triton", "torch", "flash_attn", or one that the package of the device brings.
         enable_prefix_caching: keep the KV of prompts for others that begin alike.
-        seed: seed of requests that give none, and of dummy weights.
+        seed: what the seeds of requests that give none are drawn from, and dummy weights.
         load_format: "auto" (safetensors) or "dummy" (random weights from the config alone).
         pin_host_memory: what to do if the system refuses to pin host memory. "auto": use pageable memory and report its
             speed; "require": work with what was pinned before, or raise an error if nothing was.
@@ -179,9 +180,13 @@ class EngineConfig:
             self._one_of(name, allowed)
         self._check("quantization", isinstance(self.quantization, str | None), 'None or text, such as "int4" or "awq"')
         if self.quantization not in (None, *QUANTISED, *METHODS):
+            is_file = re.match("(iq|q|tq)[0-9]", self.quantization.lower())
+            file = "for a GGUF file of that type give org/name-GGUF:TYPE as the model, without this; else " * bool(
+                is_file
+            )
             raise ValueError(
-                f"quantization={self.quantization!r} is not known{did_you_mean(self.quantization, QUANTISED)}: give "
-                f"one of {', '.join(QUANTISED)}, or leave it out where the checkpoint is quantised"
+                f"quantization={self.quantization!r} is not known{did_you_mean(self.quantization, QUANTISED)}: "
+                f"{file}give one of {', '.join(QUANTISED)}, or leave it out where the checkpoint is quantised"
             )
         if self.head_quantization is not None:
             self._one_of("head_quantization", ("int8",))

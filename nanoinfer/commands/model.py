@@ -31,7 +31,8 @@ def prepare(options: argparse.Namespace, *, is_chat: bool = False, say: Callable
     found = locate(options.model)
     is_named = isinstance(found, OnHub) and "/" not in options.model
     if is_named:
-        say(f"{options.model} is {found.repository}")
+        file = f", the hub's checkpoint, and not Ollama's file: ollama:{options.model}" if ":" in options.model else ""
+        say(f"{options.model} is {found.repository}{file}")
     path = find_model(options.model, weights=False, say=say)
     if is_chat and options.chat_template is None and options.tokenizer is None and not has_template(path):
         raise ValueError(no_template(options.model))

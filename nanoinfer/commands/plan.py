@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import shlex
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import nanoinfer
 from nanoinfer.commands.model import check
+from nanoinfer.models.checkpoints import checkpoint_named
 from nanoinfer.models.shapes import SHAPES, shape_named
-from nanoinfer.options.engine import add_engine_options, engine_arguments
+from nanoinfer.options.engine import add_engine_options, engine_arguments, option_words
 from nanoinfer.options.parser import Parser, in_options
 
 ENGINE_OPTIONS = (
@@ -63,7 +67,26 @@ def _run(options: argparse.Namespace, arguments: dict) -> int:
         **arguments,
     )
     print(forecast.to_json() if options.json else in_options(forecast.report(), options.parser))
+    if not options.json and (line := _as_served(options, forecast)):
+        print(line)
     return 0 if forecast.fits else 1
+
+
+def _as_served(options: argparse.Namespace, forecast: Any) -> str | None:
+    """Return what other commands do with this bare name, where that is not what was planned."""
+    is_bare = checkpoint_named(options.model) is not None and not Path(options.model).exists()
+    if not is_bare or options.quantization is not None or options.head_quantization is not None:
+        return None
+    from nanoinfer.memory.proposals import fastest_format  # with torch
+
+    best = fastest_format(forecast.proposals)
+    if best is None:
+        return None
+    words = shlex.join(option_words(best.changes, {}))
+    return (
+        f"\nThe plan is of the weights as they are. nanoinfer serve {options.model} takes {best.what}; to plan that, "
+        f"add {words}."
+    )
 
 
 def _compare(options: argparse.Namespace, arguments: dict) -> int:

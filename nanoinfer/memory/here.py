@@ -12,10 +12,10 @@ from nanoinfer.common.units import format_size
 from nanoinfer.devices.registry import device_of, resolve_device
 from nanoinfer.memory.cards import card_named
 from nanoinfer.memory.forecaster import forecaster
+from nanoinfer.memory.proposals import fastest_format
 from nanoinfer.weights.load import read_checkpoint, read_spec
 from offload.memory.host_memory import memory_available_bytes
 
-_FORMATS = {"quantization", "head_quantization"}
 _ASKED = dict.fromkeys(
     ("gpu", "gpu_memory_limit", "host_memory_limit", "max_model_len", "batch", "link_gbps", "device_gbps")
 )
@@ -34,11 +34,8 @@ def best_format(model: str, arguments: Mapping[str, Any]) -> tuple[dict[str, Any
     named = {name: others.pop(name, None) for name in _KNOWN}
     named |= dict(batch=others.pop("max_num_seqs", None))
     forecast = forecaster(model, **_ASKED | named, **others).forecast()
-    fitting = [one for one in forecast.proposals if one.changes.keys() <= _FORMATS]
-    if not fitting:
-        return {}, ""
-    best = min(fitting, key=lambda one: one.ms_per_token or 0.0)
-    return best.changes, best.what
+    best = fastest_format(forecast.proposals)
+    return ({}, "") if best is None else (best.changes, best.what)
 
 
 def what_becomes_of(model: str | Path, device: str) -> str:

@@ -6,7 +6,7 @@ First what costs nothing that is asked for, then fewer tokens, then formats by w
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
@@ -263,6 +263,13 @@ class Proposer:
 def _changes(before: EngineConfig, after: EngineConfig) -> dict[str, Any]:
     was = asdict(before)
     return {name: value for name, value in asdict(after).items() if value != was[name]}
+
+
+def fastest_format(proposals: Iterable[Proposal]) -> Proposal | None:
+    """Return what a model that goes by its bare name is read in: of proposals that change how weights are read, and
+    nothing else, the fastest, and of equally fast ones the one that loses least; None where there is none."""
+    formats = [one for one in proposals if one.changes.keys() <= {"quantization", "head_quantization"}]
+    return min(formats, key=lambda one: one.ms_per_token or 0.0, default=None)
 
 
 def in_words(changes: dict[str, Any], knows_device: bool) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from nanoinfer.config import EngineConfig
 from nanoinfer.options.parser import Parser, json_object, length
 from nanoinfer.sampling_params import SamplingParams
 
@@ -40,7 +41,8 @@ def add_sampling_options(parser: Parser, max_tokens: str) -> None:
     group.add_argument("--allowed-token-ids", type=_token_ids, metavar="IDS", help=text)
     text = "tokens that the model may think, at most, before it must answer (default: any number)"
     group.add_argument("--thinking-token-budget", type=int, metavar="N", help=text)
-    text = "the same seed and prompt give the same tokens (default: the engine draws one)"
+    text = "the same seed and prompt give the same tokens (default: drawn from the engine's, which is "
+    text += f"{EngineConfig.seed}, so that the command gives the same again)"
     group.add_argument("--seed", type=int, metavar="N", help=text)
 
 

@@ -28,6 +28,7 @@ from nanoinfer.gguf.sources import (
     pick_by_tag,
 )
 from nanoinfer.models.checkpoints import checkpoint_named
+from nanoinfer.weights.addresses import without_address
 from nanoinfer.weights.other_kinds import hint_for, refuse_shape, shapes_near
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -101,6 +102,7 @@ def locate(model: str | Path, names: Collection[str] = ()) -> Path | OnHub:
         return file
     if path.exists():
         raise ValueError(f"model {name!r} is a file: give the directory that holds config.json, or a file of GGUF")
+    name = without_address(name)
     if (known := checkpoint_named(name)) is not None:
         return OnHub(known)
     refuse_shape(name)
@@ -129,7 +131,10 @@ def _why_not(error: Exception, repository: str) -> str:
     if isinstance(error, RepositoryNotFoundError):
         return "it has no such model, or one that needs a token: check the name, or set HF_TOKEN to a token of yours"
     if isinstance(error, LocalEntryNotFoundError | OfflineModeIsEnabled):
-        return "it cannot be reached, and nothing of it was downloaded before: check the network (and HF_HUB_OFFLINE)"
+        return (
+            "it cannot be reached, and nothing of it was downloaded before: check the network (and HF_HUB_OFFLINE), or "
+            f"download it where there is one (hf download {repository} --local-dir DIR) and give that directory"
+        )
     said = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {said}. Check the name, the network and your access, or give a directory"
 

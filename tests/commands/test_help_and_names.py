@@ -207,6 +207,19 @@ def test_a_command_of_another_program_is_told_what_to_run(given, message, capsys
     assert message in said([given, "m", "--port", "1"], capsys)
 
 
+def test_a_seed_that_is_left_out_is_the_same_each_time(capsys):
+    text = " ".join(said(["generate", "--help"], capsys).split())
+    drawn = f"(default: drawn from the engine's, which is {nanoinfer.EngineConfig.seed}, so that the command gives"
+    assert drawn in text
+
+
+@pytest.mark.parametrize("kind, is_file", [("Q4_K_M", True), ("IQ4_XS", True), ("bitsandbytes", False)])
+def test_a_type_of_gguf_is_told_to_be_a_file(kind, is_file):
+    with pytest.raises(ValueError, match="did you mean 'int4'.*give one of int4") as error:
+        nanoinfer.EngineConfig(model="m", quantization=kind)
+    assert ("give org/name-GGUF:TYPE as the model" in str(error.value)) is is_file
+
+
 @pytest.mark.parametrize("given, same", [(["help"], ["--help"]), (["help", "serve"], ["serve", "--help"])])
 def test_help_is_a_command_too(given, same, capsys):
     texts = []

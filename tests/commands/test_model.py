@@ -127,6 +127,18 @@ def test_a_name_has_the_format_that_the_plan_finds_fastest(name, quantization, w
     assert changes.get("quantization") == quantization and words in said and bool(changes) == bool(said)
 
 
+def test_a_plan_of_a_bare_name_says_what_a_server_takes_instead(gpu, capsys):
+    limits = ["--gpu", "RTX 4070", "--host-memory-limit", "64GiB"]
+    changes, what = here.best_format("qwen3-8b", dict(enable_cpu_offload="auto"))
+    words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in changes.items())
+    assert cli.main(["plan", "qwen3-8b", *limits]) == 0
+    said = f"The plan is of the weights as they are. nanoinfer serve qwen3-8b takes {what}; to plan that, add {words}."
+    assert capsys.readouterr().out.splitlines()[-1] == said and what and words
+    for given in (["qwen3-8b", *words.split()], ["qwen3-0.6b"]):
+        assert cli.main(["plan", *given, *limits]) == 0
+        assert "as they are" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("command", [["chat"], ["generate", "-p", "x"], ["serve"]], ids=lambda one: one[0])
 def test_a_command_has_its_own_settings_planned(command, gpu):
     options = cli.make_parser().parse_args([command[0], "qwen3-8b", *command[1:], "--max-model-len", "8k"])
@@ -162,6 +174,8 @@ def test_a_bare_name_says_what_it_is_and_what_is_changed_and_a_folder_or_an_id_h
         "nanoinfer generate: weights in int4, in which it is fastest on this GPU (nanoinfer plan qwen3-8b says more)",
     ]
     assert prepared("qwen3-8b", "--quantization", "int8")[0] == "int8"
+    first = prepared("qwen3:8b", "--quantization", "int8")[1].splitlines()[0]
+    assert first.endswith("qwen3:8b is Qwen/Qwen3-8B, the hub's checkpoint, and not Ollama's file: ollama:qwen3:8b")
     assert prepared("Qwen/Qwen3-8B") == (None, "") and prepared(str(tmp_path)) == (None, "")
     assert asked == ["qwen3-8b"]
 

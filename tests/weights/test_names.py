@@ -35,6 +35,37 @@ def test_a_misspelt_name_gets_the_one_that_is_meant(given, meant):
         locate(given)
 
 
+@pytest.mark.parametrize(
+    "address, where",
+    [
+        ("https://huggingface.co/Qwen/Qwen3-8B", OnHub("Qwen/Qwen3-8B")),
+        ("https://www.huggingface.co/Qwen/Qwen3-8B/tree/main?x=1", OnHub("Qwen/Qwen3-8B")),
+        ("hf.co/Qwen/Qwen3-8B/", OnHub("Qwen/Qwen3-8B")),
+        ("hf.co/o/m-GGUF:Q4_K_M", OnHub("o/m-GGUF", "Q4_K_M", is_gguf=True)),
+    ],
+)
+def test_an_address_of_the_hub_is_its_repository(address, where):
+    assert locate(address) == where
+
+
+@pytest.mark.parametrize(
+    "address, said",
+    [
+        (
+            "https://huggingface.co/o/m-GGUF/blob/main/m-Q4_K_M.gguf",
+            "give the repository, o/m-GGUF:Q4_K_M, with the tag",
+        ),
+        ("https://huggingface.co/Qwen/Qwen3-8B/tree/refs", "give the repository, Qwen/Qwen3-8B$"),
+        ("https://huggingface.co/Qwen", "is no model's address on the hub: give org/name"),
+        ("https://huggingface.co/datasets/o/d", "is no model's address on the hub: give org/name"),
+        ("https://example.org/m.gguf", "is an address: give a name that the Hugging Face hub has"),
+    ],
+)
+def test_another_address_is_told_what_to_type(address, said):
+    with pytest.raises(ValueError, match=said):
+        locate(address)
+
+
 def test_another_size_is_not_guessed():
     with pytest.raises(ValueError) as refusal:
         locate("qwen3-9b")
