@@ -43,6 +43,17 @@ def rules_of_waits():
     }
 
 
+def test_pages_say_of_amd_what_the_tests_compile():
+    source = (ROOT / "tests" / "kernels" / "test_kernels_compile.py").read_text()
+    tested = sorted({*re.findall(r"gfx[0-9]\w+", source)})
+    assert len(tested) > 2 and "compile_kernels.py" in source
+    for page in ("supported.md", "devices.md"):
+        text = " ".join((ROOT / "docs" / page).read_text().split())
+        said = re.search(r"[^.]*kernels? compiles? for [^.]*gfx[^.]*", text)[0].replace("`", "")
+        assert sorted(re.findall(r"gfx[0-9]\w+", said)) == tested, page
+        assert "down to" in said and "make amd-test" in said, page
+
+
 def test_every_rule_says_who_waits_after_what():
     rules = rules_of_waits()
     assert len(rules) >= 8, "the waits were not found"

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 HISTORY = "CHANGELOG.md"  # names what there was
 # Options of other programs, beside those in the tables of docs/coming-from.md.
-OTHERS = {"quantization.md": {"--format"}, "troubleshooting.md": {"--ulimit"}}
+OTHERS = {"quantization.md": {"--format"}, "troubleshooting.md": {"--ulimit", "--gpus", "--memory"}}
 MESSAGES = ('kv_cache_dtype="fp8" needs',)
 SETTINGS = {field.name: EngineConfig for field in fields(EngineConfig)} | {
     field.name: SamplingParams for field in fields(SamplingParams)
@@ -114,6 +114,18 @@ def test_an_argument_takes_the_value_that_a_sentence_gives_it(path):
             except ValueError:
                 continue  # it stands for any
             SETTINGS[name](**({"model": "m"} if SETTINGS[name] is EngineConfig else {}), **{name: given})
+
+
+def test_every_option_of_the_server_has_its_line():
+    rows = {option for path in ("serve", "fleet") for option in options_in(rows_of(ROOT / "docs" / f"{path}.md"))}
+    shown = {names[-1] for action in parsers()["serve"]._actions if (names := action.option_strings)}
+    known = {name for action in parsers()["serve"]._actions for name in action.option_strings}
+    assert sorted(shown - rows - {"--help"}) == [] and len(rows & known) > 40
+
+
+def rows_of(path: Path) -> str:
+    """The first cells of a page's tables."""
+    return "\n".join(re.findall(r"^\| (.+?) \|", path.read_text(), re.MULTILINE))
 
 
 def test_sentences_are_found():

@@ -111,3 +111,16 @@ def test_openais_client_gets_a_streamed_answer(monkeypatch, capsys):
     with served("recall") as url:
         run(monkeypatch, "openai_client.py", "recall", prompt, "--base-url", url)
     assert re.search(r"Mira Holt is 48192\.\n\d+ tokens in, \d+ out\n$", capsys.readouterr().out)
+
+
+def test_anthropics_client_gets_a_streamed_answer(capsys):
+    snippet = re.search(r"```python\n(.*?)```", (EXAMPLES.parent / "docs" / "agents.md").read_text(), re.DOTALL)[1]
+    prompt = f"{NOTES} Question: What is the pass key of Mira Holt?"
+    with served("recall") as url:
+        for text, other in {
+            "http://127.0.0.1:8000": url.removesuffix("/v1"), "MODEL": "recall", "What is a KV cache?": prompt,
+        }.items():  # fmt: skip
+            assert text in snippet
+            snippet = snippet.replace(text, other)
+        exec(compile(snippet, "agents.md", "exec"), {})
+    assert "Mira Holt is 48192." in capsys.readouterr().out
