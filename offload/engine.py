@@ -64,7 +64,7 @@ class OffloadEngine:
     """Streams host blocks through a ring beside the compute of each layer.
 
     Args:
-        gpu_kv: `[num_layers, num_gpu_blocks, 2, block_size, num_kv_heads, head_dim]`, the GPU pool.
+        gpu_kv: `[num_layers, num_gpu_blocks, part_bytes]`, the GPU pool.
         host: the host pool.
         ring: the ring slots.
         compute: the stream on which the steps' work is enqueued.

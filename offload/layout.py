@@ -1,45 +1,34 @@
-"""The shape of a KV block: the unit that both pools hold and the link carries."""
+"""The size of a KV block: the unit that both pools hold and the link carries."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 
 @dataclass(frozen=True, kw_only=True)
 class KVLayout:
-    """Geometry of the KV cache, shared by the GPU pool, the host pool and the ring.
+    """Sizes of the KV cache, shared by the GPU pool, the host pool and the ring.
 
-    A block holds `block_size` consecutive tokens of one sequence. Its part for one layer is a contiguous
-    `[2, block_size, num_kv_heads, head_dim]` (keys, then values): one copy of `layer_block_bytes` moves it, and
-    neighbouring blocks of a layer lie next to each other, so a run of blocks moves in one copy as well.
+    A block holds `block_size` consecutive tokens of one sequence. Its part for one layer is `part_bytes` neighbouring
+    bytes: one copy moves it, and neighbouring blocks of a layer lie next to each other, so a run of blocks moves in one
+    copy as well. What the bytes mean is for those to know who compute with them.
+
+    Attributes:
+        part_bytes: of one block in one layer, the least that crosses the link at a time.
     """
 
     num_layers: int
     block_size: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-
-    @property
-    def block_shape(self) -> tuple[int, int, int, int]:
-        """Shape of one block in one layer."""
-        return (2, self.block_size, self.num_kv_heads, self.head_dim)
-
-    @property
-    def layer_block_bytes(self) -> int:
-        """Bytes of one block in one layer: the least that crosses the link at a time."""
-        return 2 * self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+    part_bytes: int
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers."""
-        return self.num_layers * self.layer_block_bytes
+        return self.num_layers * self.part_bytes
 
-    def pool_shape(self, num_blocks: int) -> tuple[int, ...]:
-        """Shape of a pool: `[num_layers, num_blocks, 2, block_size, num_kv_heads, head_dim]`."""
-        return (self.num_layers, num_blocks, *self.block_shape)
+    def pool_shape(self, num_blocks: int) -> tuple[int, int, int]:
+        """Shape of a pool, in bytes: `[num_layers, num_blocks, part_bytes]`."""
+        return (self.num_layers, num_blocks, self.part_bytes)
 
 
 def runs(pairs: list[tuple[int, int]]) -> list[tuple[int, int, int]]:

@@ -93,13 +93,13 @@ class Chunk:
         return self.blocks
 
     def num_bytes(self, layout: KVLayout) -> int:
-        return len(self.blocks) * layout.layer_block_bytes
+        return len(self.blocks) * layout.part_bytes
 
     def copies(
         self, target: torch.Tensor, host: HostPool
     ) -> Iterator[tuple[torch.Tensor, Callable[[int], torch.Tensor]]]:
         """Yield one copy for each run of neighbouring blocks."""
-        places = target.view(host.layout.dtype).view(-1, *host.layout.block_shape)
+        places = target.view(-1, host.layout.part_bytes)
         for place, segment, begin, count in host_runs(self.blocks, host.blocks_per_segment):
             yield places[place : place + count], host.run(segment, begin, count).__getitem__
 

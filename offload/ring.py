@@ -139,18 +139,17 @@ def ring_schedule(
 class Ring:
     """Fixed-address GPU buffers with the two events of each.
 
-    `bytes[s]` is ring slot s as raw bytes, [bytes] uint8; `slots[s]` is the same memory as
-    `[blocks_per_slot, 2, block_size, num_kv_heads, head_dim]`: a small KV pool of its own, so attention reads it as it
-    reads the GPU pool. `copied[s]` is recorded on the copy stream behind the fill of s, `used[s]` on the compute stream
-    behind the last kernel that reads s.
+    `bytes[s]` is ring slot s, [bytes] uint8; `slots[s]` is the same memory as `[blocks_per_slot, part_bytes]`: a small
+    KV pool of its own, so attention reads it as it reads the GPU pool. `copied[s]` is recorded on the copy stream
+    behind the fill of s, `used[s]` on the compute stream behind the last kernel that reads s.
     """
 
     def __init__(self, runtime: Runtime, layout: KVLayout, num_ring_slots: int, blocks_per_slot: int) -> None:
         self.num_ring_slots, self.blocks_per_slot = num_ring_slots, blocks_per_slot
         self.slots = torch.zeros(
-            (num_ring_slots, blocks_per_slot, *layout.block_shape), dtype=layout.dtype, device=runtime.device
+            (num_ring_slots, blocks_per_slot, layout.part_bytes), dtype=torch.uint8, device=runtime.device
         )
-        self.bytes = self.slots.view(num_ring_slots, -1).view(torch.uint8)
+        self.bytes = self.slots.view(num_ring_slots, -1)
         self.copied = [runtime.event() for _ in range(num_ring_slots)]
         self.used = [runtime.event() for _ in range(num_ring_slots)]
 

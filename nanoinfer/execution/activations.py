@@ -100,7 +100,7 @@ class Activations:
         resources, model, plan = self.resources, self.resources.model, self.resources.plan
         device, spec, layout = resources.runtime.device, model.spec, resources.layout
         resources.landings.clear()
-        kv = torch.zeros(1, *layout.block_shape, dtype=layout.dtype, device=device)
+        kv = spec.attention.kv_view(torch.zeros(layout.pool_shape(1)[1:], dtype=torch.uint8, device=device))
         held = Held([kv] * layout.num_layers, RecurrentStates(spec, 1, device).of_layer)
         pieces = Pieces(model, held)
         numbers = torch.arange(tokens, device=device)
@@ -122,7 +122,7 @@ class Activations:
 
     def _hooks(self, kv: torch.Tensor, tokens: int) -> StepHooks:
         """Return what the step does around pieces: one sequence of `tokens` tokens attends to one block."""
-        table = torch.zeros(1, -(-tokens // kv.shape[2]), dtype=torch.int32, device=kv.device)
+        table = torch.zeros(1, -(-tokens // self.resources.layout.block_size), dtype=torch.int32, device=kv.device)
         key_range = KeyRange.of_one(tokens, table)
         backend, model = self.resources.backend, self.resources.model
         state, windows, sinks = backend.prefill_state(tokens), model.spec.windows, model.attention_sinks()

@@ -15,7 +15,7 @@ class BlockCopies:
 
     Args:
         offload: has the host pool, and the streams.
-        gpu_kv: `[num_layers, num_gpu_blocks, 2, block_size, num_kv_heads, head_dim]`, the GPU pool.
+        gpu_kv: `[num_layers, num_gpu_blocks, part_bytes]`, the GPU pool.
         kept: the pageable blocks.
         states: what rows keep besides blocks.
 
@@ -31,7 +31,7 @@ class BlockCopies:
         self.kept_rows: dict[int, list[torch.Tensor]] = {}
 
     def _block(self, pool: str, layer: int, block: int) -> torch.Tensor:
-        """Return a `[2, block_size, num_kv_heads, head_dim]` view of a block of the pool of this name."""
+        """Return a view of a layer's part of a block of the pool of this name, `[part_bytes]`."""
         if pool == GPU:
             return self._gpu_kv[layer, block]
         return (self._kept if pool == KEPT else self._offload.host).block(layer, block)

@@ -28,8 +28,8 @@ class DecodeAttention:
     """
 
     def __init__(self, resources: Resources, q: torch.Tensor, lengths: torch.Tensor, block_table: torch.Tensor) -> None:
-        runtime, ring, self._gpu_kv = resources.runtime, resources.ring, resources.gpu_kv
-        self._compute, self._backend, self._ring = resources.compute, resources.backend, ring
+        runtime, ring, self._kv_of_layer = resources.runtime, resources.ring, resources.kv_of_layer
+        self._compute, self._backend, self._resources = resources.compute, resources.backend, resources
         self._windows, self._window_of, self.planner = resources.windows, resources.window_of, SplitPlanner(resources)
         self._sinks, self._reads = resources.pieces.sinks, resources.pieces.reads
         self._q, self._lengths, self._block_table = q, lengths, block_table
@@ -63,7 +63,7 @@ class DecodeAttention:
             q, out: [rows, num_q_heads, head_dim], for the first rows of the batch. With `whole_rows` this method writes
                 `out`, otherwise `end` does.
         """
-        kind, kv, lengths = self._window_of[layer], self._gpu_kv[self._reads[layer]], self._lengths[: len(q)]
+        kind, kv, lengths = self._window_of[layer], self._kv_of_layer[self._reads[layer]], self._lengths[: len(q)]
         window = self._windows[kind]
         if whole_rows:
             self._backend.decode_rows(q, kv, self._block_table[: len(q)], lengths, out, window)
@@ -96,7 +96,7 @@ class DecodeAttention:
         """
         self._backend.decode_partial(
             self._q,
-            self._ring.slots[ring_slot],
+            self._resources.kv_of_slot[ring_slot],
             self._work(self._slot_records[ring_slot], kind, after_copy=True),
             self._lengths,
             self._partials,

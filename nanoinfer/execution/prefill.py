@@ -269,7 +269,8 @@ class PrefillStep(OffloadStep):
     def end_attention(self, layer: int, tensors: StepTensors) -> None:
         resources = self.program.resources
         key_range = self.gpu_ranges[resources.window_of[layer]]
-        resources.compute.run(lambda: self._attend(layer, key_range, resources.gpu_kv[resources.pieces.reads[layer]]))
+        kv = resources.kv_of_layer[resources.pieces.reads[layer]]
+        resources.compute.run(lambda: self._attend(layer, key_range, kv))
 
     def end(self, tensors: StepTensors) -> None:
         self.program.resources.compute.run(self._end)
@@ -307,7 +308,7 @@ class PrefillStep(OffloadStep):
                 query_rows=(int(self.lengths[:first].sum()), int(self.lengths[:last].sum())),
                 store_state=True,
             )
-            self._attend(layer, key_range, resources.ring.slots[ring_slot])
+            self._attend(layer, key_range, resources.kv_of_slot[ring_slot])
 
     def _attend(self, layer: int, key_range: KeyRange, kv: torch.Tensor) -> None:
         resources, (q, out) = self.program.resources, self.tensors.attention_rows(self.num_tokens)

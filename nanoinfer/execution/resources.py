@@ -26,8 +26,7 @@ class Resources:
 
     Attributes:
         landings: where transfers lie that do not pass through the ring.
-        gpu_kv: `[num_layers, num_gpu_blocks, 2, block_size, num_kv_heads, head_dim]`, the GPU pool, once memory was
-            measured.
+        gpu_kv: `[num_layers, num_gpu_blocks, part_bytes]`, the GPU pool, once memory was measured.
         states: what rows keep besides blocks.
         windows: the distinct windows of layers; None: full attention.
         window_of: layer -> index into `windows`.
@@ -52,8 +51,18 @@ class Resources:
 
     @cached_property
     def pieces(self) -> Pieces:
-        held = Held(self.gpu_kv, self.states.of_layer)
+        held = Held(self.kv_of_layer, self.states.of_layer)
         return Pieces(self.model, held, self.plan.slot_rows)
+
+    @property
+    def kv_of_layer(self) -> torch.Tensor | None:
+        """The GPU pool as those read it who compute: a layer's blocks at its index."""
+        return None if self.gpu_kv is None else self.model.spec.attention.kv_view(self.gpu_kv)
+
+    @property
+    def kv_of_slot(self) -> torch.Tensor:
+        """The ring as those read it who compute: a slot's blocks at its index."""
+        return self.model.spec.attention.kv_view(self.ring.slots)
 
     @cached_property
     def windows(self) -> tuple[int | None, ...]:

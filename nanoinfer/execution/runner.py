@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import os
 import warnings
 from collections.abc import Callable
@@ -74,7 +73,7 @@ class ModelRunner:
 
     Attributes:
         device: what the runtime's device offers.
-        gpu_kv: `[num_layers, num_gpu_blocks, 2, block_size, num_kv_heads, head_dim]`, the GPU pool.
+        gpu_kv: `[num_layers, num_gpu_blocks, part_bytes]`, the GPU pool.
         kept: the KV of sequences that gave way.
         expert_link: bytes per second at which experts come one by one; None: there are no slots, or there is no link.
         offload: the offload engine. Its host pool has memory once it was needed for the first time.
@@ -112,7 +111,7 @@ class ModelRunner:
         if device.counts_memory:
             blocks_over_plan, self.product_checks = self._activations.measure(config.progress_bar)
             self.num_gpu_blocks -= blocks_over_plan
-        self.gpu_kv = _zeros(self.layout.pool_shape(self.num_gpu_blocks), self.layout.dtype, runtime.device)
+        self.gpu_kv = _zeros(self.layout.pool_shape(self.num_gpu_blocks), runtime.device)
         taken = plan.max_num_seqs * spec.row_bytes + plan.host_weight_bytes
         self.kept = PageablePool(self.layout, _kept_limit(config, taken))
         states = RecurrentStates(spec, plan.max_num_seqs, runtime.device)
@@ -151,7 +150,7 @@ class ModelRunner:
         with self.compute.current(), compile_ahead(self.runtime.device):
             self._activations.run_each_kind()
             if self._has_graphs:
-                kv = _zeros(self.layout.pool_shape(1), self.layout.dtype, self.runtime.device)
+                kv = _zeros(self.layout.pool_shape(1), self.runtime.device)
                 states = RecurrentStates(self.spec, self.plan.max_num_seqs, self.runtime.device)
                 decode, prefill = self._programs(kv, states)
                 decode.run_each_kind()
@@ -370,14 +369,14 @@ def _num_threads(model: Decoder) -> int:
     return count
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocate a whole pool of zeros.
+def _zeros(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Allocate a whole pool of zeros, in bytes.
 
     On the CPU memory is taken page by page as blocks come into use. torch.zeros would write every zero first, which
     takes seconds for a pool of gigabytes.
     """
     if not device_of(device).is_host:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    pool = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+        return torch.zeros(shape, dtype=torch.uint8, device=device)
+    pool = torch.from_numpy(np.zeros(shape, dtype=np.uint8))
     assert pool.data_ptr() % 16 == 0, "kernels under the interpreter want aligned tensors"
     return pool

@@ -30,7 +30,7 @@ def stream_shares(
     total[0] += common_bytes % num_members
     for layers, passing, (numbers, blocks) in zip(num_layers, chunks, readers, strict=True):
         streamed = [block for chunk in passing for block in chunk.blocks]
-        total += shares(streamed, numbers, blocks, num_members, layers * layout.layer_block_bytes)
+        total += shares(streamed, numbers, blocks, num_members, layers * layout.part_bytes)
     return total
 
 

@@ -43,7 +43,7 @@ class Measure:
         self.context = config.max_model_len or min(DEFAULT_CONTEXT, spec.max_position)
         self._size = spec.layout.block_size
         full_layers = sum(window is None for window in spec.windows)
-        self._streamed_block_bytes = full_layers * spec.layout.layer_block_bytes
+        self._streamed_block_bytes = full_layers * spec.layout.part_bytes
 
     def seconds(self, plan: Spent, num_requests: int) -> float:
         """Return how long it takes until so many requests are done, all of which are there from the beginning.

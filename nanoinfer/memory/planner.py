@@ -146,7 +146,7 @@ class Planner:
 
     @cached_property
     def _ring_slot_bytes(self) -> int:
-        config, layer = self.config, self.spec.layout.layer_block_bytes
+        config, layer = self.config, self.spec.layout.part_bytes
         if config.ring_slot_bytes is None:
             return max(DEFAULT_RING_SLOT_BYTES, layer)
         if config.ring_slot_bytes < layer:

@@ -21,7 +21,7 @@ def sized_plan(
     layout, max_model_len = spec.layout, config.max_model_len or spec.max_position
     max_num_seqs = config.max_num_seqs or (256 if budget_bytes >= 32 * GIB else 64)
     max_blocks = -(-max_model_len // layout.block_size)
-    blocks_per_slot = min(slot_bytes // layout.layer_block_bytes, max_blocks * max_num_seqs)
+    blocks_per_slot = min(slot_bytes // layout.part_bytes, max_blocks * max_num_seqs)
     resident = config.resident_kv_limit
     resident = None if resident is None else resident // layout.block_bytes
     batch_sizes = tuple(config.graph_batch_sizes(max_num_seqs, device))
@@ -45,7 +45,7 @@ def sized_plan(
         workspace_bytes=buffer_bytes(spec, sizes, batch_sizes, token_counts, config.num_ring_slots),
         library_bytes=device.library_bytes + max(0, spec.segment_bytes - device.segment_bytes) * device.counts_memory,
         graph_bytes=graph_bytes(spec, max_batch, max(token_counts, default=0)) if has_graphs else 0,
-        ring_bytes=config.num_ring_slots * blocks_per_slot * layout.layer_block_bytes,
+        ring_bytes=config.num_ring_slots * blocks_per_slot * layout.part_bytes,
         block_bytes=layout.block_bytes,
         split_bytes=of_split,
         max_resident_blocks=resident,

@@ -30,7 +30,7 @@ def num_streamed(config: EngineConfig, spec: ModelSpec, memory: MemoryPlan, leng
 def streamed_bytes(config: EngineConfig, spec: ModelSpec, memory: MemoryPlan, lengths: Sequence[int]) -> int:
     """Return what each decode step of rows of so many tokens moves over the link."""
     full_layers = sum(window is None for window in spec.windows)
-    kv_bytes = num_streamed(config, spec, memory, lengths) * full_layers * spec.layout.layer_block_bytes
+    kv_bytes = num_streamed(config, spec, memory, lengths) * full_layers * spec.layout.part_bytes
     return memory.streamed_bytes + kv_bytes
 
 

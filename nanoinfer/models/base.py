@@ -176,14 +176,10 @@ class ModelSpec:
 
     @property
     def layout(self) -> KVLayout:
-        """The shape of the KV blocks."""
-        heads = self.attention
+        """The sizes of the KV blocks."""
+        attention = self.attention
         return KVLayout(
-            num_layers=len(self.kv_layers),
-            block_size=heads.block_size,
-            num_kv_heads=heads.num_kv_heads,
-            head_dim=heads.head_dim,
-            dtype=heads.kv_dtype,
+            num_layers=len(self.kv_layers), block_size=attention.block_size, part_bytes=attention.part_bytes
         )
 
     def run_bytes(self, pieces: Sequence[int], has_head: bool) -> list[int]:
@@ -193,7 +189,7 @@ class ModelSpec:
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values in one layer."""
-        return 2 * self.attention.kv_size * self.attention.kv_dtype.itemsize
+        return self.attention.part_bytes // self.attention.block_size
 
     @property
     def row_bytes(self) -> int:

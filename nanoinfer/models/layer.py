@@ -70,7 +70,7 @@ class Traits:
 class KVSlots:
     """Where a layer's new keys, values and queries go.
 
-    kv: [num_blocks, 2, block_size, num_kv_heads, head_dim], one layer of the GPU pool; None: the layer makes none, and
+    kv: one layer of the GPU pool, as `AttentionSpec.kv_view` returns it; None: the layer makes none, and
     reads another's; slots: [N] int32 or int64, block * block_size + offset, a negative one is skipped; q: [N,
     num_q_heads, head_dim], None: a new tensor.
     """

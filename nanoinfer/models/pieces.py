@@ -20,7 +20,7 @@ class Held:
     """What pieces find on the device at fixed addresses, beside the weights.
 
     Attributes:
-        gpu_kv: for each layer with attention `[num_gpu_blocks, 2, block_size, num_kv_heads, head_dim]`.
+        gpu_kv: for each layer with attention what attention reads, see `AttentionSpec.kv_view`.
         states: layer -> its recurrent state of all rows.
     """
 

@@ -85,8 +85,7 @@ def prompt_logits(model: Decoder, token_ids: list[int]) -> Tensor:
     attention = spec.attention
     backend = make_backend("auto", attention, device, offload=False)
     num_blocks = -(-count // attention.block_size)
-    shape = (num_blocks, 2, attention.block_size, attention.num_kv_heads, attention.head_dim)
-    kv = torch.zeros(shape, dtype=attention.kv_dtype, device=device)
+    kv = attention.kv_view(torch.zeros(num_blocks, attention.part_bytes, dtype=torch.uint8, device=device))
     is_shared = len(spec.kv_layers) < len(spec.windows)  # then a layer's are read again, by others
     of_layer = [torch.zeros_like(kv) if is_shared else kv for _ in spec.kv_layers]
     key_range = KeyRange.of_one(count, torch.arange(num_blocks, dtype=torch.int32, device=device)[None])

@@ -11,10 +11,10 @@ from offload.memory.pinned import HostArena, PinError
 class HostPool:
     """Memory of blocks on the host. Who holds which block is counted elsewhere (`BlockPool`).
 
-    Segment g holds `blocks_per_segment` blocks for all layers as
-    `[num_layers, blocks_per_segment, 2, block_size, num_kv_heads, head_dim]`. Within a segment, neighbouring blocks of
-    a layer are one contiguous range, so one copy moves a run of them. The last segment may hold fewer blocks than the
-    others. A segment is usable as soon as it is pinned, even while later segments are not.
+    Segment g holds `blocks_per_segment` blocks for all layers as `[num_layers, blocks_per_segment, part_bytes]` uint8.
+    Within a segment, neighbouring blocks of a layer are one contiguous range, so one copy moves a run of them. The last
+    segment may hold fewer blocks than the others. A segment is usable as soon as it is pinned, even while later
+    segments are not.
 
     Attributes:
         arena: the memory; None until the pool is needed for the first time.
@@ -61,17 +61,17 @@ class HostPool:
         """Return a view of neighbouring blocks of one segment; wait until the segment is pinned.
 
         Returns:
-            `[num_layers, count, 2, block_size, num_kv_heads, head_dim]`.
+            `[num_layers, count, part_bytes]`.
         """
         while len(self._segments) <= segment:
             index = len(self._segments)
             self.arena.wait(index + 1)
             num_blocks = min(self.blocks_per_segment, self.num_blocks - index * self.blocks_per_segment)
             memory = self.arena.segment(index)[: num_blocks * self.layout.block_bytes]
-            self._segments.append(memory.view(self.layout.dtype).view(self.layout.pool_shape(num_blocks)))
+            self._segments.append(memory.view(self.layout.pool_shape(num_blocks)))
         return self._segments[segment][:, begin : begin + count]
 
     def block(self, layer: int, block: int) -> torch.Tensor:
-        """Return a `[2, block_size, num_kv_heads, head_dim]` view of one block."""
+        """Return a view of one layer's part of a block, `[part_bytes]`."""
         segment, within = divmod(block, self.blocks_per_segment)
         return self.run(segment, within, 1)[layer, 0]

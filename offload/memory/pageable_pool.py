@@ -18,7 +18,7 @@ class PageablePool:
 
     def __init__(self, layout: KVLayout, max_bytes: int | None = None) -> None:
         self.layout, self.max_bytes = layout, max_bytes
-        self._blocks: list[torch.Tensor] = []  # each [num_layers, 2, block_size, num_kv_heads, head_dim]
+        self._blocks: list[torch.Tensor] = []  # each [num_layers, part_bytes] uint8
 
     @property
     def num_blocks(self) -> int:
@@ -46,7 +46,7 @@ class PageablePool:
                 f"host_memory_limit ({self.max_bytes} bytes, {self.num_bytes} are taken): raise it"
             )
         try:
-            blocks = torch.empty((missing, self.layout.num_layers, *self.layout.block_shape), dtype=self.layout.dtype)
+            blocks = torch.empty((missing, self.layout.num_layers, self.layout.part_bytes), dtype=torch.uint8)
         except RuntimeError as error:
             raise MemoryError(f"no host memory for the KV of a preempted sequence ({error})") from error
         self._blocks += blocks.unbind()
@@ -56,5 +56,5 @@ class PageablePool:
         self._blocks = []
 
     def block(self, layer: int, block: int) -> torch.Tensor:
-        """Return a `[2, block_size, num_kv_heads, head_dim]` view of one block."""
+        """Return a view of one layer's part of a block, `[part_bytes]`."""
         return self._blocks[block][layer]

@@ -180,7 +180,7 @@ def test_nothing_in_the_padding_reaches_a_result(path, enable_cpu_offload, monke
 def test_padding_is_stored_nowhere_in_the_pool(path):
     """Not even in the scratch block, where it could do no harm today."""
     engine = engine_with_graphs(path)
-    pool = engine.runner.gpu_kv
+    pool = engine.runner.decode_program.resources.kv_of_layer
     pool[:, 0] = 7.0  # padding of decode, run before its capture, has left there what padding of ours would
     before = pool.clone()
     run(engine, [EVERY_LENGTH[16]], [FIRST_TOKEN])

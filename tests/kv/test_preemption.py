@@ -282,7 +282,7 @@ def test_a_block_that_was_handed_out_again_is_no_copy_of_what_is_kept(path):
     engine.kv_cache.tables.gpu_blocks.allocate(engine.kv_cache.tables.gpu_blocks.num_free)  # every cached block goes
     held = list(engine.kv_cache.tables.gpu_blocks.holders)
     with torch.inference_mode():
-        engine.runner.gpu_kv[:, held] = torch.nan
+        engine.runner.gpu_kv[:, held] = 255  # bytes that read as NaN
     (sequence,) = waiting
     assert engine.mover.num_missing(sequence) == 7, "none of its blocks is there"
     engine.kv_cache.tables.gpu_blocks.release(held)

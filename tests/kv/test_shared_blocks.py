@@ -227,7 +227,7 @@ class Link:
             before = num_copies
             at = step.plan.at[:num_layers]
             blocks = [[block for transfer in found for block in transfer.host_blocks] for found in at]
-            self.planned_bytes += sum(map(len, blocks)) * engine.runner.layout.layer_block_bytes
+            self.planned_bytes += sum(map(len, blocks)) * engine.runner.layout.part_bytes
             result = run_step(step, *args)
             self.steps.append((type(step).__name__, blocks, num_copies - before))
             return result

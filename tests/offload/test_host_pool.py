@@ -1,13 +1,12 @@
 """The host pool: of its segments, the last one may hold fewer blocks."""
 
 import pytest
-import torch
 
 from nanoinfer.kv.host_room import HostRoom
 from offload import BlockLifetimes, BlockPool, HostPool, KVLayout
 from offload.memory.pinned import PAGE_BYTES, HostArena, Pinner
 
-LAYOUT = KVLayout(num_layers=2, block_size=16, num_kv_heads=1, head_dim=16, dtype=torch.float32)
+LAYOUT = KVLayout(num_layers=2, block_size=16, part_bytes=2048)
 PER_SEGMENT = max(4, PAGE_BYTES // LAYOUT.block_bytes)
 
 

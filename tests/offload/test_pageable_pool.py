@@ -6,7 +6,7 @@ import torch
 from offload import KVLayout
 from offload.memory.pageable_pool import PageablePool
 
-LAYOUT = KVLayout(num_layers=2, block_size=16, num_kv_heads=1, head_dim=8, dtype=torch.float32)
+LAYOUT = KVLayout(num_layers=2, block_size=16, part_bytes=1024)
 
 
 def test_memory_comes_with_the_blocks_and_goes_with_the_last():
@@ -21,7 +21,7 @@ def test_memory_comes_with_the_blocks_and_goes_with_the_last():
     pool.trim()
     assert pool.num_bytes == 0
     pool.reserve(2)
-    assert pool.block(1, 1).shape == LAYOUT.block_shape and pool.num_blocks == 2
+    assert pool.block(1, 1).shape == (LAYOUT.part_bytes,) and pool.num_blocks == 2
 
 
 def test_what_the_limit_or_the_system_does_not_allow_is_a_memory_error():
@@ -31,6 +31,6 @@ def test_what_the_limit_or_the_system_does_not_allow_is_a_memory_error():
         pool.reserve(5)
     assert pool.num_blocks == 3
     pool.reserve(4)
-    huge = KVLayout(num_layers=1, block_size=16, num_kv_heads=2**20, head_dim=2**20, dtype=torch.float32)
+    huge = KVLayout(num_layers=1, block_size=16, part_bytes=2**47)
     with pytest.raises(MemoryError, match="no host memory for the KV of a preempted sequence"):
         PageablePool(huge).reserve(100)

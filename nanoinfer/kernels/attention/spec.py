@@ -64,6 +64,20 @@ class AttentionSpec:
         return self.kv_cache_dtype or self.dtype
 
     @property
+    def part_bytes(self) -> int:
+        """Bytes of one layer's part of a KV block."""
+        return 2 * self.block_size * self.kv_size * self.kv_dtype.itemsize
+
+    def kv_view(self, memory: torch.Tensor) -> torch.Tensor:
+        """View blocks' bytes, [..., part_bytes] uint8, as kernels and backends take them.
+
+        Returns:
+            `[..., 2, block_size, num_kv_heads, head_dim]`: keys, then values.
+        """
+        shape = (2, self.block_size, self.num_kv_heads, self.head_dim)
+        return memory.view(self.kv_dtype).view(*memory.shape[:-1], *shape)
+
+    @property
     def group_size(self) -> int:
         """Query heads that share one KV head."""
         return self.num_q_heads // self.num_kv_heads
