@@ -180,7 +180,7 @@ class EngineConfig:
             self._one_of(name, allowed)
         self._check("quantization", isinstance(self.quantization, str | None), 'None or text, such as "int4" or "awq"')
         if self.quantization not in (None, *QUANTISED, *METHODS):
-            is_file = re.match("(iq|q|tq)[0-9]", self.quantization.lower())
+            is_file = re.match("(iq|q|tq)[0-9]_", self.quantization.lower())
             file = "for a GGUF file of that type give org/name-GGUF:TYPE as the model, without this; else " * bool(
                 is_file
             )

@@ -7,7 +7,6 @@ answered at once. The code of a command is imported when the command runs.
 from __future__ import annotations
 
 import argparse
-import gc
 import shlex
 import sys
 from collections.abc import Sequence
@@ -38,10 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not given:
         parser.print_help()
         return 0
-    status = run_command(parser, bench.with_default(given), advised_when_full(lambda options: options.run(options)))
-    if arguments is None:
-        gc.freeze()  # or the interpreter's end looks at every object of torch once more, for tenths of a second
-    return status
+    return run_command(parser, bench.with_default(given), advised_when_full(lambda options: options.run(options)))
 
 
 def make_parser() -> Parser:

@@ -162,3 +162,9 @@ with contextlib.redirect_stdout(io.StringIO()):
 print(json.dumps([codes, "sympy" in sys.modules]))
 """
     assert printed(code) == [[0, 0, 0], False]
+
+
+def test_a_command_that_has_triton_ends_without_a_word_of_its_bindings():
+    """nanobind lists what lives on when the interpreter ends: nothing may be kept from its collector."""
+    process = run("-m", "nanoinfer", "generate", "recall", "x", "-n", "1", "--max-model-len", "256")
+    assert process.returncode == 0 and "leaked" not in process.stderr
