@@ -243,7 +243,7 @@ class LLM:
             ValueError: there is no tokenizer.
         """
         if self.engine.tokenizer is None:
-            raise ValueError("there is no tokenizer: set tokenizer=..., and leave skip_tokenizer_init out")
+            raise ValueError("there is no tokenizer: give one with tokenizer=..., and leave skip_tokenizer_init out")
         return self.engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import gc
 import logging
 import os
@@ -170,5 +171,16 @@ def _bind(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except (OSError, OverflowError) as error:
         listener.close()
-        raise ValueError(f"--host {host} --port {port} cannot be used ({error}): choose another") from error
+        raise ValueError(_why_not_bound(host, port, error)) from error
     return listener
+
+
+def _why_not_bound(host: str, port: int, error: Exception) -> str:
+    number = getattr(error, "errno", None)
+    if number == errno.EADDRINUSE:
+        return f"port {port} is in use: give another with --port, such as {port % 65535 + 1}, or 0 for any free one"
+    if number == errno.EADDRNOTAVAIL:
+        return f"--host {host} is no address of this machine: give 127.0.0.1, or 0.0.0.0 for all that it has"
+    if number == errno.EACCES:
+        return f"port {port} needs rights that this user lacks: give one from 1024 on with --port"
+    return f"--host {host} --port {port} cannot be used ({error}): choose another"

@@ -41,7 +41,11 @@ class CudaDevice(Accelerator):
             name = "cuda" if index is None else f"cuda:{index}"
             raise ValueError(
                 f"device={name!r}, but torch sees {count} CUDA devices: give "
-                + (f'"cuda:0" to "cuda:{count - 1}"' if count else '"cpu" or "auto", or install a CUDA build of torch')
+                + (
+                    f'"cuda:0" to "cuda:{count - 1}"'
+                    if count
+                    else '"cpu" or "auto"; nanoinfer doctor says what a GPU lacks'
+                )
             )
         return torch.device("cuda", index or 0)
 

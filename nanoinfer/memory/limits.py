@@ -50,6 +50,6 @@ def checked_slots(config: EngineConfig, spec: ModelSpec) -> int:
 def above_available(config: EngineConfig, available_bytes: int) -> str:
     limit = config.host_memory_limit
     return (
-        f"host_memory_limit={limit!r} is {limit / GIB:.2f} GiB, {available_bytes / GIB:.2f} GiB are available: lower "
-        "host_memory_limit"
+        f"host_memory_limit={limit!r} is more than is available, {available_bytes / GIB:.2f} GiB: lower it to that, "
+        "leave it out, or free some memory"
     )

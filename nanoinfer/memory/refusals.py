@@ -107,12 +107,11 @@ def host_wanted(config: EngineConfig, plan: MemoryPlan, available_bytes: int) ->
         blocks = 0
     share = KV_SHARE if limit is None else 1.0
     needed = enough(plan.host_weight_bytes + -int(-blocks * plan.block_bytes // share))
-    streamed = f"{format_gib(plan.host_weight_bytes)} GiB of weights are to be streamed from host memory"
+    streamed = f"for the {format_gib(plan.host_weight_bytes)} GiB of weights that are streamed from there"
     if limit is None:
-        has = f'{format_gib(available_bytes)} GiB are available: free some, "{needed}" are enough'
-    else:
-        has = f"host_memory_limit={limit!r} is {format_gib(limit)} GiB: "
-        has += f'give at least "{needed}"'
-        if available_bytes > limit:  # a plan for another machine knows the limit alone
-            has += f" of what is available, {format_gib(available_bytes)} GiB"
-    return f"{streamed}, and {has}"
+        available = f"{format_gib(available_bytes)} GiB of host memory are available, too few"
+        return f'{available} {streamed}: free some, "{needed}" are enough'
+    has = f'host_memory_limit={limit!r} is too small {streamed}: give at least "{needed}"'
+    if available_bytes > limit:  # a plan for another machine knows the limit alone
+        has += f" of what is available, {format_gib(available_bytes)} GiB"
+    return has

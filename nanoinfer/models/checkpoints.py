@@ -117,7 +117,7 @@ def instead_of(name: str, room: Room | None = None) -> str:
     begin = longest_beginning(name, _CLOSEST)
     near = dict.fromkeys((*(() if begin is None else _CLOSEST[begin]), *_COMMON))
     running = [one for one in near if room is None or _fits(one, room)][:2]
-    return f"nearest of what runs here: {' or '.join(running)}" if running else "nothing that is known here fits"
+    return f"give one that runs here, such as {' or '.join(running)}" if running else "nothing that is known here fits"
 
 
 def _fits(checkpoint: str, room: Room) -> bool:

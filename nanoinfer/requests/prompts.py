@@ -79,7 +79,7 @@ def encode(tokenizer: PreTrainedTokenizerBase | None, text: str, *, add_special_
         RequestError: there is no tokenizer, or it cannot read the text.
     """
     if tokenizer is None:
-        message = "the prompt is text, but there is no tokenizer: give token ids, or set tokenizer=..."
+        message = "the prompt is text, but there is no tokenizer: give one with tokenizer=..., or give token ids"
         raise RequestError(message, field="prompt")
     try:
         if len(text) <= LONG_CHARS or not _is_plain(type(tokenizer)):
@@ -189,7 +189,7 @@ def too_long(what: str, num_tokens: int, max_model_len: int) -> RequestError:
     """Return the error for a prompt that has `what`, such as "9000 tokens", which are `num_tokens` or more."""
     return RequestError(
         f"the prompt has {what}, max_model_len is {max_model_len} and at least one token is generated: shorten the "
-        "prompt or raise max_model_len",
+        f"prompt to {max_model_len - 1} or raise max_model_len",
         field="prompt",
         is_too_long=True,
         lengths=(num_tokens, max_model_len - 1),

@@ -80,8 +80,7 @@ def find_model(
     except Exception as error:  # the client's errors and those of its HTTP library have no common base class
         known_as = "" if str(model) == where.repository else f" ({where.repository})"
         raise ValueError(
-            f"model {str(model)!r}{known_as} is no directory here, and the Hugging Face hub does not give it: "
-            f"{_why_not(error, where.repository)}{shapes_near(model, names)}"
+            f"model {str(model)!r}{known_as}: {_why_not(error, where.repository)}{shapes_near(model, names)}"
         ) from error
 
 
@@ -115,8 +114,8 @@ def locate(model: str | Path, names: Collection[str] = ()) -> Path | OnHub:
         return OnHub(name)
     packaged = [name for name, path in PACKAGED.items() if path.is_dir()]
     raise ValueError(
-        f"model {name!r} does not exist{hint_for(name, [*packaged, *PACKAGES, *names])}: give a directory with "
-        "config.json, a hub id such as Qwen/Qwen3-4B, a GGUF file"
+        f"model {name!r} does not exist{hint_for(name, [*packaged, *PACKAGES, *names])}: give a name such as qwen3-4b, "
+        "a directory with config.json, a hub id such as Qwen/Qwen3-4B, a GGUF file"
         + "".join(f", or {name!r}, which comes along" for name in packaged)
         + (f"; a model of Ollama is ollama:{name}" if ":" in name else "")
         + shapes_near(model, names)
@@ -127,16 +126,26 @@ def locate(model: str | Path, names: Collection[str] = ()) -> Path | OnHub:
 def _why_not(error: Exception, repository: str) -> str:
     """Return why the hub gives nothing, and what to do."""
     if isinstance(error, GatedRepoError):
-        return f"accept its licence at https://huggingface.co/{repository}, and set HF_TOKEN to a token of yours"
+        return (
+            "the Hugging Face hub gives it to those who have accepted its licence: accept it at "
+            f"https://huggingface.co/{repository}, and set HF_TOKEN to a token of yours"
+        )
     if isinstance(error, RepositoryNotFoundError):
-        return "it has no such model, or one that needs a token: check the name, or set HF_TOKEN to a token of yours"
+        return (
+            "there is no such directory here, and the Hugging Face hub has no such model, or one that needs a token: "
+            "check the name, or set HF_TOKEN to a token of yours"
+        )
     if isinstance(error, LocalEntryNotFoundError | OfflineModeIsEnabled):
         return (
-            "it cannot be reached, and nothing of it was downloaded before: check the network (and HF_HUB_OFFLINE), or "
-            f"download it where there is one (hf download {repository} --local-dir DIR) and give that directory"
+            "the Hugging Face hub cannot be reached, and the model was not downloaded before: check the network (and "
+            f"HF_HUB_OFFLINE), or download it where there is one (hf download {repository} --local-dir DIR) and "
+            "give that directory"
         )
     said = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {said}. Check the name, the network and your access, or give a directory"
+    return (
+        f"the Hugging Face hub does not give it ({type(error).__name__}: {said}): check the name, the network and your "
+        "access, or give a directory"
+    )
 
 
 def _announce(repository: str, patterns: list[str], say: Callable[[str], None] | None) -> None:
@@ -164,9 +173,7 @@ def _gguf_of(repository: str, tag: str | None, say: Callable[[str], None] | None
         try:
             folder = Path(snapshot_download(repository, local_files_only=True))
         except Exception:
-            raise ValueError(
-                f"model {repository!r} is not given by the Hugging Face hub: {_why_not(error, repository)}"
-            ) from error
+            raise ValueError(f"model {repository!r}: {_why_not(error, repository)}") from error
         return folder / pick_by_tag((str(path.relative_to(folder)) for path in folder.rglob("*.gguf")), tag, repository)
     return hub_file(repository, tag, names, lambda files: _download(repository, files, say))
 

@@ -203,7 +203,7 @@ def test_an_option_of_its_own_comes_before_one_that_an_argument_is_taken_from():
             "--n-gpu-layers is not supported: what does not fit on the GPU streams to it by itself: leave it out",
         ),
         (["generate", "x", "--max-new-tokens=5"], "did you mean --max-tokens\\?$"),
-        (["serve", "--model", "x"], "unknown option --model: give the model, a directory or a hub id, without an"),
+        (["serve", "--model", "x"], "unknown option --model: give the model without an"),
         (["serve", "x", "--enable-lora"], "--enable-lora is not supported: merge the adapter into the weights$"),
         (
             ["serve", "x", "--swap-space", "4"],
@@ -235,13 +235,13 @@ def test_an_unknown_argument_is_refused_with_the_nearest_one_and_the_commands_us
 )
 def test_a_mistyped_model_is_refused_with_the_nearest_one(arguments, guess, capsys):
     assert cli.main(arguments) == 2
-    assert f"does not exist (did you mean {guess}?): give a directory" in capsys.readouterr().err
+    assert f"does not exist (did you mean {guess}?): give a name" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("model", ["input", "qwen3-40b", "llama9-8b"])
 def test_another_size_or_a_word_that_is_near_to_nothing_is_no_guess(model, capsys):
     assert cli.main(["plan", model, "--gpu-memory-limit", "12GiB"]) == 2
-    assert f"model {model!r} does not exist: give a directory with config.json" in capsys.readouterr().err
+    assert f"model {model!r} does not exist: give a name such as qwen3-4b" in capsys.readouterr().err
 
 
 def test_a_shape_is_no_checkpoint_for_those_who_generate(capsys):

@@ -79,7 +79,7 @@ def test_a_family_of_which_not_all_run_says_so(tmp_path, monkeypatch):
         read_checkpoint(tmp_path)
     assert str(refusal.value) == (
         f"{tmp_path}/config.json: architecture 'GraniteMoeHybridForCausalLM' runs, but not this model: it needs Mamba "
-        "layers, which is not here yet; nearest of what runs here: ibm-granite/granite-3.3-8b-instruct or "
+        "layers, which is not here yet; give one that runs here, such as ibm-granite/granite-3.3-8b-instruct or "
         "ibm-granite/granite-4.0-micro"
     )
 
@@ -95,10 +95,10 @@ def test_a_file_names_what_is_missing_and_what_runs(tmp_path, monkeypatch):
 def test_only_what_fits_is_named(monkeypatch):
     """In 4 bits, on the GPU or, of sparse models, in both memories together."""
     glm, gib = "GlmMoeDsaForCausalLM", 2**30
-    assert instead_of(glm) == "nearest of what runs here: zai-org/GLM-4.5-Air or zai-org/GLM-4-9B-0414"
+    assert instead_of(glm) == "give one that runs here, such as zai-org/GLM-4.5-Air or zai-org/GLM-4-9B-0414"
     assert "GLM-4.5-Air" in instead_of(glm, Room(12 * gib, 64 * gib))
-    assert instead_of(glm, Room(12 * gib, 32 * gib)).endswith(": zai-org/GLM-4-9B-0414 or Qwen/Qwen3-4B")
-    assert instead_of(glm, Room(4 * gib, 16 * gib)).endswith(": Qwen/Qwen3-4B or Qwen/Qwen3-0.6B")
+    assert instead_of(glm, Room(12 * gib, 32 * gib)).endswith("such as zai-org/GLM-4-9B-0414 or Qwen/Qwen3-4B")
+    assert instead_of(glm, Room(4 * gib, 16 * gib)).endswith("such as Qwen/Qwen3-4B or Qwen/Qwen3-0.6B")
     assert "GLM-4.5-Air" not in instead_of(glm, Room(None, 64 * gib))
     assert instead_of(glm, Room(2**20, 2**20)) == "nothing that is known here fits"
     for name in ("LlavaNext", "PhiMoE", "Gemma9", "GraniteMoe", "Olmo", "GPTNeoX", "ChatGLMModel", "Mllama", "Xy"):

@@ -504,7 +504,7 @@ def test_fp8_weights_that_are_nan_are_refused_by_name(copied, name, module, code
         ("fp8-blocks", dict(transform_config={"rotation": "R1"}), "transform_config is .* need rotated activations"),
         ("auto-round", dict(rotation_config={"algorithm": "spinquant"}), "rotation_config is not supported"),
         ("ct-int4-group", dict(config_groups={"group_0": 4}), "config_groups has 4 in the quantization_config"),
-        ("ct-int4-group", dict(quant_method="compressed"), "Supported: compressed-tensors, gptq, auto-round, awq, fp8"),
+        ("ct-int4-group", dict(quant_method="compressed"), "or one of compressed-tensors, gptq, auto-round, awq, fp8"),
     ],
 )
 def test_settings_that_are_not_those_of_the_weights_are_refused(copied, name, settings, message):

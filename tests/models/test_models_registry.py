@@ -97,7 +97,9 @@ def test_one_rotation_table_serves_layers_that_rotate_alike():
 
 
 def test_unsupported_architecture_is_refused_with_checkpoints_that_run():
-    with pytest.raises(ValueError, match="nobody has written this family yet; nearest of what runs here: Qwen/Qwen3-"):
+    with pytest.raises(
+        ValueError, match="nobody has written this family yet; give one that runs here, such as Qwen/Qwen3-"
+    ):
         find_class(tiny_config("qwen3", architectures=["Qwen9MoeForCausalLM"]).architectures)
 
 
@@ -123,7 +125,8 @@ def test_an_architecture_registers_once():
         (
             "llama",
             dict(quantization_config=dict(quant_method="quanto")),
-            "quant_method='quanto', which is not supported. Supported: compressed-tensors, gptq, auto-round, awq, fp8",
+            "quant_method='quanto', which is not supported: give the checkpoint in 16 bits, with quantization=.int4., "
+            "or one of compressed-tensors, gptq, auto-round, awq, fp8",
         ),
         ("gemma3", dict(use_bidirectional_attention=True), "use_bidirectional_attention"),
         ("granite4", dict(num_local_experts=4), "num_local_experts=4 is not supported, only 0"),

@@ -219,12 +219,28 @@ def test_sigterm_lets_running_requests_end(server):
     assert [line["output_tokens"] for line in requests] == [250, 250] and len(lines) == 2
 
 
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--host", "192.0.2.1"], "--host 192.0.2.1 is no address of this machine: give 127.0.0.1, or 0.0.0.0"),
+        (["--port", "80000"], "--port 80000 cannot be used (bind(): port must be 0-65535.): choose another"),
+    ],
+)
+def test_an_address_that_is_none_is_told_what_to_give(words, said, path, capsys):
+    from nanoinfer.commands.main import main
+
+    assert main(["serve", str(path), *words]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_a_port_in_use_is_refused_before_the_model_is_loaded(path, capsys):
     from nanoinfer.commands.main import main
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert main(["serve", str(path), "--port", str(taken.getsockname()[1])]) == 2
-    assert "cannot be used" in capsys.readouterr().err
+        given = taken.getsockname()[1]
+        assert main(["serve", str(path), "--port", str(given)]) == 2
+    said = capsys.readouterr().err
+    assert f"port {given} is in use: give another with --port, such as {given + 1}, or 0 for any free one" in said
     for seconds in ("-1", "nan"):
         assert main(["serve", str(path), "--shutdown-timeout", seconds]) == 2
         assert f"--shutdown-timeout is {float(seconds)}, it must be 0 or more" in capsys.readouterr().err

@@ -29,12 +29,21 @@ def test_a_lora_adapter_is_told_from_a_checkpoint(content, base, tmp_path):
 @pytest.mark.parametrize(
     "architecture, said",
     [
-        ("Qwen9MoeForCausalLM", "nobody has written this family yet; nearest of what runs here: Qwen/Qwen3-8B or"),
-        ("GraniteMoeForCausalLM", "written this family yet; nearest of what runs here: ibm-granite/granite-3.3-8b-"),
-        ("DeepseekV3ForCausalLM", "it needs multi-head latent attention (MLA), which is not here yet; nearest of what"),
+        (
+            "Qwen9MoeForCausalLM",
+            "nobody has written this family yet; give one that runs here, such as Qwen/Qwen3-8B or",
+        ),
+        (
+            "GraniteMoeForCausalLM",
+            "written this family yet; give one that runs here, such as ibm-granite/granite-3.3-8b-",
+        ),
+        ("DeepseekV3ForCausalLM", "it needs multi-head latent attention (MLA), which is not here yet; give one that"),
         ("Qwen2VLForConditionalGeneration", "it takes more than text, and only of Gemma 3, Mistral 3 and Llava the"),
-        ("T5ForConditionalGeneration", "it needs an encoder, which is not here yet; nearest of what runs here: "),
-        ("BertForMaskedLM", "it does not generate text; nearest of what runs here: Qwen/Qwen3-8B or Qwen/Qwen3-14B"),
+        ("T5ForConditionalGeneration", "it needs an encoder, which is not here yet; give one that runs here, such as "),
+        (
+            "BertForMaskedLM",
+            "it does not generate text; give one that runs here, such as Qwen/Qwen3-8B or Qwen/Qwen3-14B",
+        ),
     ],
 )
 def test_an_unsupported_architecture_names_checkpoints_and_no_architecture(architecture, said, monkeypatch):

@@ -135,7 +135,7 @@ def test_what_is_quantised_from_one_is_a_text_model(tmp_path):
         (
             dict(text_config=dict(model_type="cohere2")),
             "the text part of this Gemma3ForConditionalGeneration, 'cohere2', is not supported: it needs attention and "
-            "MLP side by side, which is not here yet; nearest of what runs here: google/gemma-3-",
+            "MLP side by side, which is not here yet; give one that runs here, such as google/gemma-3-",
         ),
         (dict(text_config=dict(model_type=[5])), "Gemma3ForConditionalGeneration, [5], is not supported: nobody has"),
     ],

@@ -33,7 +33,8 @@ def formats_of(settings: dict[str, Any], tensors: CheckpointTensors, is_text_par
     if not isinstance(method, str) or method not in FORMATS:
         raise ValueError(
             f"the config has a quantization_config with quant_method={shown(method)}, which is not supported"
-            f"{did_you_mean(str(method), FORMATS)}. Supported: {', '.join(FORMATS)}"
+            f'{did_you_mean(str(method), FORMATS)}: give the checkpoint in 16 bits, with quantization="int4", or one '
+            f"of {', '.join(FORMATS)}"
         )
     formats = FORMATS[method](dict(settings), tensors)
     return TextPart(formats, settings) if is_text_part else formats
