@@ -86,6 +86,7 @@ class Program:
             jump = _JUMP.match(one.text)
             follows = [] if one.text.startswith("ret") or (jump and not one.guard) else [index + 1]
             self.after.append(follows + ([labels[jump[1]]] if jump else []))
+        self._reached: dict[int, set[int]] = {}
         self.writers: dict[str, list[Instruction]] = defaultdict(list)
         self.readers: dict[str, list[Instruction]] = defaultdict(list)
         for one in self.code:
@@ -119,17 +120,22 @@ class Program:
 
     def reaches(self, start: Instruction, end: Instruction) -> bool:
         """Whether a way from one to the other meets no barrier."""
-        open_, met = list(self.after[self.index[id(start)]]), set()
+        number = self.index[id(start)]
+        if number not in self._reached:
+            self._reached[number] = self._all_from(number)
+        return self.index[id(end)] in self._reached[number]
+
+    def _all_from(self, start: int) -> set[int]:
+        """What a way from there meets, up to barriers and with these."""
+        open_, met = list(self.after[start]), set()
         while open_:
             number = open_.pop()
             if number in met or number >= len(self.code):
                 continue
             met.add(number)
-            if self.code[number] is end:
-                return True
             if not self.code[number].is_barrier:
                 open_ += self.after[number]
-        return False
+        return met
 
     @cached_property
     def index(self) -> dict[int, int]:
