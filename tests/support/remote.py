@@ -22,6 +22,8 @@ from offload import CpuRuntime
 
 def execute_engines(connection) -> None:
     """The executing process: run the steps of one engine after the other."""
+    gc.collect()
+    gc.freeze()  # what other tests left is none of this process's: `num_sequences` counts the others
     while (config := connection.recv()) is not None:
         execute_steps(connection, config)
 
@@ -62,8 +64,8 @@ def execute_steps(connection, config: EngineConfig) -> None:
 
 @contextmanager
 def executing_process() -> Iterator:
-    """The connection to a process for `make_parted_engine`. It takes seconds to import what it needs."""
-    context = multiprocessing.get_context("spawn")
+    """The connection to a process for `make_parted_engine`: a fork, which has imported what it needs."""
+    context = multiprocessing.get_context("fork")
     connection, theirs = context.Pipe()
     process = context.Process(target=execute_engines, args=(theirs,), daemon=True)
     process.start()
