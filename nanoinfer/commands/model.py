@@ -12,17 +12,24 @@ from nanoinfer.common.units import format_size
 from nanoinfer.options.engine import engine_arguments
 
 
-def prepare(options: argparse.Namespace, *, is_chat: bool = False, say: Callable[[str], None] | None = None) -> None:
+def prepare(
+    options: argparse.Namespace,
+    *,
+    is_chat: bool = False,
+    takes_text: bool = True,
+    say: Callable[[str], None] | None = None,
+) -> None:
     """Say which model it is, what is downloaded and that it is loaded, and choose the format of one that goes by its
     bare name, such as "qwen3-8b".
 
-    is_chat: it is to answer messages. say: gets what there is to say; None: stderr does.
+    is_chat: it is to answer messages. takes_text: prompts are text, not token ids.
+    say: gets what there is to say; None: stderr does.
 
     Raises:
-        ValueError: there is no such model, or it has no chat template and needs one.
+        ValueError: there is no such model, or it has no tokenizer or chat template and needs one.
     """
     from nanoinfer.weights.find import OnHub, find_model, locate
-    from nanoinfer.weights.other_kinds import has_template, no_template
+    from nanoinfer.weights.other_kinds import has_template, has_tokenizer, no_template
 
     def tell(text: str) -> None:
         print(f"{options.parser.prog}: {text}", file=sys.stderr, flush=True)
@@ -34,6 +41,10 @@ def prepare(options: argparse.Namespace, *, is_chat: bool = False, say: Callable
         file = f", the hub's checkpoint, and not Ollama's file: ollama:{options.model}" if ":" in options.model else ""
         say(f"{options.model} is {found.repository}{file}")
     path = find_model(options.model, weights=False, say=say)
+    if takes_text and options.tokenizer is None and not has_tokenizer(path):
+        raise ValueError(
+            f"{options.model} has no tokenizer: give a directory or hub id that has its own with --tokenizer"
+        )
     if is_chat and options.chat_template is None and options.tokenizer is None and not has_template(path):
         raise ValueError(no_template(options.model))
     if is_named and options.quantization is None and options.head_quantization is None:

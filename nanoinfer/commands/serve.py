@@ -17,7 +17,7 @@ from typing import Any
 
 from nanoinfer.commands.model import prepare
 from nanoinfer.common.units import counted
-from nanoinfer.options.parser import INTERRUPTED
+from nanoinfer.options.parser import INTERRUPTED, in_options
 from nanoinfer.options.serve import check_alone, replicas_of
 from nanoinfer.serve.log import START, logging_to
 
@@ -35,26 +35,23 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    try:
-        import uvicorn  # of the extra, before a model is downloaded; what is below imports torch
-
-        prepare(options, say=logger.info)
-        from nanoinfer.serve.connection import server_config
-        from nanoinfer.serve.descriptors import make_room
-        from nanoinfer.serve.settings import settings_of
-    except ModuleNotFoundError as error:
-        raise ValueError(f"{error.name} is not installed: in the clone, pip install -e '.[serve]'") from error
-    settings = settings_of(options)
     if options.ray:
+        _prepared(options)
         return _run_replicas(options)
     check_alone(options)
-    # Bind the port before the model is loaded, because loading takes long. The socket does not listen yet.
+    # Bind the port before a model is downloaded and loaded, because that takes long. The socket does not listen yet.
     with _bind(options.host, options.port) as listener:
+        settings = _prepared(options)
+        import uvicorn
+
+        from nanoinfer.serve.connection import server_config
+        from nanoinfer.serve.descriptors import make_room
+
         engine = settings.make_engine()
         try:
             _start(engine)
             app = settings.make_app(engine)
-            logger.info("%s mode; %s", engine.mode, engine.plan.one_line())
+            logger.info("%s mode; %s", engine.mode, in_options(engine.plan.one_line(), options.parser))
             logs_access, room = options.log_level == "debug", make_room()
             config = server_config(app, settings.body_timeout, logs_access=logs_access, max_connections=room)
             _serve(server_class(uvicorn.Server)(config, engine, settings.shutdown_timeout), listener)
@@ -64,11 +61,23 @@ def _run(options: argparse.Namespace) -> int:
     return 0 if engine.failure is None else 1
 
 
+def _prepared(options: argparse.Namespace) -> Any:
+    """Say what will be loaded, and return the server's settings; ValueError: these, or what is installed, do not do."""
+    try:
+        import uvicorn  # noqa: F401 - of the extra, before a model is downloaded; what is below imports torch
+
+        prepare(options, takes_text=False, say=logger.info)
+        from nanoinfer.serve.settings import settings_of
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{error.name} is not installed: in the clone, pip install -e '.[serve]'") from error
+    return settings_of(options)
+
+
 def _run_replicas(options: argparse.Namespace) -> int:
     try:
         from nanoinfer.serve.ray.running import serve_replicas
     except ModuleNotFoundError as error:
-        raise ValueError(f"{error.name} is not installed: in the clone, pip install -e '.[ray]'") from error
+        raise ValueError(f"the package {error.name} is not installed: in the clone, pip install -e '.[ray]'") from error
     with _bind(options.host, options.port) as listener:  # Ray would try for long
         port = listener.getsockname()[1]
     return serve_replicas(options, replicas_of(options), port)

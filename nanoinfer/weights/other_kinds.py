@@ -13,6 +13,8 @@ from nanoinfer.gguf.reader import read_gguf
 from nanoinfer.models.checkpoints import bare_names, checkpoint_named
 from nanoinfer.models.shapes import SHAPES
 
+# Of which a checkpoint that takes text has one.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 # Where a checkpoint may have its chat template, beside tokenizer_config.json.
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 
@@ -70,6 +72,11 @@ def has_template(path: Path) -> bool:
         return bool(json.loads(config.read_bytes()).get("chat_template"))
     except (ValueError, AttributeError):  # the tokenizer says what is wrong
         return True
+
+
+def has_tokenizer(path: Path) -> bool:
+    """Whether a model's files hold a tokenizer; a GGUF file says itself what it lacks."""
+    return path.is_file() or any((path / name).exists() for name in TOKENIZER_FILES)
 
 
 def no_template(model: str) -> str:

@@ -16,8 +16,8 @@ from nanoinfer.gguf.tokenizer import tokenizer_of
 from nanoinfer.models.checkpoint_info import CheckpointInfo
 from nanoinfer.weights.checkpoint import MAX_VOCAB_SIZE
 from nanoinfer.weights.headers import read_json_object
+from nanoinfer.weights.other_kinds import TOKENIZER_FILES
 
-_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 _FILES_WITH_IDS = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "added_tokens.json")
 # A value with more digits than the ids of any model. This search takes a tenth of the time of reading the JSON.
 _LARGE_VALUE = re.compile(rb":\s*\d{8}")
@@ -45,7 +45,7 @@ def load_tokenizer(config: EngineConfig, checkpoint: CheckpointInfo) -> PreTrain
 def _load(tokenizer: str | Path | None, checkpoint: CheckpointInfo) -> PreTrainedTokenizerBase | None:
     if tokenizer is None and checkpoint.gguf is not None:
         return tokenizer_of(checkpoint.gguf.metadata)
-    if tokenizer is None and not any((checkpoint.directory / name).exists() for name in _FILES):
+    if tokenizer is None and not any((checkpoint.directory / name).exists() for name in TOKENIZER_FILES):
         return None
     source = tokenizer or checkpoint.directory
     try:

@@ -66,6 +66,16 @@ def test_a_chat_with_a_file_without_a_template_is_refused_without_torch(command,
     assert printed == "2 False\n" and "has no chat template: give one with --chat-template FILE" in heard
 
 
+@pytest.mark.parametrize("command", [["chat"], ["generate", "-p", "x"]], ids=lambda one: one[0])
+def test_a_directory_without_a_tokenizer_is_refused_without_torch(command, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
+    printed, heard = watched(command[0], str(tmp_path), *command[1:], given="hello")
+    assert printed == "2 False\n" and "has no tokenizer: give a directory or hub id that has its own with" in heard
+    options = argparse.Namespace(model=str(tmp_path), chat_template=None, tokenizer=None)
+    model.prepare(options, takes_text=False, say=[].append)
+
+
 @pytest.mark.parametrize(
     "files, has_one",
     [
@@ -79,6 +89,7 @@ def test_a_chat_with_a_file_without_a_template_is_refused_without_torch(command,
 def test_a_directory_without_a_template_is_refused_where_its_files_say_so(files, has_one, tmp_path, capsys):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").touch()
+    (tmp_path / "tokenizer.json").touch()
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
     options = argparse.Namespace(model=str(tmp_path), chat_template=None, tokenizer=None)
@@ -153,7 +164,8 @@ def test_weights_stay_as_they_are_on_a_host():
 def test_a_bare_name_says_what_it_is_and_what_is_changed_and_a_folder_or_an_id_has_no_other_format(
     tmp_path, monkeypatch, capsys
 ):
-    (tmp_path / "config.json").write_text("{}")
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
     monkeypatch.setattr(find, "snapshot_download", lambda *_, dry_run=False, **__: [] if dry_run else str(tmp_path))
     asked = []
 

@@ -241,6 +241,7 @@ def test_a_port_in_use_is_refused_before_the_model_is_loaded(path, capsys):
         assert main(["serve", str(path), "--port", str(given)]) == 2
     said = capsys.readouterr().err
     assert f"port {given} is in use: give another with --port, such as {given + 1}, or 0 for any free one" in said
+    assert "loading" not in said, "before anything is said of the model"
     for seconds in ("-1", "nan"):
         assert main(["serve", str(path), "--shutdown-timeout", seconds]) == 2
         assert f"--shutdown-timeout is {float(seconds)}, it must be 0 or more" in capsys.readouterr().err
