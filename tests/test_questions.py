@@ -1,4 +1,4 @@
-"""Forty questions of people who know llama.cpp, Ollama or vLLM, "how do I ...": what they would try first, or the one
+"""Questions of people who know llama.cpp, Ollama or vLLM, "how do I ...": what they would try first, or the one
 page that has it, answers each with the words to use."""
 
 import io
@@ -56,6 +56,26 @@ QUESTIONS = [
     ("set a key", "serve --help", "--api-key"),
     ("know whether it fits", "plan --help", "--compare-gpus"),
     ("run it on several GPUs", "docs/fleet.md", "--ray --replicas"),
+    # What a second reader asked for, and did not find
+    ("keep the prompt cache in a file", "serve m --prompt-cache f", "ends with the process, so there is no file"),
+    (
+        "turn thinking off for one request",
+        "serve m --reasoning off",
+        '"chat_template_kwargs": {"enable_thinking": false}',
+    ),
+    ("turn thinking off for all requests", "docs/tools.md", "{%- set enable_thinking = false %}"),
+    ("give the server a system prompt", "serve m --system x", "clients send it with each request, as a message"),
+    ("give the server a temperature", "serve m --temperature 1", "generation_config.json counts"),
+    ("penalise repetition", "chat m --repeat-penalty 1.1", "/set repetition_penalty 1.1"),
+    ("make a model of a Modelfile", "create x", "there is no Modelfile: give the options, and the system's message"),
+    ("remove a model", "rm x", "hf cache rm model/ORG/NAME; of Ollama, ollama rm NAME"),
+    ("download a model for later", "pull x", "hf download ORG/NAME"),
+    ("answer a file of prompts", "run-batch", "examples/batch.py"),
+    ("update it", "update", "git pull && make"),
+    ("get help", "help", "each has its own --help"),
+    ("use Anthropic's client", "docs/agents.md", "from anthropic import Anthropic"),
+    ("run it in a container", "docs/troubleshooting.md", "docker run --gpus all"),
+    ("run it on a Mac", "docs/supported.md", "on a Mac"),
 ]
 
 
@@ -71,8 +91,8 @@ def answered(tried: str) -> str:
     return " ".join(heard.getvalue().split())
 
 
-def test_there_are_forty_and_each_is_asked_once():
-    assert len({question for question, _, _ in QUESTIONS}) == len(QUESTIONS) == 40
+def test_each_is_asked_once():
+    assert len({question for question, _, _ in QUESTIONS}) == len(QUESTIONS) >= 40
 
 
 @pytest.mark.parametrize("question, tried, said", QUESTIONS, ids=[question for question, _, _ in QUESTIONS])
