@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanoinfer.common.errors import did_you_mean
+from nanoinfer.common.kv_formats import KV_FORMATS
 from nanoinfer.common.units import is_share, parse_bytes, parse_count, parse_memory
 from nanoinfer.common.unsupported import ENGINE, check_keywords
 
@@ -20,7 +21,7 @@ QUANTISED = ("int4", "int4-symmetric", "int8", "fp8")
 _BACKENDS = ("auto", "triton", "torch", "flash_attn")
 _CHOICES = dict(
     dtype=("auto", "bfloat16", "float16", "float32", "half", "float"),
-    kv_cache_dtype=("auto", "fp8"),
+    kv_cache_dtype=KV_FORMATS,
     generation_config=("auto", "vllm"),
     load_format=("auto", "dummy"),
     pin_host_memory=("auto", "require"),

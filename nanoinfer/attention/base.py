@@ -1,9 +1,10 @@
 """The attention interface: what a layer asks for, in terms that do not say where KV blocks lie.
 
-A KV buffer of one layer is ``kv: [num_blocks, 2, block_size, num_kv_heads, head_dim]``, contiguous; index 0 of dim 1
-is K and 1 is V. It may be a layer's part of the GPU pool or a ring slot. An *item* of decode work is one block. Where
-so few blocks are read that most of a GPU would be idle, an item is one tile of a block instead. With ``span =
-block_size / partials_per_block``, item ``n`` of a sequence covers its tokens ``[n * span, (n + 1) * span)``.
+A KV buffer of one layer is ``kv``, blocks as ``KVPart.view`` returns them: by default ``[num_blocks, 2, block_size,
+num_kv_heads, head_dim]``, keys and values. It may be a layer's part of the GPU pool or a ring slot. ``own`` are the
+layer's tensors that its format wants besides (``KVFormat.own``). An *item* of decode work is one block. Where so few
+blocks are read that most of a GPU would be idle, an item is one tile of a block instead. With ``span = block_size /
+partials_per_block``, item ``n`` of a sequence covers its tokens ``[n * span, (n + 1) * span)``.
 
 Decode attends to each item on its own (``decode_partial``) and combines the tiles of a block, then the blocks, in one
 order (``merge``), as in Flash-Decoding (Dao et al., 2023) with splits at fixed absolute positions. So the bits of a
@@ -23,14 +24,15 @@ import torch
 from torch import Tensor
 
 from nanoinfer.kernels.attention.spec import AttentionSpec
+from nanoinfer.kernels.kv.base import KVFormat
 
 
-def check_fp8(lacks: str | None) -> None:
-    """Raise ValueError if our kernels cannot read KV in fp8 on a device. lacks: as `Device.lacks_float8` returns."""
-    if lacks is not None:
+def check_format(kv_format: KVFormat, lacks_float8: str | None) -> None:
+    """Raise ValueError if our kernels cannot read a format on a device. lacks_float8: as `Device.lacks_float8`."""
+    if (lacks := kv_format.lacks(lacks_float8)) is not None:
         raise ValueError(
-            f'kv_cache_dtype="fp8" needs {lacks}: set kv_cache_dtype="auto"; weights in fewer bits (quantization) '
-            "leave more room for it, and a shorter max_model_len takes less"
+            f'kv_cache_dtype="{kv_format.name}" needs {lacks}: set kv_cache_dtype="auto"; weights in fewer bits '
+            "(quantization) leave more room for it, and a shorter max_model_len takes less"
         )
 
 
@@ -170,7 +172,14 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def decode_partial(
-        self, q: Tensor, kv: Tensor, work: DecodeWork, seq_lens: Tensor, partials: Partials, window: int | None
+        self,
+        q: Tensor,
+        kv: Tensor,
+        work: DecodeWork,
+        seq_lens: Tensor,
+        partials: Partials,
+        window: int | None,
+        own: tuple[Tensor, ...] = (),
     ) -> None:
         """Attend to each item listed in ``work`` and write partial p of each.
 
@@ -206,6 +215,7 @@ class AttentionBackend(ABC):
         out: Tensor,
         window: int | None,
         sinks: Tensor | None = None,
+        own: tuple[Tensor, ...] = (),
     ) -> None:
         """Causal attention of all queries to one key range. Key ranges come in ascending order of position.
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from nanoinfer.attention.base import AttentionBackend, AttentionSpec, DecodeWork, KeyRange, Partials, PrefillState
 from nanoinfer.devices.registry import device_of
 from nanoinfer.kernels.attention.merge import merge, store_partials
+from nanoinfer.kernels.kv.plain import Plain
 
 NEG_INF = float("-inf")
 
@@ -55,8 +56,8 @@ class FlashAttnBackend(AttentionBackend):
         problem = None
         if spec.dtype not in (torch.bfloat16, torch.float16):
             problem = f"dtype is {spec.dtype}, and it takes bfloat16 or float16"
-        elif spec.kv_dtype != spec.dtype:
-            problem = f"the KV cache is {spec.kv_dtype}, and it takes the model's own dtype"
+        elif spec.part.format != Plain(spec.dtype):
+            problem = f"the KV cache is {spec.part.format.name}, and it takes the model's own dtype"
         elif spec.block_size % 256:
             problem = f"block_size is {spec.block_size} tokens, and it takes multiples of 256"
         elif spec.head_dim % 8 or spec.head_dim > 256:
@@ -78,7 +79,14 @@ class FlashAttnBackend(AttentionBackend):
         out.copy_(result[:, 0])
 
     def decode_partial(
-        self, q: Tensor, kv: Tensor, work: DecodeWork, seq_lens: Tensor, partials: Partials, window: int | None
+        self,
+        q: Tensor,
+        kv: Tensor,
+        work: DecodeWork,
+        seq_lens: Tensor,
+        partials: Partials,
+        window: int | None,
+        own: tuple[Tensor, ...] = (),
     ) -> None:
         assert window is None, "flash_attn runs windows with resident KV only"
         items = work.items
@@ -115,6 +123,7 @@ class FlashAttnBackend(AttentionBackend):
         out: Tensor,
         window: int | None,
         sinks: Tensor | None = None,
+        own: tuple[Tensor, ...] = (),
     ) -> None:
         assert state is not None or not key_range.store_state, "store_state needs a PrefillState"
         assert state is None or window is None, "flash_attn runs windows with resident KV only"

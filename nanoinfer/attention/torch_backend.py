@@ -71,7 +71,14 @@ class TorchBackend(AttentionBackend):
             raise ValueError(f"attention dtype is {spec.dtype}: give float32, bfloat16 or float16")
 
     def decode_partial(
-        self, q: Tensor, kv: Tensor, work: DecodeWork, seq_lens: Tensor, partials: Partials, window: int | None
+        self,
+        q: Tensor,
+        kv: Tensor,
+        work: DecodeWork,
+        seq_lens: Tensor,
+        partials: Partials,
+        window: int | None,
+        own: tuple[Tensor, ...] = (),
     ) -> None:
         spec = self.spec
         items = work.items[: int(work.num_items)].long()
@@ -81,7 +88,7 @@ class TorchBackend(AttentionBackend):
             of_cut = items if len(distinct) == 1 else items[cuts == cut]
             count = _at_once(spec.block_size // cut * max(spec.num_q_heads, spec.num_kv_heads * spec.head_dim))
             for part in of_cut.split(count):
-                self._attend_splits(q, kv, part, cut, seq_lens, partials, window)
+                self._attend_splits(q, kv, part, cut, seq_lens, partials, window, own)
 
     def _attend_splits(
         self,
@@ -92,14 +99,15 @@ class TorchBackend(AttentionBackend):
         seq_lens: Tensor,
         partials: Partials,
         window: int | None,
+        own: tuple[Tensor, ...],
     ) -> None:
         row, split, block, partial = items.unbind(1)
         span = self.spec.block_size // cut
         key = torch.arange(span, device=kv.device)
         end = (seq_lens[row] - split * span).unsqueeze(1)  # the row's, counted from the split's first key
         hidden = key >= end if window is None else (key >= end) | (key < end - window)  # [n, span]
-        tiles, index = (kv, block) if cut == 1 else (kv.unflatten(2, (cut, span)), (block, slice(None), split % cut))
-        k, v = self._heads_first(tiles, index, hidden)
+        positions = split[:, None] * span + key
+        k, v = self._heads_first(self.spec.part.read(kv, block, split % cut, span, positions, own), hidden)
         queries = q.index_select(0, row).float().unflatten(1, (self.spec.num_kv_heads, -1))  # [n, Hkv, G, D]
         logits = self._logits(_products(queries, k.unbind())).masked_fill_(hidden[:, None, None], NEG_INF)
         peak = _finite(logits.amax(-1, keepdim=True))
@@ -149,6 +157,7 @@ class TorchBackend(AttentionBackend):
         out: Tensor,
         window: int | None,
         sinks: Tensor | None = None,
+        own: tuple[Tensor, ...] = (),
     ) -> None:
         self.check_sinks(sinks)
         assert state is not None or not key_range.store_state, "store_state needs a PrefillState"
@@ -156,7 +165,7 @@ class TorchBackend(AttentionBackend):
         row_elements = TILE_QUERIES * self.spec.num_q_heads
         count = _at_once(row_elements * max(self.spec.block_size, self.spec.head_dim))
         for begin in range(0, len(tiles), count):
-            self._attend_tiles(tiles[begin : begin + count], q, kv, key_range, state, out, window, sinks)
+            self._attend_tiles(tiles[begin : begin + count], q, kv, key_range, state, out, window, sinks, own)
 
     def _attend_tiles(
         self,
@@ -168,6 +177,7 @@ class TorchBackend(AttentionBackend):
         out: Tensor,
         window: int | None,
         sinks: Tensor | None,
+        own: tuple[Tensor, ...],
     ) -> None:
         spec, count = self.spec, len(tiles)
         rows = slice(tiles[0].rows[0], tiles[-1].rows[1])
@@ -210,9 +220,11 @@ class TorchBackend(AttentionBackend):
             chosen = slice(None) if every else torch.tensor(seeing, device=q.device)
             key = keys + column * spec.block_size  # [S, block_size]
             is_beyond = key >= key_range.kv_end[:, None]
-            k, v = self._heads_first(kv, key_range.block_table[sequences, column].long(), is_beyond[sequences])
-            own = owners[chosen]
-            key, is_beyond = key[own][:, None], is_beyond[own][:, None]  # [seeing, 1, block_size]
+            blocks = key_range.block_table[sequences, column].long()
+            found = spec.part.read(kv, blocks, torch.zeros_like(blocks), spec.block_size, key[sequences], own)
+            k, v = self._heads_first(found, is_beyond[sequences])
+            own_of = owners[chosen]
+            key, is_beyond = key[own_of][:, None], is_beyond[own_of][:, None]  # [seeing, 1, block_size]
             hidden = (key > at[chosen]) | is_beyond
             if window is not None:
                 hidden |= key <= at[chosen] - window
@@ -268,17 +280,13 @@ class TorchBackend(AttentionBackend):
         heads = x.reshape(len(x), self.spec.num_q_heads, TILE_QUERIES, *x.shape[3:])
         return heads.transpose(1, 2).flatten(0, 1)[indices]
 
-    def _heads_first(
-        self, kv: Tensor, index: Tensor | tuple[Tensor | slice, ...], is_beyond: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Copy kv[index], [n, 2, T, Hkv, D], to new float32 memory, k: [n, Hkv, D, T] and v: [n, Hkv, T, D].
+    def _heads_first(self, tiles: tuple[Tensor, Tensor], is_beyond: Tensor) -> tuple[Tensor, Tensor]:
+        """Copy keys and values, [n, T, Hkv, D], to new float32 memory, k: [n, Hkv, D, T] and v: [n, Hkv, T, D].
 
         is_beyond: [n, T], tokens whose memory may hold anything. Their values become 0, since 0 * NaN is NaN; the
         logits of their keys are masked later.
         """
-        as_bytes = kv.dtype.itemsize == 1  # torch takes no float8 by index on the CPU
-        tiles = (kv.view(torch.uint8) if as_bytes else kv)[index].view(kv.dtype)
-        k, v = tiles.unbind(1)
+        k, v = tiles
         k, v = _copy(k.permute(0, 2, 3, 1)), _copy(v.permute(0, 2, 1, 3))
         return k, v.masked_fill_(is_beyond[:, None, :, None], 0.0)
 

@@ -14,7 +14,7 @@ from nanoinfer.attention.base import (
     KeyRange,
     Partials,
     PrefillState,
-    check_fp8,
+    check_format,
 )
 from nanoinfer.devices.registry import device_of, target_of
 from nanoinfer.kernels.attention.decode_partial import decode_partial
@@ -43,7 +43,7 @@ class TritonBackend(AttentionBackend):
         target = target_of(self.device)
         self.shape = KernelShape(
             **vars(spec),
-            tma=can_use_tma(target, spec.head_dim, spec.dtype),
+            tma=spec.part.format.is_operand and can_use_tma(target, spec.head_dim, spec.dtype),
             precision=target.precision,
             interpreted=not target.is_compiled,
         )
@@ -57,6 +57,7 @@ class TritonBackend(AttentionBackend):
         # else in the attention of a short sequence.
         tiles_per_block = spec.block_size // decode_tiles(self.shape).block_n
         self.tiles_per_block = tiles_per_block if tiles_per_block <= MAX_TILES_PER_BLOCK else 1
+        self._kv = spec.part.view(torch.empty(0, spec.part.num_bytes, dtype=torch.uint8))  # what kv is like
         # Prefill without a state still takes pointers of the state's dtype, for one binary; they are never read.
         self._no_state = tuple(torch.empty(16, dtype=torch.float32, device=self.device) for _ in range(3))
 
@@ -75,8 +76,7 @@ class TritonBackend(AttentionBackend):
                 f"head_dim is {spec.head_dim}, and attention backend 'triton' takes multiples of 16 up to "
                 f"{MAX_HEAD_DIM}: choose attention backend 'torch'"
             )
-        if spec.kv_dtype.itemsize == 1:
-            check_fp8(described.lacks_float8())
+        check_format(spec.part.format, described.lacks_float8())
         if spec.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(
                 f"attention dtype is {spec.dtype}, and attention backend 'triton' takes float32, bfloat16 or float16: "
@@ -84,14 +84,21 @@ class TritonBackend(AttentionBackend):
             )
 
     def decode_partial(
-        self, q: Tensor, kv: Tensor, work: DecodeWork, seq_lens: Tensor, partials: Partials, window: int | None
+        self,
+        q: Tensor,
+        kv: Tensor,
+        work: DecodeWork,
+        seq_lens: Tensor,
+        partials: Partials,
+        window: int | None,
+        own: tuple[Tensor, ...] = (),
     ) -> None:
         self._check_rows(q, kv)
         assert work.items.is_contiguous() and work.items.dtype == torch.int32, "items must be packed int32"
         decode_partial(
             q, kv, work.items, work.num_items, work.partials_per_block,
             seq_lens, partials.out, partials.lse, partials.weight,
-            window=window, shape=self.shape, num_programs=self.num_programs, after_copy=work.after_copy,
+            window=window, own=own, shape=self.shape, num_programs=self.num_programs, after_copy=work.after_copy,
         )  # fmt: skip
 
     def merge(
@@ -118,6 +125,7 @@ class TritonBackend(AttentionBackend):
         out: Tensor,
         window: int | None,
         sinks: Tensor | None = None,
+        own: tuple[Tensor, ...] = (),
     ) -> None:
         self.check_sinks(sinks)
         assert state is not None or not key_range.store_state, "store_state needs a PrefillState"
@@ -128,7 +136,7 @@ class TritonBackend(AttentionBackend):
             (key_range.cu_seqlens_q, key_range.query_pos, key_range.first_block, key_range.kv_end,
              key_range.load_state), key_range.block_table,
             max_query_len=key_range.max_query_len, store_state=key_range.store_state, window=window,
-            sinks=sinks, shape=self.shape, tiles=self.tiles,
+            sinks=sinks, own=own, shape=self.shape, tiles=self.tiles,
         )  # fmt: skip
 
     def _check_rows(self, x: Tensor, kv: Tensor) -> None:
@@ -136,5 +144,7 @@ class TritonBackend(AttentionBackend):
         assert x.stride(2) == 1 and x.stride(1) == self.spec.head_dim, "heads of a row must be packed"
         assert x.stride(0) % 16 == 0 or x.shape[0] == 1, "rows must lie a multiple of 16 values apart"
         spec = self.spec
-        assert x.dtype == spec.dtype and kv.dtype == spec.kv_dtype, f"dtypes {x.dtype}, {kv.dtype}: expected {spec}"
-        assert kv.is_contiguous() and kv.data_ptr() % 16 == 0, "kv must be contiguous and aligned to 16 bytes"
+        assert x.dtype == spec.dtype, f"queries in {x.dtype}: expected {spec}"
+        of_kv = kv.dtype, kv.shape[1:], kv[:1].is_contiguous()
+        assert of_kv == (self._kv.dtype, self._kv.shape[1:], True), f"kv {of_kv}: expected {self._kv}"
+        assert kv.data_ptr() % 16 == 0 and kv.stride(0) * kv.itemsize % 16 == 0, "blocks must be aligned to 16 bytes"

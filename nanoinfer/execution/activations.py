@@ -100,7 +100,7 @@ class Activations:
         resources, model, plan = self.resources, self.resources.model, self.resources.plan
         device, spec, layout = resources.runtime.device, model.spec, resources.layout
         resources.landings.clear()
-        kv = spec.attention.kv_view(torch.zeros(layout.pool_shape(1)[1:], dtype=torch.uint8, device=device))
+        kv = spec.attention.part.view(torch.zeros(layout.pool_shape(1)[1:], dtype=torch.uint8, device=device))
         held = Held([kv] * layout.num_layers, RecurrentStates(spec, 1, device).of_layer)
         pieces = Pieces(model, held)
         numbers = torch.arange(tokens, device=device)
@@ -125,10 +125,12 @@ class Activations:
         table = torch.zeros(1, -(-tokens // self.resources.layout.block_size), dtype=torch.int32, device=kv.device)
         key_range = KeyRange.of_one(tokens, table)
         backend, model = self.resources.backend, self.resources.model
-        state, windows, sinks = backend.prefill_state(tokens), model.spec.windows, model.attention_sinks()
+        state, windows = backend.prefill_state(tokens), model.spec.windows
+        sinks, own = model.attention_sinks(), model.kv_own()
 
         def end_attention(layer: int, tensors: StepTensors) -> None:
-            backend.prefill(tensors.q, kv, key_range, state, tensors.attention, windows[layer], sinks[layer])
+            extra = windows[layer], sinks[layer], own[layer]
+            backend.prefill(tensors.q, kv, key_range, state, tensors.attention, *extra)
 
         nothing = dict.fromkeys(("begin", "attend", "end"), lambda *arguments: None)
         return SimpleNamespace(end_attention=end_attention, **nothing)

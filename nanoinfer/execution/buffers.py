@@ -64,7 +64,9 @@ def _count(
         plan=sizes,
         runtime=runtime,
         compute=None,
-        model=SimpleNamespace(spec=spec, pieces=list, attention_sinks=list, streamed=SimpleNamespace(head_cuts=list)),
+        model=SimpleNamespace(
+            spec=spec, pieces=list, attention_sinks=list, kv_own=list, streamed=SimpleNamespace(head_cuts=list)
+        ),
         backend=TorchBackend(spec.attention, "meta"),
         layout=spec.layout,
         ring=Ring(runtime, spec.layout, num_ring_slots, sizes.blocks_per_slot),

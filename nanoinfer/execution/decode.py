@@ -152,7 +152,7 @@ class DecodeProgram:
         for size in sizes if may_offload else ():
             yield self._sections(True, size)
         ring_slots = range(self.resources.ring.num_ring_slots)
-        for slot in product(range(len(self.resources.windows)), ring_slots) if may_offload else ():
+        for slot in product(sorted(set(self.attention.slot_kinds)), ring_slots) if may_offload else ():
             yield GraphWork(("slot", *slot), "ring slot graphs", prepare, [partial(self.attention.attend_slot, *slot)])
 
     def _sections(self, is_cut: bool, size: int) -> GraphWork:
@@ -325,7 +325,7 @@ class DecodeStep(OffloadStep):
         program, resources = self.program, self.program.resources
         attention, written = program.attention, resources.pieces.cuts[cut].writes
         if attention.load_record(cut, chunk, ring_slot):
-            slot = resources.window_of[cut], ring_slot
+            slot = attention.slot_kinds[cut], ring_slot
             program.enqueue(("slot", *slot), partial(attention.attend_slot, *slot))
         if self.promoted and written is not None:  # where another layer reads the same, it was done
             program.promote(written, chunk, ring_slot, self.promoted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 
@@ -31,7 +32,7 @@ class DecodeAttention:
         runtime, ring, self._kv_of_layer = resources.runtime, resources.ring, resources.kv_of_layer
         self._compute, self._backend, self._resources = resources.compute, resources.backend, resources
         self._windows, self._window_of, self.planner = resources.windows, resources.window_of, SplitPlanner(resources)
-        self._sinks, self._reads = resources.pieces.sinks, resources.pieces.reads
+        self._sinks, self._own, self._reads = resources.pieces.sinks, resources.pieces.own, resources.pieces.reads
         self._q, self._lengths, self._block_table = q, lengths, block_table
         self.whole_rows = not resources.backend.exact_splits
         # At most MAX_TILES_APART tiles have a partial of their own; every other block has one partial, and a block that
@@ -69,7 +70,7 @@ class DecodeAttention:
             self._backend.decode_rows(q, kv, self._block_table[: len(q)], lengths, out, window)
         else:
             work = self._work(self.splits[kind].items, kind, after_copy=False)
-            self._backend.decode_partial(q, kv, work, lengths, self._partials, window)
+            self._backend.decode_partial(q, kv, work, lengths, self._partials, window, self._own[layer])
 
     def end(self, layer: int, out: torch.Tensor, whole_rows: bool) -> None:
         """Merge the partials of the GPU pool and of ring slots into `out`; arguments as in `begin`."""
@@ -89,11 +90,18 @@ class DecodeAttention:
         records = self.records[self._window_of[layer]]
         return records.copy(self._compute, chunk, self._slot_records[ring_slot])
 
-    def attend_slot(self, kind: int, ring_slot: int) -> None:
-        """Attend to what the ring slot holds. All layers share this launch: whatever varies lies in device tables.
+    @cached_property
+    def slot_kinds(self) -> list[int]:
+        """For each layer with attention the first one with its window, and with the same tensors for its KV format.
 
-        kind: the index of the layer's window.
+        Attention over a ring slot is launched for these alone: what else varies lies in device tables.
         """
+        kinds = [(window, [id(one) for one in own]) for window, own in zip(self._window_of, self._own, strict=True)]
+        return [kinds.index(kind) for kind in kinds]
+
+    def attend_slot(self, layer: int, ring_slot: int) -> None:
+        """Attend to what the ring slot holds. layer: one of `slot_kinds`."""
+        kind = self._window_of[layer]
         self._backend.decode_partial(
             self._q,
             self._resources.kv_of_slot[ring_slot],
@@ -101,6 +109,7 @@ class DecodeAttention:
             self._lengths,
             self._partials,
             self._windows[kind],
+            self._own[layer],
         )
 
     def _work(self, table: torch.Tensor, kind: int, after_copy: bool) -> DecodeWork:

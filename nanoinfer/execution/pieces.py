@@ -52,6 +52,7 @@ class Pieces:
 
     Attributes:
         sinks: layer with attention -> its sinks, [num_q_heads], or None.
+        own: layer with attention -> what the KV format wants of it, as `KVFormat.own` returns it.
         reads: layer with attention -> the layer of the KV pool that it reads.
         cuts: one behind each piece, and behind each slice of the head.
         window_of: layer with attention -> index into the distinct windows of the model.
@@ -64,7 +65,7 @@ class Pieces:
         self._pieces, self._held = model.pieces(), held
         self._most_rows = most_rows or sys.maxsize
         self.window_of = [model.spec.attention.windows.index(window) for window in model.spec.windows]
-        self.sinks, self.reads = model.attention_sinks(), model.spec.kv_read
+        self.sinks, self.own, self.reads = model.attention_sinks(), model.kv_own(), model.spec.kv_read
         self.cuts = (*(piece.cut for piece in self._pieces), *model.streamed.head_cuts())
         last = len(self.cuts) - 1
         self._without_kv: dict[bool, StreamPlan] = {}

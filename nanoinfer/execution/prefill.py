@@ -313,4 +313,5 @@ class PrefillStep(OffloadStep):
     def _attend(self, layer: int, key_range: KeyRange, kv: torch.Tensor) -> None:
         resources, (q, out) = self.program.resources, self.tensors.attention_rows(self.num_tokens)
         window = resources.windows[resources.window_of[layer]]
-        resources.backend.prefill(q, kv, key_range, self.state, out, window, resources.pieces.sinks[layer])
+        own = resources.pieces.own[layer]
+        resources.backend.prefill(q, kv, key_range, self.state, out, window, resources.pieces.sinks[layer], own)

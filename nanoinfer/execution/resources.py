@@ -57,12 +57,12 @@ class Resources:
     @property
     def kv_of_layer(self) -> torch.Tensor | None:
         """The GPU pool as those read it who compute: a layer's blocks at its index."""
-        return None if self.gpu_kv is None else self.model.spec.attention.kv_view(self.gpu_kv)
+        return None if self.gpu_kv is None else self.model.spec.attention.part.view(self.gpu_kv)
 
     @property
     def kv_of_slot(self) -> torch.Tensor:
         """The ring as those read it who compute: a slot's blocks at its index."""
-        return self.model.spec.attention.kv_view(self.ring.slots)
+        return self.model.spec.attention.part.view(self.ring.slots)
 
     @cached_property
     def windows(self) -> tuple[int | None, ...]:

@@ -15,6 +15,8 @@ from nanoinfer.kernels.experts.reference import choose_experts as choose_experts
 from nanoinfer.kernels.experts.reference import expert_mlp as expert_mlp
 from nanoinfer.kernels.experts.reference import place_experts as place_experts
 from nanoinfer.kernels.experts.reference import shared_mlp as shared_mlp
+from nanoinfer.kernels.kv.base import KVPart
+from nanoinfer.kernels.kv.plain import part_of
 from nanoinfer.kernels.layer.head_steps import HeadSteps
 from nanoinfer.sampling.reference import apply_masks as apply_masks
 from nanoinfer.sampling.reference import sample_rows as sample_rows
@@ -127,25 +129,6 @@ def apply_rope(x: Tensor, table: Tensor, positions: Tensor, *, interleaved: bool
     return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
-def store_kv(k: Tensor, v: Tensor, kv: Tensor, slots: Tensor) -> None:
-    """Write k and v, [N, num_kv_heads, head_dim] each, to their slots of kv; a negative slot is skipped.
-
-    float8 has no infinity: without the clamp, values above its largest would become NaN.
-    """
-    kept, block_size = (slots >= 0).nonzero()[:, 0], kv.shape[2]
-    slots = slots[kept].long()
-    rows = slots + slots // block_size * block_size  # a block's keys come first, then its values
-    is_fp8 = kv.dtype.itemsize == 1
-    # As bytes: torch stores no float8 by index on the CPU.
-    pool = (kv.view(torch.uint8) if is_fp8 else kv).view(-1, *kv.shape[3:])
-    for begin, values in ((0, k), (block_size, v)):
-        values = values[kept]
-        if is_fp8:
-            largest = torch.finfo(kv.dtype).max
-            values = values.clamp(-largest, largest)
-        pool.index_copy_(0, rows + begin, values.to(kv.dtype).view(pool.dtype))
-
-
 def norm_rope_store(
     qkv: Tensor,
     weights: tuple[Tensor, Tensor] | None,
@@ -157,9 +140,11 @@ def norm_rope_store(
     q: Tensor,
     *,
     q_scales: Tensor | None = None,
+    part: KVPart | None = None,
 ) -> None:
     """Apply norm and rotation to query and key heads; write queries to `q`, keys and values to their slots of `kv`."""
-    num_q_heads, num_kv_heads = q.shape[1], kv.shape[3]
+    part = part_of(kv) if part is None else part
+    num_q_heads, num_kv_heads = q.shape[1], part.num_kv_heads
     qk, v = qkv.split((num_q_heads + num_kv_heads, num_kv_heads), dim=1)
     if weights is not None and not steps.norm_last:
         qk = _norm_of_heads(qk, weights, num_q_heads, steps)
@@ -171,7 +156,7 @@ def norm_rope_store(
         qk = _norm_of_heads(qk, weights, num_q_heads, steps)
     rotated, k = qk.split((num_q_heads, num_kv_heads), dim=1)
     q.copy_(rotated if q_scales is None else rotated * q_scales.index_select(0, positions)[:, None, None])
-    store_kv(k, v, kv, slots)
+    part.store(k, v, kv, slots)
 
 
 def _norm_of_heads(qk: Tensor, weights: tuple[Tensor, Tensor], num_q_heads: int, steps: HeadSteps) -> Tensor:

@@ -16,12 +16,13 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.attention.base import check_fp8
+from nanoinfer.attention.base import check_format
 from nanoinfer.common.other_names import takes_also
 from nanoinfer.common.units import GIB, format_gib, format_size, parse_count
 from nanoinfer.config import EngineConfig
 from nanoinfer.devices.base import Device
 from nanoinfer.devices.registry import accelerator, device_of, planned_device
+from nanoinfer.kernels.kv.registry import make_format
 from nanoinfer.memory.budget import gpu_budget
 from nanoinfer.memory.cards import card_named
 from nanoinfer.memory.floors import bytes_read_per_step, sparse_layers_seconds
@@ -139,8 +140,9 @@ def _specs_of_shape(shape: str, overrides: str) -> Specs:
 
 def _spec(specs: Specs, config: EngineConfig, lacks_float8: str | None) -> ModelSpec:
     """Return the model's numbers; ValueError if these settings do not fit it, or a GPU that lacks this for fp8."""
-    if config.kv_cache_dtype == "fp8" and config.attention_backend in ("auto", "triton"):
-        check_fp8(lacks_float8)
+    kv_format = make_format(config.kv_cache_dtype)
+    if kv_format is not None and config.attention_backend in ("auto", "triton"):
+        check_format(kv_format, lacks_float8)
     return specs.of(config)
 
 

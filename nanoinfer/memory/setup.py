@@ -10,6 +10,7 @@ from nanoinfer.attention.registry import make_backend
 from nanoinfer.config import EngineConfig
 from nanoinfer.devices.registry import device_of
 from nanoinfer.execution.memory_plan import MemoryPlan
+from nanoinfer.kernels.kv.registry import make_format
 from nanoinfer.memory.budget import gpu_budget
 from nanoinfer.memory.machine import device_memory
 from nanoinfer.memory.planner import Planner
@@ -77,8 +78,8 @@ class Specs:
                 "of the whole sequence, which the blocks of an equal beginning do not hold: set "
                 "enable_prefix_caching=False"
             )
-        kv_cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else None
-        attention = replace(spec.attention, block_size=config.block_size, kv_cache_dtype=kv_cache_dtype)
+        kv_format = make_format(config.kv_cache_dtype)
+        attention = replace(spec.attention, block_size=config.block_size, kv_format=kv_format)
         return replace(spec, attention=attention)
 
     def _in_formats(self, config: EngineConfig) -> tuple[CheckpointInfo, ModelSpec]:

@@ -179,7 +179,7 @@ class ModelSpec:
         """The sizes of the KV blocks."""
         attention = self.attention
         return KVLayout(
-            num_layers=len(self.kv_layers), block_size=attention.block_size, part_bytes=attention.part_bytes
+            num_layers=len(self.kv_layers), block_size=attention.block_size, part_bytes=attention.part.num_bytes
         )
 
     def run_bytes(self, pieces: Sequence[int], has_head: bool) -> list[int]:
@@ -189,7 +189,7 @@ class ModelSpec:
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values in one layer."""
-        return self.attention.part_bytes // self.attention.block_size
+        return self.attention.part.num_bytes // self.attention.block_size
 
     @property
     def row_bytes(self) -> int:

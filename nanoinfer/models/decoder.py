@@ -287,6 +287,16 @@ class Decoder(nn.Module):
         """Return the sinks of each layer with attention, [num_q_heads]; None: it has none."""
         return [self.layers[layer].self_attn.sinks for layer in self.spec.attention_layers]
 
+    def kv_own(self) -> list[tuple[Tensor, ...]]:
+        """Return for each layer with attention what the KV format wants of the layer whose keys and values it reads."""
+        found, kv_format = [], self.spec.attention.part.format
+        for place in self.spec.kv_read:
+            layer = self.spec.kv_layers[place]
+            index, k_norm = self._rope_of_layer[layer], self.layers[layer].self_attn.k_norm
+            rope = None if index is None else self.rope_tables[index]
+            found.append(kv_format.own(rope, None if k_norm is None else k_norm.weight))
+        return found
+
     def layer_kind(self, layer: int) -> Hashable:
         """Return what tells layers apart whose launches differ: what they keep, sizes and formats of their weights."""
         modules = [*self.layers[layer].modules()]
@@ -311,7 +321,7 @@ class Decoder(nn.Module):
             tensors.set_x(normed)
             return
         kv = None if cut.writes is None else held.gpu_kv[cut.writes]
-        target = KVSlots(kv, tensors.slots, tensors.q)
+        target = KVSlots(kv, tensors.slots, tensors.q, self.spec.attention.part)
         tensors.q = self.before_attention(end, normed, tensors.positions, target)
 
     # The calls

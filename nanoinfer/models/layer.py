@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.kernels.experts.routing import GatedActivation
+from nanoinfer.kernels.kv.base import KVPart
 from nanoinfer.kernels.layer.head_steps import HeadSteps
 from nanoinfer.layers.experts import Sparse, SparseMLP
 from nanoinfer.layers.formats.base import DENSE, Formats
@@ -70,14 +71,15 @@ class Traits:
 class KVSlots:
     """Where a layer's new keys, values and queries go.
 
-    kv: one layer of the GPU pool, as `AttentionSpec.kv_view` returns it; None: the layer makes none, and
-    reads another's; slots: [N] int32 or int64, block * block_size + offset, a negative one is skipped; q: [N,
-    num_q_heads, head_dim], None: a new tensor.
+    kv: one layer of the GPU pool, as `KVPart.view` returns it; None: the layer makes none, and reads another's; slots:
+    [N] int32 or int64, block * block_size + offset, a negative one is skipped; q: [N, num_q_heads, head_dim], None: a
+    new tensor; part: how the blocks of kv lie, None: plain, as kv says.
     """
 
     kv: Tensor | None
     slots: Tensor
     q: Tensor | None = None
+    part: KVPart | None = None
 
 
 class Attention(nn.Module):
@@ -120,7 +122,9 @@ class Attention(nn.Module):
         q = qkv.new_empty(len(qkv), self._num_q_heads, self._head_dim) if target.q is None else target.q
         weights = None if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight)
         store = self.qkv_proj.operations.norm_rope_store
-        store(qkv, weights, self._steps, rope, positions, target.kv, target.slots, q, q_scales=q_scales)
+        store(
+            qkv, weights, self._steps, rope, positions, target.kv, target.slots, q, q_scales=q_scales, part=target.part
+        )
         return q
 
 

@@ -85,7 +85,7 @@ def prompt_logits(model: Decoder, token_ids: list[int]) -> Tensor:
     attention = spec.attention
     backend = make_backend("auto", attention, device, offload=False)
     num_blocks = -(-count // attention.block_size)
-    kv = attention.kv_view(torch.zeros(num_blocks, attention.part_bytes, dtype=torch.uint8, device=device))
+    kv = attention.part.view(torch.zeros(num_blocks, attention.part.num_bytes, dtype=torch.uint8, device=device))
     is_shared = len(spec.kv_layers) < len(spec.windows)  # then a layer's are read again, by others
     of_layer = [torch.zeros_like(kv) if is_shared else kv for _ in spec.kv_layers]
     key_range = KeyRange.of_one(count, torch.arange(num_blocks, dtype=torch.int32, device=device)[None])
@@ -100,8 +100,8 @@ def prompt_logits(model: Decoder, token_ids: list[int]) -> Tensor:
     for index in range(len(pieces)):
         pieces.run(index, tensors)
         if index < len(spec.windows):
-            window, sinks = spec.windows[index], pieces.sinks[index]
-            backend.prefill(tensors.q, of_layer[spec.kv_read[index]], key_range, None, tensors.attention, window, sinks)
+            extra = spec.windows[index], pieces.sinks[index], pieces.own[index]
+            backend.prefill(tensors.q, of_layer[spec.kv_read[index]], key_range, None, tensors.attention, *extra)
     return torch.cat([model.logits(some).cpu() for some in tensors.x.split(ROWS_AT_ONCE)])
 
 

@@ -36,6 +36,7 @@ from attention_cases import (
 
 from nanoinfer.attention.registry import make_backend
 from nanoinfer.attention.triton_backend import TritonBackend
+from nanoinfer.kernels.kv.plain import Plain
 
 needs_flash = pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="flash-attn is not installed")
 HEAD_DIMS = range(16, 257, 16)
@@ -341,7 +342,7 @@ def test_captured_flash_attn_decode_follows_the_number_of_items():
 def test_a_float8_cache_gives_the_bits_of_a_wide_one_with_the_same_values(head_dim):
     """Decode and prefill widen what they read, so the type of the cache changes its bytes only."""
     spec = bf16_spec(group=4, kv_heads=2, head_dim=head_dim)
-    narrow_spec = replace(spec, kv_cache_dtype=torch.float8_e4m3fn)
+    narrow_spec = replace(spec, kv_format=Plain(torch.float8_e4m3fn))
     lens = [700, 256, 3]
     paged, q = make_paged(spec, lens, DEVICE), make_q(spec, len(lens), DEVICE)
     used = torch.isfinite(paged.kv)

@@ -10,7 +10,8 @@ from nanoinfer import EngineConfig
 from nanoinfer.attention.base import AttentionSpec
 from nanoinfer.attention.flash_attn_backend import FlashAttnBackend
 from nanoinfer.attention.torch_backend import TorchBackend
-from nanoinfer.kernels import reference
+from nanoinfer.kernels.kv.base import KVPart
+from nanoinfer.kernels.kv.plain import Plain, part_of
 from nanoinfer.memory.floors import kv_bytes
 from nanoinfer.models.base import ModelSpec
 
@@ -57,16 +58,16 @@ def test_every_mode_gives_the_same_bits(path, wanted, fuzz):
 
 def test_only_the_store_rounds(path, wanted, monkeypatch):
     """A wide cache that is given rounded keys and values yields the same bits: nothing else is done in fewer."""
-    store = reference.store_kv
-    rounded = lambda k, v, *where: store(k.to(FP8).to(k.dtype), v.to(FP8).to(v.dtype), *where)  # noqa: E731
-    monkeypatch.setattr(reference, "store_kv", rounded)
+    store = KVPart.store
+    rounded = lambda part, k, v, *where: store(part, k.to(FP8).to(k.dtype), v.to(FP8).to(v.dtype), *where)  # noqa: E731
+    monkeypatch.setattr(KVPart, "store", rounded)
     assert run(make_engine(path), PROMPTS, PARAMS) == wanted
 
 
 def test_values_beyond_the_range_are_stored_as_the_largest():
     kv = torch.zeros(1, 2, 16, 1, 16, dtype=FP8)
     k = torch.full((1, 1, 16), 1e6)
-    reference.store_kv(k, -k, kv, torch.tensor([3]))
+    part_of(kv).store(k, -k, kv, torch.tensor([3]))
     assert (kv[0, 0, 3].float() == 448).all() and (kv[0, 1, 3].float() == -448).all()
     assert not kv.float()[0, :, :3].any() and not kv.float()[0, :, 4:].any()
 
@@ -76,8 +77,8 @@ def test_other_types_and_backends_are_refused():
         EngineConfig(model="m", kv_cache_dtype="int4")
     spec = AttentionSpec(
         num_q_heads=2, num_kv_heads=1, head_dim=16, scale=0.25, block_size=256, softcap=None, windows=(None,),
-        dtype=torch.bfloat16, kv_cache_dtype=FP8,
+        dtype=torch.bfloat16, kv_format=Plain(FP8),
     )  # fmt: skip
-    with pytest.raises(ValueError, match="KV cache is torch.float8_e4m3fn.*choose attention backend 'triton'"):
+    with pytest.raises(ValueError, match="KV cache is fp8, and .*choose attention backend 'triton'"):
         FlashAttnBackend.check_spec(spec, offload=False)
     TorchBackend.check(spec, "cpu", offload=True)

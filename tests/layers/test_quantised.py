@@ -20,6 +20,7 @@ from transformers_reference import reference_tokens
 
 from nanoinfer import SamplingParams, plan
 from nanoinfer.engine import start
+from nanoinfer.kernels.kv.plain import Plain
 from nanoinfer.kernels.linear.packing import Packing
 from nanoinfer.layers.formats import packed as packed_weights
 from nanoinfer.layers.formats.bits import E2M1_VALUES, unpack
@@ -613,7 +614,7 @@ def test_a_checkpoint_made_for_a_quantised_kv_cache_runs_with_a_wide_one(copied)
     with pytest.raises(ValueError, match=f'{scale} in .* is 0.5: .* is 1 here. Give kv_cache_dtype="auto"'):
         make_engine(packed, kv_cache_dtype="fp8")
     with pytest.warns(UserWarning, match=OWN_KV):
-        assert make_engine(packed).runner.spec.attention.kv_dtype == torch.float32
+        assert make_engine(packed).runner.spec.attention.part.format == Plain(torch.float32)
     edit(packed, lambda tensors: tensors | {scale: torch.tensor([1.0, 2.0])})
     with pytest.raises(ValueError, match=f"{scale} in .* is 2: the scale of an fp8 KV cache is 1"):
         make_engine(packed, kv_cache_dtype="fp8")

@@ -31,9 +31,8 @@ class Queries(Attention):
 
     def project(self, normed, rope, q_scales, positions, target):
         if target.kv is None:
-            target = SimpleNamespace(
-                kv=torch.zeros(1, 2, 1, KV_HEADS, HEAD_DIM), slots=torch.full_like(target.slots, -1), q=target.q
-            )
+            kv, slots = torch.zeros(1, 2, 1, KV_HEADS, HEAD_DIM), torch.full_like(target.slots, -1)
+            target = SimpleNamespace(kv=kv, slots=slots, q=target.q, part=None)
         return super().project(normed, rope, q_scales, positions, target)
 
 
@@ -67,7 +66,7 @@ def reference_logits(model, token_ids):
     x, normed = model.embed(torch.tensor(token_ids))
     for layer, state in enumerate(STATES):
         kv = torch.zeros(1, 2, len(token_ids), KV_HEADS, HEAD_DIM)
-        q = model.before_attention(layer, normed, positions, SimpleNamespace(kv=kv, slots=positions, q=None))
+        q = model.before_attention(layer, normed, positions, SimpleNamespace(kv=kv, slots=positions, q=None, part=None))
         made[layer] = kv
         k, v = (
             one.repeat_interleave(SMALL["num_heads"] // KV_HEADS, 1)

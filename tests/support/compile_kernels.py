@@ -139,6 +139,7 @@ from nanoinfer.kernels.attention import decode_partial, merge, prefill
 from nanoinfer.kernels.attention.shape import KernelShape, can_use_tma, prefill_tiles
 from nanoinfer.kernels.experts.routing import SIGMOID, GatedActivation, Routing
 from nanoinfer.kernels.experts.slots import BLOCK_WORDS
+from nanoinfer.kernels.kv.plain import Plain
 from nanoinfer.kernels.layer.activation import act_and_mul
 from nanoinfer.kernels.layer.head_steps import HeadSteps
 from nanoinfer.kernels.linear import expand, gather
@@ -258,7 +259,7 @@ def compile_attention(head_dim: int, kv_dtype: torch.dtype, *, is_common: bool) 
     q, kv = zeros(8, 32, head_dim), zeros(4, 2, 256, 8, head_dim, dtype=kv_dtype)
     shape = KernelShape(
         num_q_heads=32, num_kv_heads=8, head_dim=head_dim, block_size=256, scale=0.1, softcap=None,
-        dtype=torch.bfloat16, tma=can_use_tma(gpu.target, head_dim, kv_dtype),
+        dtype=torch.bfloat16, kv_format=Plain(kv_dtype), tma=can_use_tma(gpu.target, head_dim, kv_dtype),
         interpreted=False, precision=gpu.target.precision,
     )  # fmt: skip
     qkv, table, slots = zeros(8, 48, head_dim), zeros(100, head_dim), torch.zeros(8, dtype=torch.int64)

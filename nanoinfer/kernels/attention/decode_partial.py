@@ -15,23 +15,21 @@ SHORT_BLOCKS = tl.constexpr(spec.SHORT_BLOCKS)
 @triton.jit
 def attend_masked(
     acc, m, l,  # the running state: [BLOCK_M, BLOCK_D], [BLOCK_M], [BLOCK_M] float32
-    q_tile, k_head, v_head,  # [BLOCK_M, BLOCK_D]; this head's first key and value in the block
+    q_tile, kv, kv_rows, own,  # [BLOCK_M, BLOCK_D]; as `decode_partial_kernel` takes them
+    block, token, first, head,  # of the item: its block in kv, its first token there and in the sequence; the KV head
     start,  # the tile to attend to
     begin, end,  # keys outside [begin, end) are not read
-    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TO_LOG2: tl.constexpr,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr, BLOCK_N: tl.constexpr,
-    BY_TILE: tl.constexpr,
+    READ: tl.constexpr, STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TO_LOG2: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr, WIDEN: tl.constexpr, BLOCK_N: tl.constexpr, BY_TILE: tl.constexpr,
 ):  # fmt: skip
-    columns = tl.arange(0, BLOCK_D)
-    in_head = columns < HEAD_DIM
     offsets = start + tl.arange(0, BLOCK_N)
     seen = (offsets >= begin) & (offsets < end)
     # Unseen tokens are not read: their memory may hold NaN, and 0 * NaN would reach the result.
-    address = offsets * (NUM_KV_HEADS * HEAD_DIM)
-    k_t = tl.load(k_head + address[None, :] + columns[:, None], mask=seen[None, :] & in_head[:, None], other=0.0)
-    v = tl.load(v_head + address[:, None] + columns[None, :], mask=seen[:, None] & in_head[None, :], other=0.0)
-    k_t = k_t.to(q_tile.dtype)
-    v = v.to(q_tile.dtype)
+    k_t, v = READ(
+        kv, kv_rows, own, block, token, start, head, first + offsets, seen, q_tile,
+        STRIDE, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, True, False,
+    )  # fmt: skip
     logits = tile_logits(q_tile, k_t, SCALE, SOFTCAP, PRECISION, WIDEN)
     logits = tl.where(seen[None, :], logits, float("-inf"))
     if BY_TILE:
@@ -42,12 +40,12 @@ def attend_masked(
 
 @triton.jit
 def attend_item(
-    q_tile, k_head, v_head,  # as in `attend_masked`
-    kv_rows, k_row, head,  # with TMA: descriptor of the buffer, the item's first row in it, and the KV head
+    q_tile, kv, kv_rows, own, block, token, first, head,  # as in `attend_masked`
     begin, end,  # keys of the item that the query sees
-    BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    TO_LOG2: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
-    TMA: tl.constexpr, WINDOWED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    READ: tl.constexpr, STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TO_LOG2: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr, WIDEN: tl.constexpr, TMA: tl.constexpr, WINDOWED: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     BY_TILE: tl.constexpr,  # attend to each tile separately and fold it; else the online softmax over the tiles
 ):  # fmt: skip
     """Return the sums over the item's keys: acc [BLOCK_M, BLOCK_D], their peak m [BLOCK_M] and weight l [BLOCK_M]."""
@@ -62,27 +60,33 @@ def attend_item(
         if WINDOWED:
             if begin < full:
                 acc, m, l = attend_masked(
-                    acc, m, l, q_tile, k_head, v_head, begin // BLOCK_N * BLOCK_N, begin, end,
-                    NUM_KV_HEADS, HEAD_DIM, BLOCK_D, TO_LOG2, SCALE, SOFTCAP, PRECISION, WIDEN, BLOCK_N, BY_TILE,
+                    acc, m, l, q_tile, kv, kv_rows, own, block, token, first, head,
+                    begin // BLOCK_N * BLOCK_N, begin, end, READ, STRIDE, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, BLOCK_D,
+                    TO_LOG2, SCALE, SOFTCAP, PRECISION, WIDEN, BLOCK_N, BY_TILE,
                 )  # fmt: skip
         for start in tl.range(full, full_end, BLOCK_N, num_stages=STAGES):
-            k = kv_rows.load([k_row + start, head * HEAD_DIM]).to(q_tile.dtype)
-            v = kv_rows.load([k_row + BLOCK_SIZE + start, head * HEAD_DIM]).to(q_tile.dtype)
-            logits = tile_logits(q_tile, k.T, SCALE, SOFTCAP, PRECISION, WIDEN)
+            offsets = start + tl.arange(0, BLOCK_N)
+            k_t, v = READ(
+                kv, kv_rows, own, block, token, start, head, first + offsets, offsets < end, q_tile,
+                STRIDE, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, False, True,
+            )  # fmt: skip
+            logits = tile_logits(q_tile, k_t, SCALE, SOFTCAP, PRECISION, WIDEN)
             if BY_TILE:
                 acc, m, l = attend_tile(acc, m, l, logits, v, TO_LOG2, PRECISION, WIDEN)
             else:
                 acc, m, l = softmax_step(acc, m, l, logits, v, TO_LOG2, PRECISION, WIDEN)
         if full_end < end:
             acc, m, l = attend_masked(
-                acc, m, l, q_tile, k_head, v_head, full_end, begin, end,
-                NUM_KV_HEADS, HEAD_DIM, BLOCK_D, TO_LOG2, SCALE, SOFTCAP, PRECISION, WIDEN, BLOCK_N, BY_TILE,
+                acc, m, l, q_tile, kv, kv_rows, own, block, token, first, head, full_end, begin, end,
+                READ, STRIDE, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, BLOCK_D,
+                TO_LOG2, SCALE, SOFTCAP, PRECISION, WIDEN, BLOCK_N, BY_TILE,
             )  # fmt: skip
     else:
         for start in tl.range(begin // BLOCK_N * BLOCK_N, end, BLOCK_N, num_stages=STAGES):
             acc, m, l = attend_masked(
-                acc, m, l, q_tile, k_head, v_head, start, begin, end,
-                NUM_KV_HEADS, HEAD_DIM, BLOCK_D, TO_LOG2, SCALE, SOFTCAP, PRECISION, WIDEN, BLOCK_N, BY_TILE,
+                acc, m, l, q_tile, kv, kv_rows, own, block, token, first, head, start, begin, end,
+                READ, STRIDE, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, BLOCK_D,
+                TO_LOG2, SCALE, SOFTCAP, PRECISION, WIDEN, BLOCK_N, BY_TILE,
             )  # fmt: skip
     return acc, m, l
 
@@ -111,8 +115,9 @@ def read_item(item, seq_lens, partials_per_block, listed):
 )
 def decode_partial_kernel(
     q,  # [B, num_q_heads, HEAD_DIM], rows q_stride apart
-    kv,  # [num_blocks, 2, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM]
-    kv_rows,  # kv as a descriptor of [num_blocks * 2 * BLOCK_SIZE, NUM_KV_HEADS * HEAD_DIM], with TMA
+    kv,  # blocks as `KVPart.view` returns them, STRIDE values apart
+    kv_rows,  # kv as a descriptor of rows of NUM_KV_HEADS * HEAD_DIM, with TMA
+    own,  # the layer's tensors that its format wants, as a tuple, or None
     items,  # [capacity, 4] int32: batch row, number among all items of the row, block in kv, partial index
     num_items,  # [1] int32
     partials_per_block,  # [B] int32: the number of tiles in a block, or 1
@@ -122,6 +127,8 @@ def decode_partial_kernel(
     weight,  # [capacity, num_q_heads] float32, written only for items that are tiles
     q_stride,
     window,
+    READ: tl.constexpr,  # the format's function
+    STRIDE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -175,11 +182,8 @@ def decode_partial_kernel(
 
         q_row = q + row * tl.multiple_of(q_stride, 16)
         q_tile = tl.load(q_row + q_heads[:, None] * HEAD_DIM + columns[None, :], mask=in_q, other=0.0)
-        # int64: a pool holds more than 2^31 values
         first = number_in_row * span  # the item's first key in the sequence; modulo BLOCK_SIZE, in the block
-        k_row = block * (2 * BLOCK_SIZE) + first % BLOCK_SIZE
-        k_head = kv + k_row.to(tl.int64) * (NUM_KV_HEADS * HEAD_DIM) + head * HEAD_DIM
-        v_head = k_head + BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM
+        token = first % BLOCK_SIZE
 
         # Offsets in the item of the keys that the query at seq_len - 1 sees: [begin, end)
         begin = tl.maximum(seq_len - window - first, 0)
@@ -188,14 +192,14 @@ def decode_partial_kernel(
         num_blocks = tl.cdiv(seq_len, BLOCK_SIZE) - tl.maximum(seq_len - window, 0) // BLOCK_SIZE
         if num_blocks <= SHORT_BLOCKS:
             acc, m, l = attend_item(
-                q_tile, k_head, v_head, kv_rows, k_row, head, begin, end,
-                BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, TO_LOG2, SCALE, SOFTCAP, PRECISION, WIDEN,
+                q_tile, kv, kv_rows, own, block, token, first, head, begin, end,
+                READ, STRIDE, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, TO_LOG2, SCALE, SOFTCAP, PRECISION, WIDEN,
                 TMA, WINDOWED, BLOCK_M, BLOCK_N, STAGES, True,
             )  # fmt: skip
         else:
             acc, m, l = attend_item(
-                q_tile, k_head, v_head, kv_rows, k_row, head, begin, end,
-                BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, TO_LOG2, SCALE, SOFTCAP, PRECISION, WIDEN,
+                q_tile, kv, kv_rows, own, block, token, first, head, begin, end,
+                READ, STRIDE, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, TO_LOG2, SCALE, SOFTCAP, PRECISION, WIDEN,
                 TMA, WINDOWED, BLOCK_M, BLOCK_N, STAGES, False,
             )  # fmt: skip
 
@@ -220,6 +224,7 @@ def decode_partial(
     weight: Tensor,
     *,
     window: int | None,
+    own: tuple[Tensor, ...] = (),
     shape: KernelShape,
     num_programs: int,
     after_copy: bool = False,
@@ -233,15 +238,16 @@ def decode_partial(
     and `weight` and their peak (base 2) in `lse`; `merge` folds it. Products and sums are not fused, because the
     compiler would fuse other ones here than in `merge`.
 
-    q: [B, num_q_heads, head_dim]; kv: one layer's pool or one ring slot; items: [capacity, 4] int32; num_items: [1]
+    q: [B, num_q_heads, head_dim]; kv: one layer's pool or one ring slot, own: its layer's tensors, both as
+    `decode_partial` of the backend takes them; items: [capacity, 4] int32; num_items: [1]
     int32; partials_per_block: [B] int32, items per block: its number of tiles, or 1; weight: shape as lse. num_programs
     changes which program computes an item, never its bits. after_copy: see `DecodeWork`.
     """
     tiles = decode_tiles(shape)
     decode_partial_kernel[(num_programs, shape.num_kv_heads)](
-        q, kv, kv_descriptor(kv, tiles.block_n, shape), items, num_items, partials_per_block,
+        q, kv, kv_descriptor(kv, tiles.block_n, shape), own or None, items, num_items, partials_per_block,
         seq_lens, out, lse, weight, q.stride(0), NO_WINDOW if window is None else window,
-        **shape.constants(), WINDOWED=window is not None, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-        STAGES=tiles.num_stages, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        **shape.constants(), STRIDE=kv.stride(0), WINDOWED=window is not None, BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n, STAGES=tiles.num_stages, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         **launch_options(q, fuses=False, after_copy=after_copy),
     )  # fmt: skip

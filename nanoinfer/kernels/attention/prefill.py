@@ -17,44 +17,25 @@ from nanoinfer.kernels.attention.shape import NO_WINDOW, KernelShape, Tiles, kv_
 def attend_tiles(
     acc, m, l,  # the running state: [BLOCK_M, BLOCK_D], [BLOCK_M], [BLOCK_M] float32
     q_tile, positions,  # [BLOCK_M, BLOCK_D], [BLOCK_M]: queries and their absolute positions
-    kv_head, table, range_start,  # this KV head in block 0, this sequence's block table, position of its column 0
-    kv_rows, head_column,  # with TMA: all tokens' rows, and where this KV head begins in them
+    kv, kv_rows, own, head,  # as `prefill_kernel` takes them; the KV head
+    table, range_start,  # this sequence's block table, position of its column 0
     begin, end,  # tiles of keys to attend to, absolute; begin is a multiple of BLOCK_N
     first_key, kv_end, window,  # keys outside [first_key, kv_end) are not read
-    MASKED: tl.constexpr,
+    MASKED: tl.constexpr, READ: tl.constexpr, STRIDE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TO_LOG2: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
     TMA: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    columns = tl.arange(0, BLOCK_D)
-    in_head = columns < HEAD_DIM
     tokens = tl.arange(0, BLOCK_N)
     for start in range(begin, end, BLOCK_N):
         block = tl.load(table + (start - range_start) // BLOCK_SIZE)
-        k_tile = kv_head + block.to(tl.int64) * (2 * BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM)
-        address = (start % BLOCK_SIZE + tokens) * (NUM_KV_HEADS * HEAD_DIM)
-        k_pointers = k_tile + address[None, :] + columns[:, None]
-        v_pointers = k_tile + BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM + address[:, None] + columns[None, :]
         keys = start + tokens
         # Memory of tokens that do not exist may hold NaN, and 0 * NaN would reach the result.
         exists = (keys >= first_key) & (keys < kv_end)
-        if TMA:
-            k_row = block * (2 * BLOCK_SIZE) + start % BLOCK_SIZE
-            k_t = kv_rows.load([k_row, head_column]).T
-            v = kv_rows.load([k_row + BLOCK_SIZE, head_column]).to(q_tile.dtype)
-            if MASKED:
-                v = tl.where(exists[:, None], v, 0.0)
-        elif MASKED:
-            k_t = tl.load(k_pointers, mask=exists[None, :] & in_head[:, None], other=0.0)
-            v = tl.load(v_pointers, mask=exists[:, None] & in_head[None, :], other=0.0)
-        elif HEAD_DIM != BLOCK_D:
-            k_t = tl.load(k_pointers, mask=in_head[:, None], other=0.0)
-            v = tl.load(v_pointers, mask=in_head[None, :], other=0.0)
-        else:
-            k_t = tl.load(k_pointers)
-            v = tl.load(v_pointers)
-        k_t = k_t.to(q_tile.dtype)
-        v = v.to(q_tile.dtype)
+        k_t, v = READ(
+            kv, kv_rows, own, block, 0, start % BLOCK_SIZE, head, keys, exists, q_tile,
+            STRIDE, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, MASKED, TMA,
+        )  # fmt: skip
         logits = tile_logits(q_tile, k_t, SCALE, SOFTCAP, PRECISION, WIDEN)
         if MASKED:
             seen = (keys[None, :] <= positions[:, None]) & (keys[None, :] > positions[:, None] - window)
@@ -72,18 +53,19 @@ def attend_tiles(
 )  # fmt: skip
 def prefill_kernel(
     q,  # [num_tokens, num_q_heads, HEAD_DIM], rows q_stride apart
-    kv,  # [num_blocks, 2, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM]
-    kv_rows,  # kv as a descriptor of [num_blocks * 2 * BLOCK_SIZE, NUM_KV_HEADS * HEAD_DIM], with TMA
+    kv,  # blocks as `KVPart.view` returns them, STRIDE values apart
+    kv_rows,  # kv as a descriptor of rows of NUM_KV_HEADS * HEAD_DIM, with TMA
+    own,  # the layer's tensors that its format wants, as a tuple, or None
     out,  # [num_tokens, num_q_heads, HEAD_DIM]
     state_acc, state_m, state_l,  # [num_tokens, num_q_heads, HEAD_DIM], [num_tokens, num_q_heads] twice; float32
     cu_seqlens_q, query_pos, first_block, kv_end, load_state,  # [S + 1], then [S] each; int32
     block_table,  # [S, W] int32, rows table_stride apart
     sinks,  # [num_q_heads] or None
     q_stride, table_stride, store_state, window,
-    NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TO_LOG2: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr, WIDEN: tl.constexpr, TMA: tl.constexpr, WINDOWED: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    READ: tl.constexpr, STRIDE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TO_LOG2: tl.constexpr,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr, TMA: tl.constexpr,
+    WINDOWED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     seq = tl.program_id(2)
@@ -120,23 +102,22 @@ def prefill_kernel(
     end = tl.minimum(keys_end, last_query + 1)
     full = tl.maximum(tl.cdiv(tl.maximum(last_query - window + 1, 0), BLOCK_N) * BLOCK_N, begin)
     full_end = tl.minimum(keys_end, first_query + 1) // BLOCK_N * BLOCK_N
-    head_column = head // GROUP_SIZE * HEAD_DIM
-    kv_head = kv + head_column
+    kv_head = head // GROUP_SIZE
     table = block_table + seq.to(tl.int64) * table_stride
     if WINDOWED:  # without a window no first tile is cut, and an empty loop would cost registers
         acc, m, l = attend_tiles(
-            acc, m, l, q_tile, positions, kv_head, table, range_start, kv_rows, head_column, begin,
-            tl.minimum(full, end), first_key, keys_end, window, True, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE,
-            TO_LOG2, SCALE, SOFTCAP, PRECISION, WIDEN, TMA, BLOCK_N,
+            acc, m, l, q_tile, positions, kv, kv_rows, own, kv_head, table, range_start, begin,
+            tl.minimum(full, end), first_key, keys_end, window, True, READ, STRIDE, NUM_KV_HEADS, HEAD_DIM, BLOCK_D,
+            BLOCK_SIZE, TO_LOG2, SCALE, SOFTCAP, PRECISION, WIDEN, TMA, BLOCK_N,
         )  # fmt: skip
     acc, m, l = attend_tiles(
-        acc, m, l, q_tile, positions, kv_head, table, range_start, kv_rows, head_column, full, full_end,
-        first_key, keys_end, window, False, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE,
+        acc, m, l, q_tile, positions, kv, kv_rows, own, kv_head, table, range_start, full, full_end,
+        first_key, keys_end, window, False, READ, STRIDE, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE,
         TO_LOG2, SCALE, SOFTCAP, PRECISION, WIDEN, TMA, BLOCK_N,
     )  # fmt: skip
     acc, m, l = attend_tiles(
-        acc, m, l, q_tile, positions, kv_head, table, range_start, kv_rows, head_column, tl.maximum(full, full_end),
-        end, first_key, keys_end, window, True, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE,
+        acc, m, l, q_tile, positions, kv, kv_rows, own, kv_head, table, range_start, tl.maximum(full, full_end),
+        end, first_key, keys_end, window, True, READ, STRIDE, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE,
         TO_LOG2, SCALE, SOFTCAP, PRECISION, WIDEN, TMA, BLOCK_N,
     )  # fmt: skip
 
@@ -166,6 +147,7 @@ def prefill(
     store_state: bool,
     window: int | None,
     sinks: Tensor | None = None,
+    own: tuple[Tensor, ...] = (),
     shape: KernelShape,
     tiles: Tiles,
 ) -> None:
@@ -173,14 +155,14 @@ def prefill(
 
     q, out: [num_tokens, num_q_heads, head_dim]; state: (acc, m, l), float32, m in base 2, acc not normalised;
     sequences: (cu_seqlens_q [S + 1], query_pos, first_block, kv_end, load_state [S]), int32; block_table: [S, W] int32;
-    sinks: as in `merge`.
+    sinks: as in `merge`; own: as `KVFormat.own` returns it.
     """
     num_sequences = block_table.shape[0]
     if num_sequences == 0 or max_query_len == 0:
         return
     prefill_kernel[(triton.cdiv(max_query_len, tiles.block_m), shape.num_q_heads, num_sequences)](
-        q, kv, kv_descriptor(kv, tiles.block_n, shape), out, *state, *sequences, block_table, sinks,
+        q, kv, kv_descriptor(kv, tiles.block_n, shape), own or None, out, *state, *sequences, block_table, sinks,
         q.stride(0), block_table.stride(0), int(store_state), NO_WINDOW if window is None else window,
-        **shape.constants(), WINDOWED=window is not None, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=True,
+        **shape.constants(), STRIDE=kv.stride(0), WINDOWED=window is not None, BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n, num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=True,
     )  # fmt: skip

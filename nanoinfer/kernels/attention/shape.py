@@ -41,6 +41,7 @@ class KernelShape(AttentionSpec):
     def constants(self) -> dict[str, object]:
         """Return the constexpr arguments that all attention kernels share."""
         return {
+            "READ": self.part.format.kernels().read,
             "NUM_KV_HEADS": self.num_kv_heads,
             "GROUP_SIZE": self.group_size,
             "HEAD_DIM": self.head_dim,
@@ -75,12 +76,13 @@ def can_use_tma(target: Target, head_dim: int, dtype: torch.dtype) -> bool:
 def kv_descriptor(kv: Tensor, block_n: int, shape: KernelShape) -> TensorDescriptor | None:
     """Describe kv as rows of tokens, cut into boxes of block_n x head_dim; None without TMA.
 
-    kv: [num_blocks, 2, block_size, num_kv_heads, head_dim].
+    kv: [num_blocks, 2, block_size, num_kv_heads, head_dim], blocks a whole number of rows apart.
     """
     if not shape.tma:
         return None
     row = shape.kv_size
-    return TensorDescriptor(kv, [kv.numel() // row, row], [row, 1], [block_n, shape.head_dim])
+    assert kv.stride(0) % row == 0, "the copy unit counts rows of tokens"
+    return TensorDescriptor(kv, [len(kv) * kv.stride(0) // row, row], [row, 1], [block_n, shape.head_dim])
 
 
 def decode_tiles(shape: KernelShape) -> Tiles:

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from nanoinfer.kernels.kv.base import KVFormat, KVPart
+from nanoinfer.kernels.kv.plain import Plain
+
 SHORT_BLOCKS = 6
 """The tiles of a row's blocks may be separate items if the row reads at most this many blocks."""
 MAX_TILES_APART = 128
@@ -35,8 +38,8 @@ class AttentionSpec:
     """The distinct sliding windows of the model's layers, in tokens; None in it stands for full attention."""
     block_size: int = 256
     """Tokens in a KV block and so in a split; a multiple of 16."""
-    kv_cache_dtype: torch.dtype | None = None
-    """Type of the KV buffers, widened to `dtype` as they are read; None: `dtype`."""
+    kv_format: KVFormat | None = None
+    """How keys and values lie in KV blocks; None: as numbers of `dtype`."""
 
     def __post_init__(self) -> None:
         for name in ("num_q_heads", "num_kv_heads", "head_dim"):
@@ -60,22 +63,9 @@ class AttentionSpec:
                 raise ValueError(f"sliding window is {window} tokens: give at least 1, or None for full attention")
 
     @property
-    def kv_dtype(self) -> torch.dtype:
-        return self.kv_cache_dtype or self.dtype
-
-    @property
-    def part_bytes(self) -> int:
-        """Bytes of one layer's part of a KV block."""
-        return 2 * self.block_size * self.kv_size * self.kv_dtype.itemsize
-
-    def kv_view(self, memory: torch.Tensor) -> torch.Tensor:
-        """View blocks' bytes, [..., part_bytes] uint8, as kernels and backends take them.
-
-        Returns:
-            `[..., 2, block_size, num_kv_heads, head_dim]`: keys, then values.
-        """
-        shape = (2, self.block_size, self.num_kv_heads, self.head_dim)
-        return memory.view(self.kv_dtype).view(*memory.shape[:-1], *shape)
+    def part(self) -> KVPart:
+        """One layer's part of a KV block."""
+        return KVPart(self.kv_format or Plain(self.dtype), self.block_size, self.num_kv_heads, self.head_dim)
 
     @property
     def group_size(self) -> int:

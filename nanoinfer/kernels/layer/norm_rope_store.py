@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.kv.base import KVPart
+from nanoinfer.kernels.kv.plain import part_of
 from nanoinfer.kernels.launch.pdl import launch_options, let_next_in, wait_for_inputs
 from nanoinfer.kernels.launch.sizes import next_power_of_2
 from nanoinfer.kernels.layer.head_steps import HeadSteps
@@ -71,6 +73,28 @@ def scaled(value, scale, weight, like, OFFSET: tl.constexpr, ROUNDS_ONCE: tl.con
         return rounded(rounded(value * scale, like) * weight, like)
 
 
+@triton.jit
+def whole_heads(
+    first, second, rest,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, REST: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Join the parts of heads: [HEADS, TILE] twice and [HEADS, REST] -> [HEADS, WIDTH]."""
+    column = tl.broadcast_to(tl.arange(0, WIDTH)[None, :], [HEADS, WIDTH])
+    if INTERLEAVED:
+        is_second = column % 2 == 1
+        at = column // 2
+    else:
+        is_second = column >= HALF
+        at = tl.where(is_second, column - HALF, column)
+    at = tl.minimum(at, TILE - 1)
+    joined = tl.where(is_second, tl.gather(second, at, 1), tl.gather(first, at, 1))
+    if REST:
+        at = tl.minimum(tl.maximum(column - 2 * HALF, 0), REST - 1)
+        joined = tl.where(column >= 2 * HALF, tl.gather(rest, at, 1), joined)
+    return joined
+
+
 @triton.jit(do_not_specialize=["qkv_stride"], do_not_specialize_on_alignment=["positions", "slots"])
 def norm_rope_store_kernel(
     qkv,  # [N, at least NUM_Q_HEADS + 2 * NUM_KV_HEADS, SIZE], tokens qkv_stride apart
@@ -81,10 +105,13 @@ def norm_rope_store_kernel(
     positions,  # [N] int64
     slots,  # [N] int32 or int64
     q,  # [N, NUM_Q_HEADS, SIZE]
-    kv,  # [num_blocks, 2, BLOCK_SIZE, NUM_KV_HEADS, SIZE]
+    kv,  # blocks as `KVPart.view` returns them, STRIDE values apart
     qkv_stride,
     eps,
     clip,
+    STORE: tl.constexpr,  # the format's function
+    STORES_HEADS: tl.constexpr,  # as in `KVKernels`
+    STRIDE: tl.constexpr,
     NUM_Q_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -104,7 +131,6 @@ def norm_rope_store_kernel(
     INTERLEAVED: tl.constexpr,
     CLIP: tl.constexpr,
     SCALE: tl.constexpr,
-    FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -196,6 +222,7 @@ def norm_rope_store_kernel(
             rest = tl.where(is_q, rounded(rest * q_scale, qkv), rest)
     result_first = tl.where(is_v, value_first, turned_first)
     result_second = tl.where(is_v, value_second, turned_second)
+    result_rest = result_first
     if REST:
         result_rest = tl.where(is_v, value_rest, rest)
 
@@ -205,20 +232,24 @@ def norm_rope_store_kernel(
     if REST:
         tl.store(q_target + rest_at, result_rest.to(q.dtype.element_ty), mask=in_rest & is_q)
     kv_head = tl.where(is_v, head - NUM_Q_HEADS - NUM_KV_HEADS, head - NUM_Q_HEADS)
-    in_block = tl.where(is_v, BLOCK_SIZE, 0) + slot % BLOCK_SIZE
-    kv_index = (slot // BLOCK_SIZE * (2 * BLOCK_SIZE) + in_block) * NUM_KV_HEADS + kv_head
-    kv_target = kv + kv_index * SIZE
+    block = slot // BLOCK_SIZE
+    at = slot % BLOCK_SIZE
     is_kv = inside & (head >= NUM_Q_HEADS)
-    if FP8:  # has no infinity
-        result_first = tl.clamp(result_first, -448.0, 448.0)
-        result_second = tl.clamp(result_second, -448.0, 448.0)
-        if REST:
-            result_rest = tl.clamp(result_rest, -448.0, 448.0)
     if slot >= 0:
-        tl.store(kv_target + first_at, result_first.to(kv.dtype.element_ty), mask=is_kv)
-        tl.store(kv_target + second_at, result_second.to(kv.dtype.element_ty), mask=is_kv)
-        if REST:
-            tl.store(kv_target + rest_at, result_rest.to(kv.dtype.element_ty), mask=in_rest & (head >= NUM_Q_HEADS))
+        if STORES_HEADS:
+            every = tl.arange(0, WIDTH)[None, :]
+            is_own = is_head & (head >= NUM_Q_HEADS) & (every < SIZE)
+            heads = whole_heads(result_first, result_second, result_rest, HEADS, WIDTH, HALF, TILE, REST, INTERLEAVED)
+            heads = tl.where(is_own, heads, 0.0)
+            STORE(kv, block, at, kv_head, is_v, every, heads, is_own, STRIDE, BLOCK_SIZE, NUM_KV_HEADS, SIZE)
+        else:
+            STORE(kv, block, at, kv_head, is_v, first_at, result_first, is_kv, STRIDE, BLOCK_SIZE, NUM_KV_HEADS, SIZE)
+            STORE(kv, block, at, kv_head, is_v, second_at, result_second, is_kv, STRIDE, BLOCK_SIZE, NUM_KV_HEADS, SIZE)
+            if REST:
+                is_rest = in_rest & (head >= NUM_Q_HEADS)
+                STORE(
+                    kv, block, at, kv_head, is_v, rest_at, result_rest, is_rest, STRIDE, BLOCK_SIZE, NUM_KV_HEADS, SIZE
+                )
 
 
 def norm_rope_store(
@@ -232,21 +263,23 @@ def norm_rope_store(
     q: Tensor,
     *,
     q_scales: Tensor | None = None,
+    part: KVPart | None = None,
 ) -> None:
     """Apply norm and rotation to query and key heads; write queries to `q`, keys and values to their slots of `kv`.
 
     qkv: [N, num_q_heads + 2 * num_kv_heads, head_dim], heads packed; weights: of the query and the key norm, [head_dim]
     each, or [num_q_heads * head_dim] and [num_kv_heads * head_dim] for a norm over all heads; table: [max_position,
     rotary_dim] cosines and sines of the first rotary_dim elements of a head, in qkv's dtype or float32; positions: [N]
-    int64; kv: [num_blocks, 2, block_size, num_kv_heads, head_dim]; slots: [N] int32 or int64, block * block_size +
-    offset, a negative one is skipped; q: [N, num_q_heads, head_dim], packed; q_scales: [max_position] in qkv's dtype,
-    factors on the queries behind the rotation.
+    int64; kv: blocks as `KVPart.view` returns them; slots: [N] int32 or int64, block * block_size + offset, a negative
+    one is skipped; q: [N, num_q_heads, head_dim], packed; q_scales: [max_position] in qkv's dtype, factors on the
+    queries behind the rotation; part: how blocks lie, None: plain, as kv says.
     """
     num_tokens, num_heads, head_dim = qkv.shape
-    num_q_heads, num_kv_heads = q.shape[1], kv.shape[3]
+    part = part_of(kv) if part is None else part
+    num_q_heads, num_kv_heads, kernels = q.shape[1], part.num_kv_heads, part.format.kernels()
     assert num_heads == num_q_heads + 2 * num_kv_heads, f"{num_heads} heads"
     assert qkv.stride(2) == 1 and qkv.stride(1) == head_dim, "heads of a token must be packed"
-    assert q.is_contiguous() and kv.is_contiguous(), "q and kv must be packed"
+    assert q.is_contiguous() and kv[0].is_contiguous(), "q and blocks of kv must be packed"
     assert qkv.data_ptr() % 16 == 0, "qkv must be aligned: another alignment would be another binary"
     if num_tokens == 0:
         return
@@ -257,13 +290,13 @@ def norm_rope_store(
     norm_rope_store_kernel[(num_tokens, triton.cdiv(num_heads, HEADS_PER_PROGRAM))](
         qkv, q_weight, k_weight, qkv if table is None else table, qkv if q_scales is None else q_scales, positions,
         slots, q, kv, qkv.stride(0), steps.eps, 0.0 if steps.clip is None else steps.clip,
-        NUM_Q_HEADS=num_q_heads, NUM_KV_HEADS=num_kv_heads, BLOCK_SIZE=kv.shape[2], SIZE=head_dim, HALF=half,
+        STORE=kernels.store, STORES_HEADS=kernels.stores_heads, STRIDE=kv.stride(0),
+        NUM_Q_HEADS=num_q_heads, NUM_KV_HEADS=num_kv_heads, BLOCK_SIZE=part.block_size, SIZE=head_dim, HALF=half,
         TILE=next_power_of_2(half), WIDTH=next_power_of_2(head_dim),
         REST=next_power_of_2(head_dim - 2 * half) if head_dim > 2 * half else 0,
         HEADS=HEADS_PER_PROGRAM, NORM=weights is not None and not steps.norm_last, OF_ALL=of_all,
         NORM_LAST=weights is not None and steps.norm_last, OFFSET=steps.offset, ROUNDS_ONCE=steps.rounds_once,
         TURN=table is not None, IN_FLOAT32=table is not None and table.dtype != qkv.dtype,
         INTERLEAVED=steps.interleaved, CLIP=steps.clip is not None, SCALE=q_scales is not None,
-        FP8=kv.dtype.itemsize == 1,
         num_warps=4, **launch_options(qkv),
     )  # fmt: skip

@@ -26,7 +26,7 @@ class ChecksumAttention(AttentionBackend):
         assert spec.dtype == torch.float32, "checksums are made of float32"
 
     def decode_partial(
-        self, q: Tensor, kv: Tensor, work: DecodeWork, seq_lens: Tensor, partials: Partials, window: int | None
+        self, q: Tensor, kv: Tensor, work: DecodeWork, seq_lens: Tensor, partials: Partials, window: int | None, own=()
     ) -> None:
         if mixing.note is not None:
             mixing.note("read", work.items[: int(work.num_items)])
@@ -35,9 +35,9 @@ class ChecksumAttention(AttentionBackend):
         span = self.spec.block_size // cut
         offset = np.arange(self.spec.block_size)
         # Where an item is a tile, the block's other keys are another's.
-        own = (offset // span[:, None]) == (item % cut)[:, None]
+        is_own = (offset // span[:, None]) == (item % cut)[:, None]
         at = (item // cut * self.spec.block_size)[:, None] + offset
-        visible = own & _seen(at, seq_lens.numpy()[row][:, None] - 1, window)
+        visible = is_own & _seen(at, seq_lens.numpy()[row][:, None] - 1, window)
         found = shares(_bits(kv, block, visible), words(q.flatten(1))[row], visible, at)
         _sums(partials.out)[place] = found
 
@@ -52,7 +52,7 @@ class ChecksumAttention(AttentionBackend):
 
     def prefill(
         self, q: Tensor, kv: Tensor, key_range: KeyRange, state: PrefillState | None, out: Tensor, window: int | None,
-        sinks: Tensor | None = None,
+        sinks: Tensor | None = None, own=(),
     ) -> None:  # fmt: skip
         names = ("cu_seqlens_q", "query_pos", "first_block", "kv_end", "load_state")
         bounds, begins, first, ends, loads = (getattr(key_range, name).tolist() for name in names)

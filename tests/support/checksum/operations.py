@@ -71,7 +71,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, **options) -
     return rms_norm(x, torch.cat((weight, bias)), eps, **options)
 
 
-def norm_rope_store(qkv, weights, steps, table, positions, kv, slots, q, *, q_scales=None) -> None:
+def norm_rope_store(qkv, weights, steps, table, positions, kv, slots, q, *, q_scales=None, part=None) -> None:
     """Keys and queries say which layer and position they are of: the layer by the weights of its norms."""
     of_layer = np.zeros(1, np.uint64)
     for weight in weights or ():

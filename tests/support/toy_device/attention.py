@@ -24,7 +24,7 @@ class ToyAttention(AttentionBackend):
             raise ValueError("attention backend 'by length' has neither sinks nor soft caps")
 
     def decode_partial(
-        self, q: Tensor, kv: Tensor, work: DecodeWork, seq_lens: Tensor, partials: Partials, window: int | None
+        self, q: Tensor, kv: Tensor, work: DecodeWork, seq_lens: Tensor, partials: Partials, window: int | None, own=()
     ) -> None:
         lengths = seq_lens.tolist()
         q, kv, out, lse = map(on_host, (q, kv, partials.out, partials.lse))
@@ -60,6 +60,7 @@ class ToyAttention(AttentionBackend):
         out: Tensor,
         window: int | None,
         sinks: Tensor | None = None,
+        own=(),
     ) -> None:
         names = ("cu_seqlens_q", "query_pos", "first_block", "kv_end", "load_state", "block_table")
         bounds, positions, first, ends, loads, tables = (getattr(key_range, name).tolist() for name in names)

@@ -1,0 +1,1 @@
+"""How keys and values lie in KV blocks: formats, and what they make of a token's bytes."""
