@@ -142,18 +142,19 @@ def test_what_the_engine_or_the_template_refuses_is_no_part_of_the_conversation(
 def test_a_full_context_names_the_command_that_empties_it(llm):
     """Whether it ends an answer, also one that may have no more tokens, or has no room for the next question."""
     session = Session(EngineModel(llm, "tiny"), Settings(GREEDY))
-    prompt = ask(session, QUESTION).report.num_prompt_tokens
+    question = " ".join([QUESTION] * 5)  # few tokens are left
+    prompt = ask(session, question).report.num_prompt_tokens
     session.conversation.messages.clear()
     full = "stopped, the context of 256 tokens is full: /clear begins anew"
     for limit in (256 - prompt, 500, None):
         session.conversation.messages.clear()
         session.settings = replace(session.settings, params=replace(GREEDY, max_tokens=limit))
-        assert ask(session, QUESTION).report.cut == full, limit
+        assert ask(session, question).report.cut == full, limit
     with pytest.raises(ValueError, match="the prompt has .* or raise max_model_len; /clear begins anew"):
         session.ask("w9")
     session.settings = Settings(replace(GREEDY, max_tokens=255 - prompt))
     session.conversation.messages.clear()
-    assert ask(session, QUESTION).report.cut == f"stopped at {255 - prompt} tokens: /set max_tokens gives more"
+    assert ask(session, question).report.cut == f"stopped at {255 - prompt} tokens: /set max_tokens gives more"
 
 
 def test_markers_that_are_special_tokens_are_seen(llm):

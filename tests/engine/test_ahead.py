@@ -11,7 +11,7 @@ from nanoinfer import SamplingParams
 from nanoinfer.engine import ahead as module
 from nanoinfer.engine.ahead import Ahead
 
-PARAMS = SamplingParams(temperature=1, seed=5, max_tokens=20, ignore_eos=True, logprobs=3)
+PARAMS = SamplingParams(temperature=1, seed=5, max_tokens=17, ignore_eos=True, logprobs=3)
 MODES = {
     "resident": {},
     "streamed": dict(enable_cpu_offload=True, resident_kv_limit=0),
@@ -46,13 +46,14 @@ def found_by(engine, prompt, params=PARAMS):
 @pytest.mark.parametrize("mode", MODES)
 def test_the_next_turn_finds_its_beginning_and_has_the_bits_of_a_cold_start(path, mode):
     engine, prompt = make_engine(path, SimulatedRuntime(1), **MODES[mode]), random_prompts(1, 40, 40, seed=1)[0]
+    cold = make_engine(path, **MODES[mode], enable_prefix_caching=False)
     ahead, computed = Ahead(engine), 0
     for message in random_prompts(3, 7, 30, seed=2):
         known = len(prompt) // 16 * 16
         prompt = prompt + message
         found, answer = found_by(engine, prompt)
         assert found == (known if computed else 0)
-        assert answer == found_by(make_engine(path, **MODES[mode]), prompt)[1]
+        assert answer == found_by(cold, prompt)[1]
         asked, prompt = len(prompt), prompt + list(answer[0][0])
         ahead.offer(prompt)
         compute(engine, ahead)
@@ -61,25 +62,26 @@ def test_the_next_turn_finds_its_beginning_and_has_the_bits_of_a_cold_start(path
     assert_pools_as_before(engine)
 
 
+@pytest.mark.parametrize("num_steps", range(3))
 @pytest.mark.parametrize("mode", MODES)
-def test_a_request_that_comes_ends_it_and_gets_what_it_gets_alone(path, mode):
+@pytest.mark.sampled("resident-0", "streamed-1", "auto-2")
+def test_a_request_that_comes_ends_it_and_gets_what_it_gets_alone(path, mode, num_steps):
     first, other, beginning = random_prompts(3, 90, 90, seed=3)
     unseeded = replace(PARAMS, seed=None)
     wanted = run(make_engine(path, **MODES[mode]), [first, other], [PARAMS, unseeded])
-    for num_steps in range(3):
-        engine = make_engine(path, SimulatedRuntime(num_steps), **MODES[mode])
-        ahead, got = Ahead(engine), run(engine, [first], [PARAMS])
-        ahead.offer(beginning)
-        assert ahead.begin()
-        for _ in range(num_steps):
-            engine.step()
-        ahead.stop()
-        assert not engine.work.requests and ahead.is_wanted
-        got += run(engine, [other], [unseeded])
-        assert got == wanted
-        compute(engine, ahead)
-        assert found_by(engine, beginning + [7])[0] == 80 and ahead.num_tokens == 80
-        assert_pools_as_before(engine)
+    engine = make_engine(path, SimulatedRuntime(num_steps), **MODES[mode])
+    ahead, got = Ahead(engine), run(engine, [first], [PARAMS])
+    ahead.offer(beginning)
+    assert ahead.begin()
+    for _ in range(num_steps):
+        engine.step()
+    ahead.stop()
+    assert not engine.work.requests and ahead.is_wanted
+    got += run(engine, [other], [unseeded])
+    assert got == wanted
+    compute(engine, ahead)
+    assert found_by(engine, beginning + [7])[0] == 80 and ahead.num_tokens == 80
+    assert_pools_as_before(engine)
 
 
 def test_it_is_computed_in_steps_that_are_short_enough(path, monkeypatch):

@@ -99,7 +99,7 @@ def played(engine, params):
 
 @pytest.mark.parametrize("seed", [0, 1, 3, 4, 5, 6])  # without those whose answers end before a step is mixed
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.sampled("resident-0", "offload-0", "offload, eager-0")
+@pytest.mark.sampled("resident-0", "offload-0")
 def test_finished_answers_have_their_form_and_every_mode_gives_the_bits_of_a_request_alone(path, wanted, variant, seed):
     schemas, params, alone = wanted(seed)
     engine = make_engine(path, WarmUpRuntime(seed=seed), **ARGUMENTS | VARIANTS[variant])
@@ -249,7 +249,7 @@ def test_unsound_logits_are_noticed_where_the_mask_would_hide_them(engine):
 
 @pytest.mark.parametrize("mode", ["resident", "offload", "switching"])
 @pytest.mark.parametrize("all_are_late", [False, True], ids=["in time", "late"])
-@pytest.mark.sampled("in time-resident", "late-resident", "late-switching")
+@pytest.mark.sampled("in time-resident", "late-switching")
 def test_preemption_aborts_and_switches_change_no_bit(path, wanted, mode, all_are_late, monkeypatch):
     monkeypatch.setattr(masks, "LATE_SECONDS", -1 if all_are_late else 1e9)
     _, params, alone = wanted(0)

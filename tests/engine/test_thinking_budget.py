@@ -88,7 +88,7 @@ def test_thinking_ends_when_the_budget_is_used_up_and_a_form_begins_behind_it(pa
 
 @pytest.mark.parametrize("seed", [None, 0, 1])
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.sampled("a token-resident-None", "texts-resident-0", "a token-offload-0", "texts-offload, eager-1")
+@pytest.mark.sampled("texts-resident-0", "a token-offload-0")
 def test_every_mode_and_batch_gives_the_tokens_of_a_request_alone(path, wanted, variant, seed):
     pairs, alone = wanted
     engine = make_engine(path, WarmUpRuntime(seed=seed), **ARGUMENTS | VARIANTS[variant])
@@ -98,6 +98,7 @@ def test_every_mode_and_batch_gives_the_tokens_of_a_request_alone(path, wanted, 
 
 
 @pytest.mark.parametrize("mode", ["resident", "switching"])
+@pytest.mark.sampled("a token-resident", "texts-switching")
 def test_preemption_and_switches_change_no_token(path, wanted, mode):
     pairs, alone = wanted
     how = dict(enable_cpu_offload="auto" if mode == "switching" else False)

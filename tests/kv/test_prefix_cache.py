@@ -52,15 +52,17 @@ def test_an_equal_block_at_another_place_is_not_shared(path):
     ids=["resident", "streamed", "auto"],
 )  # fmt: skip
 @pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.sampled("1-resident", "0-streamed", "1-auto")
 def test_the_turns_of_a_chat_are_those_of_a_cold_start_to_the_bit(path, mode, temperature):
     """What decode has computed is not found: its attention rounds otherwise than that of prefill."""
     params = SamplingParams(temperature=temperature, seed=5, max_tokens=20, ignore_eos=True, logprobs=3)
-    engine, prompt, last = make_engine(path, **mode), FIRST + OTHER, 0
+    engine, cold = make_engine(path, **mode), make_engine(path, **mode, enable_prefix_caching=False)
+    prompt, last = FIRST + OTHER, 0
     for message in random_prompts(4, 7, 30, seed=3):
         prompt = prompt + message
         known = engine.stats()["prefix_cache_hit_tokens"]
-        (answer,), (cold,) = (run(each, [prompt], [params]) for each in (engine, make_engine(path, **mode)))
-        assert answer == cold
+        (answer,), (wanted,) = (run(each, [prompt], [params]) for each in (engine, cold))
+        assert answer == wanted
         found = engine.stats()["prefix_cache_hit_tokens"] - known
         assert found == last // 16 * 16, "up to the last prompt's end"
         last, prompt = len(prompt), prompt + answer[0][0]
