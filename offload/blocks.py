@@ -11,8 +11,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from itertools import takewhile
 
-GPU, HOST, KEPT = "gpu", "host", "kept"
-"""The pools by name: GPU memory, pinned host memory, and pageable host memory for sequences that gave way."""
+GPU, HOST = "gpu", "host"
+"""The pools by name: GPU memory and host memory."""
 
 
 class BlockPool:
@@ -71,6 +71,11 @@ class BlockPool:
     def num_cached(self) -> int:
         """Blocks that nobody holds and whose content can be taken up again."""
         return len(self._cached)
+
+    @property
+    def num_returning(self) -> int:
+        """Blocks that can be handed out once all who are about to give them back have done so, and not yet."""
+        return self.num_leaving
 
     @property
     def num_unwanted(self) -> int:
@@ -161,12 +166,17 @@ class BlockPool:
                 self.num_leaving += self.is_leaving(block)
                 continue
             del self.holders[block]
-            if block in self.key_of:
-                self._cached[block] = None
-            else:
-                heapq.heappush(self._free, block)
+            if self._vacate(block):
                 freed.append(block)
         return freed
+
+    def _vacate(self, block: int) -> bool:
+        """Take back a block that nobody holds any more; return whether its content is worthless."""
+        if block in self.key_of:
+            self._cached[block] = None
+            return False
+        heapq.heappush(self._free, block)
+        return True
 
     def give_back_later(self, blocks: Iterable[int]) -> list[int]:
         """Note that one holder of each block is about to give it back, in `give_back`; return those that leave then."""

@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 
 from offload.layout import runs
-from offload.lifetimes import FILLS, GPU_RULE, HOST_RULE, WRITES
+from offload.lifetimes import FILLS, GPU_RULE, HOST_RULE, LOAD_RULE, STORE_RULE, WRITES
 from offload.memory.host_pool import HostPool
 from offload.plan import Chunk, Cut, StreamPlan, Transfer, host_runs
 from offload.ring import Await, Compute, Fill, Places, Release, Ring, Use, ring_schedule
@@ -57,6 +57,7 @@ class OffloadCounters:
     streamed_bytes: int = 0  # host to GPU, prefetched transfers that were not used included
     discarded_bytes: int = 0  # of these, what was prefetched and not used
     written_bytes: int = 0  # GPU to host
+    loaded_bytes: int = 0  # whole blocks that came back to the GPU between steps
     num_fills: int = 0
 
 
@@ -94,6 +95,7 @@ class OffloadEngine:
         self._timeline = NoTimeline()  # of the newest step
         self._gpu_kv = gpu_kv
         self._kv_ready = runtime.event()  # compute: a layer's new KV is written
+        self._room_made = runtime.event()  # compute: nothing uses what a load overwrites
         self._written = runtime.event()  # write: all write-through so far has arrived on the host
         self._has_unread_writes = False
         self._first = 0  # ring slot of the next step's first transfer
@@ -104,7 +106,8 @@ class OffloadEngine:
         self.prefetched: list[tuple[int, Transfer]] = []
         self._operation = 0  # the newest one that was run
         self.unread: dict[tuple[str, str], deque[tuple[int, Event]]] = {
-            (GPU_RULE, WRITES): deque(), (HOST_RULE, WRITES): deque(), (HOST_RULE, FILLS): deque()
+            (GPU_RULE, WRITES): deque(), (HOST_RULE, WRITES): deque(), (HOST_RULE, FILLS): deque(),
+            (STORE_RULE, WRITES): deque(), (LOAD_RULE, FILLS): deque(),
         }  # fmt: skip
 
     def run(
@@ -212,20 +215,27 @@ class OffloadEngine:
             unread[0][1].synchronize(rule)
             unread.popleft()
 
+    @torch.inference_mode()  # an error may have left the step before
     def store(self, pairs: list[tuple[int, int]], operation: int) -> None:
         """Copy whole blocks, (GPU block, host block) pairs, to the host, in this order. Later work runs beside it."""
         self._operation, self._timeline = operation, NoTimeline()
         self._write_through(range(self.layout.num_layers), pairs)
         self._note_writes()
 
-    def load(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy whole blocks, (GPU block, host block) pairs, to the GPU, between steps, and wait for the copies."""
-        self.runtime.synchronize()
+    @torch.inference_mode()
+    def load(self, pairs: list[tuple[int, int]], operation: int) -> None:
+        """Copy whole blocks, (GPU block, host block) pairs, to the GPU. Work that does not read them runs beside it."""
+        self._operation = operation
+        self.compute.record(self._room_made)
+        self.copy.wait(self._room_made, "load.fill_after_compute")  # steps in flight may use what the blocks held
+        self.copy.wait(self._written, "load.fill_after_store")
         for layer in range(self.layout.num_layers):
             for on_gpu, on_host in self._pair_runs(layer, pairs):
                 self.copy.copy(on_gpu, on_host)
-                self.counters.streamed_bytes += on_host.nbytes
-        self.runtime.synchronize()
+                self.counters.loaded_bytes += on_host.nbytes
+        copied = self.runtime.event()
+        self.copy.record(copied)
+        self._note(FILLS, copied)
 
     def emulate_link(self, bytes_per_second: float | None) -> None:
         """From now on, copies take the time of a link of this rate in each direction; None: of the machine's own.

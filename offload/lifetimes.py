@@ -16,6 +16,8 @@ from offload.blocks import GPU, HOST, BlockPool
 
 GPU_RULE = "gpu_block.reuse_after_write_through"
 HOST_RULE = "host_block.reuse_after_copies"
+STORE_RULE = "moved_blocks.reuse_after_store"
+LOAD_RULE = "moved_blocks.read_after_load"
 WRITES, FILLS = "writes", "fills"
 
 
@@ -47,7 +49,7 @@ class BlockLifetimes:
     Args:
         gpu_blocks, host_blocks: who holds which block.
         acknowledgements: tell which copies have run; not asked before the first copy.
-        poison: overwrites blocks that became free (the pool's name, the blocks), in runtimes that look for wrong reads.
+        let_go: told of blocks that became free, whose content nobody can reach (the pool's name, the blocks).
 
     Attributes:
         operation: number of the newest operation.
@@ -60,10 +62,10 @@ class BlockLifetimes:
         gpu_blocks: BlockPool,
         host_blocks: BlockPool,
         acknowledgements: Acknowledgements,
-        poison: Callable[[str, list[int]], None] = lambda pool, blocks: None,
+        let_go: Callable[[str, list[int]], None] = lambda pool, blocks: None,
     ) -> None:
         self.gpu_blocks, self.host_blocks = gpu_blocks, host_blocks
-        self.acknowledgements, self._poison = acknowledgements, poison
+        self.acknowledgements, self._let_go = acknowledgements, let_go
         self.operation = 0
         self._writing: deque[tuple[int, list[int]]] = deque()  # operations whose writes may not have run, their blocks
         self._last_write: dict[int, int] = {}  # the newest of these by GPU block
@@ -144,7 +146,7 @@ class BlockLifetimes:
     @property
     def num_deferred_host(self) -> int:
         """Number of host blocks that nobody holds any more, but that a copy may still touch."""
-        return self.host_blocks.num_leaving
+        return self.host_blocks.num_returning
 
     def recover(self) -> None:
         """Forget every operation and every released block. Nothing may be in flight; the owner rebuilds both pools."""
@@ -175,4 +177,4 @@ class BlockLifetimes:
     def _free(self, pool: BlockPool, blocks: list[int]) -> None:
         is_host = pool is self.host_blocks  # whose blocks are always released later
         if freed := pool.give_back(blocks) if is_host else pool.release(blocks):
-            self._poison(HOST if is_host else GPU, freed)
+            self._let_go(HOST if is_host else GPU, freed)

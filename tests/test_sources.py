@@ -141,7 +141,7 @@ def test_a_second_writer_is_found():
 # What says which mode is current, or was asked for. `may_offload` is not of them: it says what can ever come.
 MODE_NAMES = {"is_offload", "is_resident", "may_stream", "enable_cpu_offload"}
 ROOMS = ("models", "layers", "kernels", "execution", "kv")
-MAY_LOOK = {"nanoinfer/kv/admission.py", "nanoinfer/kv/mover.py"}
+MAY_LOOK = {"nanoinfer/kv/admission.py", "nanoinfer/kv/mover.py", "nanoinfer/kv/switch.py"}
 
 
 def reads_of_the_mode(source: str) -> list[str]:

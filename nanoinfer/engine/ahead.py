@@ -138,6 +138,6 @@ class Ahead:
             pool.release(found)
         if not tables.is_offload:
             return num_blocks < num_unwanted  # one more for its end
-        if pool.num_blocks < engine.kv_cache.host_room.num_possible:
+        if pool.num_blocks < pool.num_possible:
             num_unwanted = pool.num_free - pool.num_cached  # for more, memory that is being pinned would be waited for
         return num_blocks <= num_unwanted

@@ -214,6 +214,8 @@ class LLMEngine:
         if batch is None:
             if before is not None:
                 self._take(before)
+            elif self.scheduler.wait():
+                pass  # who waited for these blocks is in the next step
             elif self.masks.wait(self.scheduler.running):
                 pass  # whoever has its mask now is in the next step
             elif self.scheduler.waiting:  # nothing can run: whoever loops over `has_work` would never leave
@@ -359,7 +361,9 @@ class LLMEngine:
     def stats(self) -> dict[str, int | float | str | list[str]]:
         """Return counters since the engine was made, and the state of both pools; `statistics` says which."""
         with self.changing():
-            self.kv_cache.host_room.wait_for(0)
+            self.kv_cache.tables.lifetimes.host_blocks.wait_for(0, may_wait=False)
+            self.mover.transfers.advance()
+            self.mover.transfers.let_go()
             self.kv_cache.tables.lifetimes.reclaim()
             self.runner.offload.drop_prefetch(self.kv_cache.tables.lifetimes.take_gone())
         return statistics(self)

@@ -23,12 +23,13 @@ class Modes:
     def __init__(self, built: BuiltEngine) -> None:
         self.error: Exception | None = None
         self._config, self._runner, self._tables = built.config, built.runner, built.kv_cache.tables
-        self._admission, self._mover, self._host_room = built.admission, built.mover, built.kv_cache.host_room
+        self._admission, self._mover, self._switch = built.admission, built.mover, built.switch
+        self._host_blocks = self._tables.lifetimes.host_blocks
         self.may_spill = built.admission.may_spill
 
     def close(self) -> None:
         """Let go of everything that holds memory. The modes cannot be used afterwards."""
-        del self._runner, self._admission, self._mover, self._host_room, self._tables
+        del self._runner, self._admission, self._mover, self._switch, self._tables
 
     @property
     def current(self) -> str:
@@ -49,7 +50,7 @@ class Modes:
         """Return the most tokens that one sequence can have in `mode`. A longer sequence would wait for ever."""
         block_size = self._config.block_size
         if mode == "offload":
-            return self._host_room.num_possible * block_size + block_size - 1  # the tail lies on the GPU
+            return self._host_blocks.num_possible * block_size + block_size - 1  # the tail lies on the GPU
         return self._tables.gpu_blocks.num_blocks * block_size
 
     def can_hold(self, sequence: Sequence) -> bool:
@@ -66,7 +67,7 @@ class Modes:
         if self._tables.is_offload:
             return MemoryError(
                 f"request {sequence.request_id!r} cannot run: it can grow to {sequence.max_num_tokens} tokens, the "
-                f"host's KV pool holds {self.max_sequence_tokens('offload')} ({self._host_room.failure}): lower "
+                f"host's KV pool holds {self.max_sequence_tokens('offload')} ({self._host_blocks.failure}): lower "
                 "max_tokens or shorten the prompt"
             )
         return MemoryError(
@@ -111,10 +112,10 @@ class Modes:
             )
         if mode == "offload":
             self._require_host_pool(running)
-            self._host_room.require(max(self._mover.num_host_blocks(running), longest // self._config.block_size))
-            self._mover.check_offload(running)
+            self._host_blocks.require(max(self._mover.num_host_blocks(running), longest // self._config.block_size))
+            self._switch.check_offload(running)
         else:
-            self._mover.check_resident(running)
+            self._switch.check_resident(running)
 
     def switch(self, mode: str, running: list[Sequence]) -> None:
         """Move the blocks of the running sequences and go on in `mode`, which is another one.
@@ -126,14 +127,14 @@ class Modes:
             self._require_host_pool(running)
         with self._runner.compute.current():
             if mode == "offload":
-                self._mover.switch_to_offload(running)
+                self._switch.switch_to_offload(running)
             else:
-                self._mover.switch_to_resident(running)
+                self._switch.switch_to_resident(running)
             self._admission.forget()
             self._runner.capture(mode == "offload" or self.may_spill)
         if mode == "offload":
             self.error = None
-            self._host_room.tell()
+            self._switch.tell()
 
     def enter_offload(self, running: list[Sequence], may_wait: bool) -> bool | None:
         """For "auto": enter offload mode if the host pool can hold the running requests; return whether it did.
@@ -145,13 +146,13 @@ class Modes:
         Args:
             may_wait: whether the running requests may stand still until enough of the pool can be used.
         """
-        blocks, num_wanted = self._tables.lifetimes.host_blocks, most_resident_blocks(self._runner.plan, self._tables)
+        blocks, num_wanted = self._host_blocks, most_resident_blocks(self._runner.plan, self._tables)
         try:
             self._require_host_pool(running)
             num_now = blocks.num_used + blocks.num_cached + self._mover.num_host_blocks(running)
-            if not may_wait and self._host_room.is_coming(max(num_wanted, num_now)):
+            if not may_wait and self._host_blocks.is_coming(max(num_wanted, num_now)):
                 return None
-            self._host_room.require(num_wanted)
+            self._host_blocks.require(num_wanted)
             self.switch("offload", running)
         except (ValueError, MemoryError, PinError) as error:
             self._note(error)
@@ -165,7 +166,8 @@ class Modes:
         self.error = error
 
     def _require_host_pool(self, running: list[Sequence]) -> None:
-        """Begin to map and pin the host pool, if it is needed for the first time and has room for these sequences."""
-        self._mover.check_host_room(running)  # first: a switch that is refused takes no memory
-        self._runner.open_host_pool()
-        self._host_room.wait_for(0)
+        """Map the host pool, if it is needed for the first time and has room for these sequences."""
+        self._switch.check_host_room(running)  # first: a switch that is refused takes no memory
+        self._runner.check_offload()
+        self._runner.open_host_pool(self._config.enable_cpu_offload is True)
+        self._host_blocks.wait_for(0)

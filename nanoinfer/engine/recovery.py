@@ -109,7 +109,8 @@ class Work:
             except Exception:
                 self.at_risk = [*self.at_risk, *step.batch.sampled]
         if not is_sound:
-            self.at_risk = [s for s in self.sequences if s.state is not SequenceState.WAITING]
+            begun = (s for s in self.sequences if s.state is not SequenceState.WAITING or s.kept_blocks is not None)
+            self.at_risk = list(begun)
         for sequence in self.at_risk:
             request = self.requests.get(sequence.request_id)
             if request is not None and sequence in request.sequences:  # not a later request of the same name

@@ -60,6 +60,7 @@ class Scheduler:
         self._modes, self._fail = modes, fail
         self.max_mixed_tokens = max_mixed_tokens
         self._last_was_prefill = False
+        self._pausing: set[Sequence] = set()  # those that lacked a block in the newest step
 
     @property
     def has_work(self) -> bool:
@@ -68,7 +69,7 @@ class Scheduler:
     def remove(self, sequence: Sequence) -> None:
         """Remove a running or waiting sequence and free its row and blocks."""
         if sequence.row is not None:
-            self._kv_cache.release(sequence, leave_copies=True)
+            self._mover.release(sequence)
             self.running.remove(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
@@ -77,6 +78,15 @@ class Scheduler:
 
     def schedule(self) -> Batch[Sequence] | None:
         """Return the next step, with the blocks that it writes to already allocated; None when nothing can run."""
+        self._mover.transfers.let_go()
+        for sequence in self.running:
+            if sequence.state is SequenceState.RETURNING and self._mover.has_arrived(sequence):
+                sequence.state = _state(sequence)
+        batch = self._next_batch()
+        self._mover.transfers.advance()
+        return batch
+
+    def _next_batch(self) -> Batch[Sequence] | None:
         wanting = [sequence for sequence in self.running if _wants_token(sequence)]
         if not (wanting and self._last_was_prefill):
             may_mix = 0 < len(wanting) < self.max_mixed_tokens and (
@@ -106,7 +116,8 @@ class Scheduler:
         begun = deque(sorted(filter(_is_prompt, self.running), key=_number))
         for_shorter, behind = budget // 2, self._least_left_first(begun)
         seen: set[Sequence] = set()  # those of `behind` that have had their turn in this step
-        lets_in = True
+        lets_in = self._pausing.isdisjoint(self.running)  # what becomes free is for those that pause
+        behind = behind if lets_in else [(left, one) for left, one in behind if one.row is not None]
         while budget:
             may_ask = lets_in and len(held) < min(len(self.waiting), MAX_HELD)
             if begun and not (may_ask and _number(self.waiting[len(held)]) < _number(begun[0])):
@@ -193,7 +204,7 @@ class Scheduler:
             self.running.append(sequence)  # append before delete, so that an interrupt cannot lose the sequence
             del self.waiting[len(held) + len(passed)]
             self._mover.forget(sequence)
-            sequence.state = _state(sequence)
+            sequence.state = _state(sequence) if self._mover.has_arrived(sequence) else SequenceState.RETURNING
         return verdict
 
     def _add_chunk(self, sequence: Sequence, budget: int, chunks: list[PrefillChunk[Sequence]]) -> int:
@@ -214,22 +225,41 @@ class Scheduler:
     def _make_room(self, wanting: list[Sequence]) -> list[Sequence]:
         """Give each sequence a slot for its last token; return those that go on.
 
-        While host memory is being pinned into which the engine can spill then, whoever finds no slot pauses, and others
-        go on. When all of them pause the youngest gives way; one alone waits.
+        Whoever finds none pauses, and others go on, while what another one had is on its way to the host, and while
+        memory is being pinned into which the engine can spill or another one give way. When all pause for memory, the
+        youngest gives way to what there is; one alone waits.
         """
-        pausing: set[Sequence] = set()
+        self._pausing, num_leaving = set(), self._mover.transfers.num_leaving
         for sequence in self._kv_cache.without_slot(wanting):
-            wanted = sequence.num_tokens - sequence.num_computed
-            while sequence.row is not None and self._kv_cache.max_chunk(sequence, wanted) < wanted:
+            while sequence.row is not None and not self._has_slot(sequence):
+                is_last = len(self._pausing) + 1 >= len(wanting)
                 spills = self._spill(may_wait=len(self.running) == 1)
-                if spills is None and len(pausing) + 1 < len(wanting):
-                    pausing.add(sequence)
-                    break
-                if not spills:
+                if spills:
+                    continue
+                is_coming = num_leaving > 0 or self.running[-1].state is SequenceState.RETURNING
+                if not is_coming and (is_last or spills is False and self._mover.may_give_way(self.running[-1])):
                     self.preempt_youngest()
-            if sequence.row is not None and sequence not in pausing:
+                    self._mover.transfers.advance()
+                    self._mover.transfers.let_go()  # where copies run at once
+                    num_leaving = self._mover.transfers.num_leaving - len(self._pausing)
+                    continue
+                num_leaving -= 1
+                self._pausing.add(sequence)
+                break
+            if sequence.row is not None and sequence not in self._pausing:
                 self._kv_cache.grow(sequence, sequence.num_tokens)
-        return [sequence for sequence in wanting if sequence.row is not None and sequence not in pausing]
+        return [sequence for sequence in wanting if sequence.row is not None and sequence not in self._pausing]
+
+    def _has_slot(self, sequence: Sequence) -> bool:
+        """Whether there are blocks for the last token of a sequence."""
+        wanted = sequence.num_tokens - sequence.num_computed
+        return self._kv_cache.max_chunk(sequence, wanted) == wanted
+
+    def wait(self) -> bool:
+        """Wait until some blocks have left or arrived, as nothing can run before; False: none are on their way."""
+        are_coming = not self._mover.transfers.is_idle
+        self._mover.transfers.wait()
+        return are_coming or any(sequence.state is SequenceState.RETURNING for sequence in self.running)
 
     def _spill(self, may_wait: bool) -> bool | None:
         """Enter offload mode, where every full block can leave the GPU; False if impossible or already done, None: not
@@ -243,6 +273,7 @@ class Scheduler:
     def preempt_youngest(self) -> None:
         """Have the sequence that was admitted last give way."""
         victim = self.running[-1]
+        assert victim.state is not SequenceState.RETURNING, "its KV is on its way to the GPU"
         try:
             self._mover.give_way(victim)
         except MemoryError as error:  # nothing has changed
@@ -269,6 +300,7 @@ class Scheduler:
             otherwise = SequenceState.WAITING if sequence in alive else SequenceState.FINISHED
             sequence.state = _state(sequence) if sequence in has_row else otherwise
         self._last_was_prefill = False
+        self._pausing = set()
 
 
 def _batch(chunks: list[PrefillChunk[Sequence]], decoding: list[Sequence]) -> Batch[Sequence]:

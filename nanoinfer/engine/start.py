@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from nanoinfer.execution.runner import ModelRunner
 from nanoinfer.kv.admission import Admission
 from nanoinfer.kv.cache import KVCache
 from nanoinfer.kv.gpu_copies import GPUCopies
-from nanoinfer.kv.host_room import HostRoom
 from nanoinfer.kv.mover import Mover
+from nanoinfer.kv.switch import Switch
 from nanoinfer.kv.tables import BlockTables
 from nanoinfer.memory.limits import TooSmall
 from nanoinfer.memory.remedies import with_remedies
@@ -30,7 +31,7 @@ from nanoinfer.weights.generation_config import end_token_ids, sampling_defaults
 from nanoinfer.weights.headers import tensors_of
 from nanoinfer.weights.load import load_model
 from nanoinfer.weights.tokenizer_files import load_tokenizer
-from offload import BlockLifetimes, BlockPool, Runtime
+from offload import BlockLifetimes, BlockPool, HostBlocks, Runtime
 from offload.memory.pinned import PinError
 
 
@@ -41,6 +42,7 @@ class BuiltEngine:
     kv_cache: KVCache
     admission: Admission
     mover: Mover
+    switch: Switch
     tokenizer: PreTrainedTokenizerBase | None
     end_token_ids: frozenset[int]
     sampling_defaults: dict[str, Any]
@@ -137,15 +139,18 @@ def kv_side(config: EngineConfig, runner: ModelRunner) -> dict[str, Any]:
     plan, layout, copies, windows = runner.plan, runner.layout, runner.block_copies, runner.spec.windows
     # Block 0 of the GPU pool is scratch: padding rows write there.
     gpu_blocks = BlockPool(runner.num_gpu_blocks, first=1)
-    lifetimes = BlockLifetimes(gpu_blocks, BlockPool(0), runner.offload, copies.poison)
+    host_blocks = HostBlocks(runner.offload.host, runner.num_host_blocks)
+    lifetimes = BlockLifetimes(gpu_blocks, host_blocks, runner.offload, copies.let_go)
     tables = BlockTables(layout.block_size, lifetimes, plan.max_num_seqs, -(-plan.max_model_len // layout.block_size))
     window = max((window for window in windows if window is not None), default=None)
     gpu_copies = GPUCopies(tables, plan.max_resident_blocks, window)
-    host_room = HostRoom(lifetimes, runner.offload.host, plan.num_host_blocks, layout.block_bytes)
-    kv_cache = KVCache(tables, gpu_copies, host_room, enable_prefix_caching=config.enable_prefix_caching)
-    mover = Mover(kv_cache, copies, runner.offload, layout.block_bytes)
-    admission = Admission(kv_cache, mover, max_splits=plan.max_splits, may_spill=may_spill(config, plan, tables))
-    return dict(kv_cache=kv_cache, admission=admission, mover=mover)
+    kv_cache = KVCache(tables, gpu_copies, enable_prefix_caching=config.enable_prefix_caching)
+    mover = Mover(kv_cache, copies, runner.offload, layout, partial(runner.open_host_pool, False))
+    switch = Switch(kv_cache, mover, runner.offload, layout.block_bytes)
+    admission = Admission(
+        kv_cache, mover, switch.tell, max_splits=plan.max_splits, may_spill=may_spill(config, plan, tables)
+    )
+    return dict(kv_cache=kv_cache, admission=admission, mover=mover, switch=switch)
 
 
 def may_spill(config: EngineConfig, plan: MemoryPlan, tables: BlockTables) -> bool:

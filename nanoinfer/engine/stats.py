@@ -28,7 +28,7 @@ def statistics(engine: Engine) -> dict[str, int | float | str | dict | list[str]
     `prefill_graph_steps` counts prefill steps whose layers ran from graphs, `prefill_graph_hit_rate` is their share
     of all prefill steps, and `prefill_padded_tokens` counts the padding added to small steps.
 
-    `host_blocks_*` count the blocks of the host pool, and those that are kept for sequences that gave way.
+    `host_blocks_*` count the blocks on the host: those that can be handed out, and what was borrowed beyond.
     `kv_resident_share` is the share of the running sequences' full KV blocks that lay on the GPU in the newest
     step. `link_busy_fraction`, `compute_busy_fraction` (of the time of decode steps) and `copy_wait_seconds` are
     estimates from a sample of the steps, and of experts that come one by one from their bytes and the link's bandwidth,
@@ -62,16 +62,16 @@ def statistics(engine: Engine) -> dict[str, int | float | str | dict | list[str]
 
 
 def _of_blocks(engine: Engine) -> dict[str, int]:
-    kept, prefixes, copies = engine.mover.kept, engine.kv_cache.prefixes, engine.kv_cache.copies
+    prefixes, copies = engine.kv_cache.prefixes, engine.kv_cache.copies
     gpu_blocks, host_blocks = engine.kv_cache.tables.gpu_blocks, engine.kv_cache.tables.lifetimes.host_blocks
     return {
         "gpu_blocks_total": gpu_blocks.num_blocks,
         "gpu_blocks_used": gpu_blocks.num_used,
         "gpu_blocks_free": gpu_blocks.num_free,
         "gpu_blocks_cached": gpu_blocks.num_cached,
-        "host_blocks_total": host_blocks.num_blocks + kept.num_blocks,
-        "host_blocks_used": host_blocks.num_used + kept.num_used,
-        "host_blocks_free": host_blocks.num_free + kept.num_free,
+        "host_blocks_total": host_blocks.num_blocks + len(host_blocks.borrowed),
+        "host_blocks_used": host_blocks.num_used + len(host_blocks.borrowed),
+        "host_blocks_free": host_blocks.num_free,
         "host_blocks_cached": host_blocks.num_cached,
         "prefix_cache_queried_tokens": prefixes.num_queried_tokens,
         "prefix_cache_hit_tokens": prefixes.num_hit_tokens,

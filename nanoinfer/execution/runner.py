@@ -37,7 +37,6 @@ from nanoinfer.layers.linear import Head, Linear, keep_matrices
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.step.plan import StepPlan
 from offload import HostPool, OffloadEngine, Places, Ring, Runtime, Stream, Timeline
-from offload.memory.pageable_pool import PageablePool
 from offload.memory.pinned import HostArena
 from offload.runtime.timeline import COMPUTE, NoTimeline
 
@@ -74,7 +73,6 @@ class ModelRunner:
     Attributes:
         device: what the runtime's device offers.
         gpu_kv: `[num_layers, num_gpu_blocks, part_bytes]`, the GPU pool.
-        kept: the KV of sequences that gave way.
         expert_link: bytes per second at which experts come one by one; None: there are no slots, or there is no link.
         offload: the offload engine. Its host pool has memory once it was needed for the first time.
         token_masks: brings the masks of a step to its logits.
@@ -113,14 +111,16 @@ class ModelRunner:
             self.num_gpu_blocks -= blocks_over_plan
         self.gpu_kv = _zeros(self.layout.pool_shape(self.num_gpu_blocks), runtime.device)
         taken = plan.max_num_seqs * spec.row_bytes + plan.host_weight_bytes
-        self.kept = PageablePool(self.layout, _kept_limit(config, taken))
         states = RecurrentStates(spec, plan.max_num_seqs, runtime.device)
-        blocks_per_segment = max(1, min(plan.num_host_blocks, SEGMENT_BYTES // self.layout.block_bytes))
-        host = HostPool(self.layout, plan.num_host_blocks, blocks_per_segment)
+        max_bytes, self.num_host_blocks = _kv_limit(config, taken), plan.num_host_blocks
+        if max_bytes is not None:
+            self.num_host_blocks = min(plan.num_host_blocks, max_bytes // layout.block_bytes)
+        blocks_per_segment = max(1, min(self.num_host_blocks, SEGMENT_BYTES // layout.block_bytes))
+        host = HostPool(layout, self.num_host_blocks, blocks_per_segment, max_bytes=max_bytes)
         self.decode_program, self.prefill_program = self._programs(self.gpu_kv, states)
         cuts = self.decode_program.resources.pieces.cuts
         self.offload = OffloadEngine(runtime, self.gpu_kv, host, self.ring, self.compute, cuts, self.landings)
-        self.block_copies = BlockCopies(self.offload, self.gpu_kv, self.kept, states)
+        self.block_copies = BlockCopies(self.offload, self.gpu_kv, states)
         # A broken weight makes logits of every request unsound, an overflow those of single ones, at any step.
         logits_fault = (
             "logits of the request are NaN or infinite: the checkpoint's weights are damaged (download it again)"
@@ -158,16 +158,19 @@ class ModelRunner:
 
     # Modes
 
-    def open_host_pool(self) -> None:
-        """Map the host pool and begin to pin it, if it is needed for the first time.
+    def check_offload(self) -> None:
+        """Raise ValueError if the attention backend cannot run offload mode."""
+        type(self.backend).check(self.backend.spec, self.runtime.device, offload=True)
 
-        Raises:
-            ValueError: the attention backend cannot run offload mode.
+    def open_host_pool(self, all_at_once: bool) -> None:
+        """Map the host pool, if it is needed for the first time.
+
+        Args:
+            all_at_once: begin to pin all of it. Else memory is taken as it is asked for.
         """
         host, pinner = self.offload.host, self.device.pinner
-        if host.arena is not None:
+        if host.arena is not None or not host.num_blocks:
             return
-        type(self.backend).check(self.backend.spec, self.runtime.device, offload=True)
         num_segments = -(-host.num_blocks // host.blocks_per_segment)
         num_last = host.num_blocks - (num_segments - 1) * host.blocks_per_segment
         host.arena = HostArena(
@@ -176,7 +179,8 @@ class ModelRunner:
             last_segment_bytes=num_last * self.layout.block_bytes,
             pinner=pinner,
             require_pin=self.config.pin_host_memory == "require",
-            progress=self._pinning_progress(num_segments) if pinner is not None else None,
+            progress=self._pinning_progress(num_segments) if pinner is not None and all_at_once else None,
+            on_demand=not all_at_once,
         )
 
     def _pinning_progress(self, num_segments: int) -> Callable[[int, int], None]:
@@ -335,7 +339,7 @@ class ModelRunner:
         self.runtime.close()
         self._forget_tables()  # a step that may be repeated refers to its program
         arena, streamed = self.offload.host.arena, self.model.streamed
-        del self.decode_program, self.prefill_program, self.gpu_kv, self.kept, self.block_copies, self.ring, self.model
+        del self.decode_program, self.prefill_program, self.gpu_kv, self.block_copies, self.ring, self.model
         del self._resources, self._activations, self._prompt_logprobs, self.token_masks, self.graphs, self.offload
         if arena is not None:
             arena.close()
@@ -346,10 +350,11 @@ class ModelRunner:
         return self._activations.peak_bytes()
 
 
-def _kept_limit(config: EngineConfig, taken_bytes: int) -> int | None:
-    """Return the most bytes that blocks of sequences that gave way may take; with offloading, the limit is the pool's.
+def _kv_limit(config: EngineConfig, taken_bytes: int) -> int | None:
+    """Return the most bytes that KV on the host may take; None: with offloading, where the plan says how much is pinned
+    and sequences that find no room there may take more, or without a limit.
 
-    taken_bytes: what the rows of these sequences keep besides blocks at most, and weights in host memory.
+    taken_bytes: what the rows of sequences that gave way keep besides blocks at most, and weights in host memory.
     """
     if config.may_offload or config.host_memory_limit is None:
         return None

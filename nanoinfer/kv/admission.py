@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
@@ -52,6 +53,7 @@ class Admission:
     They leave it the room on the host, the row and the splits that it waits for, so that it is admitted afterwards.
 
     Args:
+        tell: warns if offload mode has less host memory than was planned.
         max_splits: blocks that all rows together may attend to; a shared block counts once for each of its rows.
         may_spill: whether the engine may enter offload mode by itself, where each sequence finds room that finds it in
             resident mode.
@@ -60,8 +62,10 @@ class Admission:
         wanted: what the sequences need that were refused last: looking a prefix up takes long.
     """
 
-    def __init__(self, cache: KVCache, mover: Mover, *, max_splits: int, may_spill: bool) -> None:
-        self.max_splits, self.may_spill = max_splits, may_spill
+    def __init__(
+        self, cache: KVCache, mover: Mover, tell: Callable[[], None], *, max_splits: int, may_spill: bool
+    ) -> None:
+        self.max_splits, self.may_spill, self._tell = max_splits, may_spill, tell
         self._cache, self._tables, self._mover = cache, cache.tables, mover
         self.wanted: dict[Sequence, _Wanted] = {}
         self._held: Sequence | None = None  # the head of the queue, if it is held back
@@ -121,8 +125,9 @@ class Admission:
         num_blocks, num_full = tables.num_blocks(sequence.num_tokens), sequence.max_num_tokens // tables.block_size
         if sequence.kept_blocks is not None:
             # One block to spare for each running row, or the sequence would have to give way again at once.
-            num_room = num_full if tables.is_offload else self._mover.num_missing(sequence) + len(running)
-            return [], _Wanted(num_room, num_full, num_blocks, sequence.num_tokens - sequence.num_computed, None)
+            num_host = self._mover.num_to_fill(sequence)
+            num_room = num_host if tables.is_offload else self._mover.num_missing(sequence) + len(running)
+            return [], _Wanted(num_room, num_host, num_blocks, sequence.num_tokens - sequence.num_computed, None)
         room = self._room
         hits = cache.prefixes.find(sequence)
         num_missing = (num_full if tables.is_offload else num_blocks) - len(hits)
@@ -149,11 +154,11 @@ class Admission:
     ) -> Verdict:
         first = (*held, *passed)
         num_promised = sum(one.max_num_tokens // self._tables.block_size for one in first)
-        host_room = self._cache.host_room
+        blocks = self._tables.lifetimes.host_blocks
         if self._tables.is_offload:
             # Whoever runs goes on while memory is pinned for a newcomer, which is asked again in the next step.
-            host_room.wait_for(self._cache.num_reserved_host + wanted.num_room + num_promised, may_wait=not running)
-            host_room.tell()
+            blocks.wait_for(self._cache.num_reserved_host + wanted.num_room + num_promised, may_wait=not running)
+            self._tell()
             if self._cache.copies.num_obtainable <= len(first) or wanted.num_room + num_promised > self._room:
                 return Verdict.REFUSED
             if self._keeps_throughput(wanted.num_own, len(running)):
@@ -167,8 +172,8 @@ class Admission:
         if not running:
             return Verdict.SPILL
         needed = self._mover.num_host_blocks(running) + num_promised + wanted.num_host
-        host_room.wait_for(needed, may_wait=False)
-        if needed > self._tables.lifetimes.host_blocks.num_free:
+        blocks.wait_for(needed, may_wait=False)
+        if needed > blocks.num_free:
             return Verdict.REFUSED
         if has_room:
             return Verdict.ADMITTED
@@ -222,6 +227,7 @@ class Admission:
         else:
             num_blocks = tables.num_blocks(sequence.num_tokens)
             tables.gpu[row, len(hits) : num_blocks] = tables.gpu_blocks.allocate(num_blocks - len(hits))
+            self._mover.expect(sequence)
         cache.begin(sequence, len(hits))
 
     def _take_copies(self, row: int, hits: list[int]) -> None:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import numpy as np
 
 from nanoinfer.kv.gpu_copies import GPUCopies
-from nanoinfer.kv.host_room import HostRoom
 from nanoinfer.kv.prefix_cache import PrefixCache
 from nanoinfer.kv.tables import BlockTables, present
 from nanoinfer.requests.sequence import Sequence
@@ -34,7 +33,6 @@ class KVCache:
     Args:
         tables: where the blocks lie.
         copies: which full blocks have a copy on the GPU.
-        host_room: adds host blocks as they become usable.
 
     Attributes:
         free_rows: rows without a sequence.
@@ -42,10 +40,8 @@ class KVCache:
         num_reserved_splits: blocks that all rows together can ever attend to.
     """
 
-    def __init__(
-        self, tables: BlockTables, copies: GPUCopies, host_room: HostRoom, *, enable_prefix_caching: bool
-    ) -> None:
-        self.tables, self.copies, self.host_room = tables, copies, host_room
+    def __init__(self, tables: BlockTables, copies: GPUCopies, *, enable_prefix_caching: bool) -> None:
+        self.tables, self.copies = tables, copies
         self.prefixes = PrefixCache(tables, enable_prefix_caching)
         self.free_rows = list(range(len(tables.gpu) - 1, -1, -1))
         self.num_reserved_host = self.num_reserved_splits = 0

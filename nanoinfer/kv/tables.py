@@ -23,7 +23,7 @@ class BlockTables:
         versions: [max_num_seqs] int64, counts up whenever GPU blocks of the row come or go.
         gpu_blocks: who holds which block of the GPU pool.
         is_offload: whether the mode is offload mode.
-        home: table and pool of the tier in which full blocks are published. Only `Mover` sets the two, at a switch.
+        home: table and pool of the tier in which full blocks are published. Only `Switch` sets the two.
         rows_without_tail: the rows to which a GPU block is promised; none in resident mode.
     """
 

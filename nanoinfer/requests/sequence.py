@@ -16,6 +16,7 @@ from nanoinfer.structured.matcher import Matcher
 
 class SequenceState(enum.Enum):
     WAITING = "waiting"  # not admitted yet, or preempted
+    RETURNING = "returning"  # admitted; its KV is on its way to the GPU
     PREFILL = "prefill"  # admitted; part of its tokens has no KV yet
     DECODE = "decode"  # every token but the last has its KV in the cache, once the scheduled step has run
     FINISHED = "finished"
@@ -35,7 +36,7 @@ class Sequence:
         num_tokens: tokens so far, pending ones included.
         max_num_tokens: the most tokens that this sequence can ever have.
         row: place in the persistent device tables, kept from admission to the end.
-        kept_blocks: where the KV of a sequence that gave way lies (see `nanoinfer.kv.mover`); None: it did not.
+        kept_blocks: host blocks with the KV of a sequence that gave way (see `nanoinfer.kv.mover`); None: it did not.
         num_cached: prompt tokens taken from the prefix cache.
         detokenizer: has the text so far; set by `Request.add_sequence`.
         text_delta: text that no StreamOutput has yet.

@@ -65,6 +65,7 @@ class HostArena:
         progress: called from the background with (segments ready, segments in all).
         available_bytes: host memory that may be taken; None asks the system.
         remedy: what a message advises so that less memory is wanted.
+        on_demand: take memory segment by segment, as `want` asks for it, and not all at once.
 
     Raises:
         MemoryError: more than is available, or than the system maps; nothing was mapped.
@@ -83,6 +84,7 @@ class HostArena:
         progress: Callable[[int, int], None] | None = None,
         available_bytes: int | None = None,
         remedy: str = "lower host_memory_limit",
+        on_demand: bool = False,
     ) -> None:
         assert num_segments >= 1 and segment_bytes >= 1, f"{num_segments} segments of {segment_bytes} bytes"
         self.num_segments, self.segment_bytes = num_segments, segment_bytes
@@ -90,12 +92,9 @@ class HostArena:
         assert 1 <= self._last_bytes <= segment_bytes, "the last segment may be smaller, not larger"
         self._stride = _whole_pages(segment_bytes)
         self._remedy = remedy
-        available = memory_available_bytes() if available_bytes is None else available_bytes
-        if self.mapped_bytes > available:
-            raise MemoryError(
-                f"{self.mapped_bytes / GIB:.2f} GiB of host memory wanted, {available / GIB:.2f} GiB are available: "
-                f"{remedy} or free some memory"
-            )
+        self._available_bytes = available_bytes
+        if not on_demand:
+            self._check_available(self.mapped_bytes)
         try:
             self._map = mmap.mmap(-1, self.mapped_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
@@ -112,7 +111,9 @@ class HostArena:
         self._address = self._buffer.data_ptr()
         self._registered: list[int] = []  # addresses
         self._is_pinned = [False] * num_segments
-        self._is_done = [pinner is None] * num_segments
+        self._is_done = [False] * num_segments
+        self._num_wanted = self._num_begun = 0  # segments that were asked for; those on their way or ready
+        self._was_told = self._is_pinning = False
         self._failure: BaseException | None = None
         self._refusal: str | None = None
         self._require_pin = require_pin
@@ -122,10 +123,8 @@ class HostArena:
         self._pinner = pinner
         self._release = weakref.finalize(self, _unregister_all, self._registered, pinner, self._map)
         self._thread: threading.Thread | None = None
-        if pinner is not None:
-            cores = min(os.cpu_count() or 1, 8)  # threads that touch pages; more only queue up in the kernel
-            self._thread = threading.Thread(target=self._pin_all, args=(cores,), name="pin-host-memory", daemon=True)
-            self._thread.start()
+        if not on_demand:
+            self._begin(num_segments)
 
     @property
     def mapped_bytes(self) -> int:
@@ -162,8 +161,40 @@ class HostArena:
         num_bytes = self._last_bytes if index == self.num_segments - 1 else self.segment_bytes
         return self._buffer[index * self._stride : index * self._stride + num_bytes]
 
+    def want(self, num_segments: int) -> None:
+        """Have so many segments become ready in the background.
+
+        Raises:
+            MemoryError: less is available than they take; those that there is memory for are on their way.
+        """
+        for count in range(self._num_wanted + 1, num_segments + 1):
+            coming = sum(self._span(i) for i in range(count) if not self._is_done[i])  # not taken yet, or not all of it
+            self._check_available(coming)
+            self._begin(count)
+
+    def _check_available(self, num_bytes: int) -> None:
+        available = memory_available_bytes() if self._available_bytes is None else self._available_bytes
+        if num_bytes > available:
+            raise MemoryError(
+                f"{num_bytes / GIB:.2f} GiB of host memory wanted, {available / GIB:.2f} GiB are available: "
+                f"{self._remedy} or free some memory"
+            )
+
+    def _begin(self, num_segments: int) -> None:
+        with self._changed:
+            self._num_wanted = num_segments
+            if self._pinner is None:
+                self._is_done[:num_segments] = [True] * num_segments
+            if self._pinner is not None and not self._is_pinning:
+                self._is_pinning = True
+                cores = min(os.cpu_count() or 1, 8)  # threads that touch pages; more only queue up in the kernel
+                self._thread = threading.Thread(
+                    target=self._pin_all, args=(cores,), name="pin-host-memory", daemon=True
+                )
+                self._thread.start()
+
     def wait(self, num_segments: int | None = None) -> None:
-        """Block until that many segments (None: all) are ready.
+        """Block until that many segments (None: all), which were asked for, are ready.
 
         Raises:
             PinError: with `require_pin`, the system refused.
@@ -202,17 +233,26 @@ class HostArena:
                 ThreadPoolExecutor(num_threads, "touch") as touchers,
                 ThreadPoolExecutor(self.num_register_threads, "register") as registrars,
             ):
-                touched = [self._touch(touchers, index, num_threads) for index in range(self.num_segments)]
-                pinned = [registrars.submit(self._pin, index, touched[index]) for index in range(self.num_segments)]
-                for future in pinned:
-                    future.result()
-            if self.unpinned_bytes and not self._stop.is_set():
-                self._warn()
+                while wanted := self._take_wanted():
+                    touched = {index: self._touch(touchers, index, num_threads) for index in wanted}
+                    for future in [registrars.submit(self._pin, index, touched[index]) for index in wanted]:
+                        future.result()
+                    if self.unpinned_bytes and not self._was_told and not self._stop.is_set():
+                        self._was_told = True
+                        self._warn()
         except BaseException as error:  # handed to whoever waits
             self._stop.set()
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
+
+    def _take_wanted(self) -> range:
+        """Return the segments that were asked for since the last call. If there are none, this thread ends."""
+        with self._changed:
+            wanted = range(self._num_begun, 0 if self._stop.is_set() else self._num_wanted)
+            self._num_begun = max(self._num_begun, wanted.stop)
+            self._is_pinning = bool(wanted)
+            return wanted
 
     def _span(self, index: int) -> int:
         """Mapped bytes of a segment."""

@@ -134,9 +134,9 @@ def test_where_the_host_is_too_small_requests_are_preempted_and_lose_nothing(pat
 
 @pytest.mark.sampled("two kinds")
 def test_a_request_saved_by_a_preemption_comes_back_in_offload_mode(path, oracle):
-    """Two of three are preempted for lack of host memory; offload mode can begin once fewer run."""
+    """Two of three are preempted for lack of host memory, and lie there; offload mode can begin once fewer run."""
     prompts, params = GROWING[:3], [greedy(18), greedy(30, temperature=1.0, seed=1), greedy(18)]
-    engine = auto_engine(path, 12, host_memory_limit=18 * BLOCK_BYTES)
+    engine = auto_engine(path, 12, host_memory_limit=20 * BLOCK_BYTES)
     saved_in = []
     bring_back = engine.mover.bring_back
     engine.mover.bring_back = lambda sequence: saved_in.append(engine.mode) or bring_back(sequence)

@@ -115,7 +115,7 @@ def play(path, drawn: Drawn, seed: int, monkeypatch) -> tuple[list, Counter]:
             engine.step()
             num_steps += 1
             assert num_steps < 1000, "the engine does not come to an end"
-        room, is_offload = engine.kv_cache.host_room, engine.mode == "offload"
+        room, is_offload = engine.kv_cache.tables.lifetimes.host_blocks, engine.mode == "offload"
         happened["preempted"] = engine.scheduler.num_preemptions
         happened["short in offload mode"] = is_offload and room.failure is not None
         happened["spilled"] = drawn.mode == "auto" and is_offload

@@ -147,15 +147,21 @@ def two_give_way(engine):
 
 
 def count_copies(engine):
-    """Return a list that gets (source, destination, number of blocks) of each copy from now on."""
-    copied, copy = [], engine.runner.block_copies.copy
+    """Return a list that gets ("store" or "load", number of blocks) of each move from now on."""
+    copied, transfers = [], engine.mover.transfers
 
-    def counted(source, destination, pairs):
-        copied.append((source, destination, len(pairs)))
-        copy(source, destination, pairs)
+    def counted(name, move):
+        return lambda pairs, **how: copied.append((name, len(pairs))) or move(pairs, **how)
 
-    engine.runner.block_copies.copy = counted
+    for name in ("store", "load"):
+        setattr(transfers, name, counted(name, getattr(transfers, name)))
     return copied
+
+
+def host_blocks(engine):
+    """Those of the host, once all is there that was on its way."""
+    engine.mover.transfers.finish()
+    return engine.kv_cache.tables.lifetimes.host_blocks
 
 
 def until_all_run(engine):
@@ -176,7 +182,8 @@ def test_who_finds_no_room_on_the_host_gives_back_what_was_kept_for_another_one(
     requests, wanted = share_a_document(engine, alone)
     two_give_way(engine)
     assert [request.is_finished for request in requests] == [False, True, False]
-    assert engine.mover.kept.num_used == engine.mover.kept.num_blocks == 7 and not engine.mover.kept.num_shared
+    pool = host_blocks(engine)
+    assert pool.num_used == pool.num_blocks == 7 and not pool.num_shared
     waiting, engine.scheduler.waiting = engine.scheduler.waiting, type(engine.scheduler.waiting)()
     engine.step()  # reads their tokens
     engine.scheduler.waiting = waiting
@@ -213,11 +220,11 @@ def test_a_beginning_that_several_share_is_kept_once_and_shared_again(path, alon
     engine = make_engine(path, **SHARED)
     requests, wanted = share_a_document(engine, alone, longest_end=12)
     two_give_way(engine)
-    kept, waiting = engine.runner.kept, [sequence.kept_blocks for sequence in engine.scheduler.waiting]
+    waiting = [sequence.kept_blocks for sequence in engine.scheduler.waiting]
     assert waiting[0][:6] == waiting[1][:6] and not set(waiting[0][6:]) & set(waiting[1][6:])
-    num_kept, stats = len({*waiting[0], *waiting[1]}), engine.stats()
-    assert kept.num_bytes == num_kept * kept.layout.block_bytes
-    assert [stats[f"host_blocks_{what}"] for what in ("total", "used", "free", "cached")] == [num_kept, num_kept, 0, 0]
+    num_kept, pool, stats = len({*waiting[0], *waiting[1]}), host_blocks(engine), engine.stats()
+    assert pool.num_used == stats["host_blocks_used"] == num_kept and not pool.borrowed
+    assert stats["host_blocks_free"] == stats["host_blocks_total"] - num_kept and not stats["host_blocks_cached"]
     until_all_run(engine)
     assert len(document_blocks(engine)) == 3
     assert to_the_end(engine, requests) == wanted
@@ -237,9 +244,9 @@ def test_two_that_gave_way_share_new_blocks_when_nobody_has_the_old_ones(path, a
     engine.scheduler.waiting = waiting
     until_all_run(engine)
     assert len(document_blocks(engine)) == 2
-    assert copied == [("gpu", "kept", 7), ("gpu", "kept", 1), ("kept", "gpu", 7), ("kept", "gpu", 1)]
+    assert copied == [("store", 7), ("store", 1), ("load", 7), ("load", 1)]
     assert to_the_end(engine, requests[1:]) == wanted[1:]
-    assert engine.stats()["host_blocks_total"] == 0
+    assert engine.stats()["host_blocks_used"] == 0
 
 
 @pytest.mark.parametrize("back_in", ["offload", "resident"])
@@ -275,7 +282,7 @@ def test_a_block_that_was_handed_out_again_is_no_copy_of_what_is_kept(path):
         engine.step()
     with torch.inference_mode():
         engine.scheduler.preempt_youngest()
-    assert engine.mover.kept.key_of
+    assert host_blocks(engine).key_of
     waiting, engine.scheduler.waiting = engine.scheduler.waiting, type(engine.scheduler.waiting)()
     while not first.is_finished:
         engine.step()
@@ -297,13 +304,13 @@ def test_a_block_that_was_handed_out_again_is_no_copy_of_what_is_kept(path):
 def test_sequences_give_way_within_host_memory_limit(path, alone):
     """Who finds no room on the host fails alone and says what to raise; all others go on."""
     engine = make_engine(path, host_memory_limit=6 * checksum.BLOCK_BYTES, enable_prefix_caching=False)
-    assert engine.runner.kept.max_bytes == 6 * checksum.BLOCK_BYTES
+    assert engine.runner.offload.host.max_bytes == 6 * checksum.BLOCK_BYTES
     give_back = shrink_gpu_pool(engine, 9)
     prompts, params = random_prompts(3, 10, 11, seed=9), [greedy(7)] * 3
     requests = [engine.add_request(str(i), *pair) for i, pair in enumerate(zip(prompts, params, strict=True))]
     errors = [output.error for _ in range(300) if engine.has_work for output in engine.step() if output.error]
     assert errors and all("host_memory_limit" in error and "raise it" in error for error in errors)
-    assert all(request.is_finished for request in requests) and engine.runner.kept.num_bytes == 0
+    assert all(request.is_finished for request in requests) and engine.runner.offload.host.borrowed_bytes == 0
     found = [request.sequences[0] for request in requests]
     are_whole = [s.output_token_ids == w for s, w in zip(found, alone(prompts, 7))]
     assert are_whole == [s.finish_reason == "length" for s in found]

@@ -165,6 +165,8 @@ def test_a_state_comes_back_to_a_row_only_behind_the_step_of_who_had_the_row_bef
     row = running.row
     assert (running.request_id, waiting.request_id) == ("first", "second")
     assert engine.work.in_flight.batch.sampled == [running]
+    while not engine.mover.transfers.is_idle:
+        engine.mover.transfers.wait()  # nobody waits for that step
     engine.abort("first")
     engine.step()
     assert waiting.row == row

@@ -2,8 +2,7 @@
 
 import pytest
 
-from nanoinfer.kv.host_room import HostRoom
-from offload import BlockLifetimes, BlockPool, HostPool, KVLayout
+from offload import HostBlocks, HostPool, KVLayout
 from offload.memory.pinned import PAGE_BYTES, HostArena, Pinner
 
 LAYOUT = KVLayout(num_layers=2, block_size=16, part_bytes=2048)
@@ -28,9 +27,8 @@ def pool(request):
 
 def test_no_block_is_handed_out_that_the_last_segment_has_not(pool):
     assert pool.wait_for(pool.num_blocks) == (pool.num_blocks, None)
-    blocks = BlockPool(0)
-    room = HostRoom(BlockLifetimes(BlockPool(1), blocks, None), pool, pool.num_blocks, LAYOUT.block_bytes)
-    room.wait_for(3 * PER_SEGMENT)
+    blocks = HostBlocks(pool, pool.num_blocks)
+    blocks.wait_for(3 * PER_SEGMENT)
     assert blocks.num_blocks == pool.num_blocks
     for block in blocks.allocate(blocks.num_free):
         for layer in range(LAYOUT.num_layers):

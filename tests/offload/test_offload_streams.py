@@ -326,8 +326,23 @@ def test_store_and_load_move_whole_blocks_both_ways():
     toy.store([(1, 2), (2, 3), (3, 4), (5, 0)])
     toy.drain()
     toy.gpu_kv.zero_()
-    toy.engine.load([(5, 0), (1, 2), (2, 3), (3, 4)])
+    toy.engine.load([(5, 0), (1, 2), (2, 3), (3, 4)], toy.lifetimes.begin())
+    toy.drain()
     assert torch.equal(toy.gpu_kv[:, [1, 2, 3, 5]], original[:, [1, 2, 3, 5]])
+
+
+@pytest.mark.parametrize("rule", [None, "load.fill_after_store"])
+def test_a_load_comes_behind_the_store_of_what_it_brings(rule):
+    num_wrong = 0
+    for seed in range(20):
+        toy, content = storing_toy(seed, rule)
+        try:
+            toy.engine.load([(0, 0)], toy.lifetimes.begin())
+            toy.drain()
+            num_wrong += not torch.equal(toy.gpu_kv[:, 0], content[:, 1])
+        except RaceError:
+            num_wrong += 1
+    assert bool(num_wrong) == (rule is not None)
 
 
 def test_a_stream_that_waits_for_nothing_is_reported_as_a_deadlock():
@@ -341,9 +356,9 @@ def test_a_stream_that_waits_for_nothing_is_reported_as_a_deadlock():
         runtime.synchronize()
 
 
-def storing_toy(seed: int) -> tuple[Toy, torch.Tensor]:
+def storing_toy(seed: int, dropped_rule: str | None = None) -> tuple[Toy, torch.Tensor]:
     """GPU blocks 1 to 5 are on their way to the host, one event for each; and what each of them holds."""
-    toy = Toy(seed, dropped_rule=None, num_ring_slots=2, blocks_per_slot=2)
+    toy = Toy(seed, dropped_rule=dropped_rule, num_ring_slots=2, blocks_per_slot=2)
     content = torch.arange(1, toy.gpu_kv.numel() + 1, dtype=torch.float32).view_as(toy.gpu_kv)
     toy.gpu_kv.copy_(content)
     on_gpu, on_host = toy.gpu_blocks.allocate(5), toy.lifetimes.host_blocks.allocate(5)

@@ -160,12 +160,12 @@ def assert_pools_as_before(engine: LLMEngine) -> None:
     kv_cache, offload = engine.kv_cache, engine.runner.offload
     tables, lifetimes = kv_cache.tables, kv_cache.tables.lifetimes
     assert not engine.scheduler.running and not engine.scheduler.waiting and not engine.work.requests
+    engine.mover.transfers.finish()
     if offload.host.num_bytes:
         offload.drain()
         lifetimes.reclaim()
-        num_usable, _ = offload.host.wait_for(offload.host.num_blocks)
-        kv_cache.host_room.wait_for(num_usable)
-        assert lifetimes.host_blocks.num_blocks == num_usable
+        lifetimes.host_blocks.wait_for(0)
+        assert offload.host.wait_for(0)[0] == lifetimes.host_blocks.num_blocks
         for on_gpu, key in tables.gpu_blocks.key_of.items():
             if isinstance(key, int):  # a number of a host block, of which it is a copy; others are digests of tokens
                 pairs = [(layer[on_gpu], offload.host.block(i, key)) for i, layer in enumerate(engine.runner.gpu_kv)]
@@ -174,7 +174,8 @@ def assert_pools_as_before(engine: LLMEngine) -> None:
     for pool in (tables.gpu_blocks, lifetimes.host_blocks):
         assert pool.num_used == 0 and pool.num_free == pool.num_blocks
     assert len(kv_cache.free_rows) == len(tables.gpu)
-    assert engine.mover.kept.num_blocks == engine.runner.kept.num_bytes == 0, "somebody's KV is kept"
+    assert not engine.mover.away and not lifetimes.host_blocks.borrowed, "somebody's KV is kept"
+    assert offload.host.borrowed_bytes == 0
     assert kv_cache.num_reserved_host == kv_cache.num_reserved_splits == 0 and not tables.rows_without_tail
     assert kv_cache.copies.residency.num_resident == kv_cache.copies.residency.num_streamed == 0
     assert np.all(tables.gpu == NO_BLOCK) and np.all(tables.host == NO_BLOCK)

@@ -34,7 +34,9 @@ def execute_steps(connection, config: EngineConfig) -> None:
         built = build(config, None)
         runner, pending = built.runner, {}
         capture = runner.prefill_program.pieces.capture_num_tokens
-        connection.send((runner.plan, runner.spec, runner.layout, runner.num_gpu_blocks, capture))
+        connection.send(
+            (runner.plan, runner.spec, runner.layout, runner.num_gpu_blocks, runner.num_host_blocks, capture)
+        )
 
         def execute(plan):
             pending[plan.number] = runner.execute(plan)
@@ -93,7 +95,7 @@ class RemoteRunner(Remote):
     def __init__(self, connection, config: EngineConfig) -> None:
         self._connection = connection
         self._connection.send(config)
-        self.plan, self.spec, self.layout, self.num_gpu_blocks, capture = self._connection.recv()
+        self.plan, self.spec, self.layout, self.num_gpu_blocks, self.num_host_blocks, capture = connection.recv()
         own = dict(
             compute=SimpleNamespace(current=nullcontext), own_threads=nullcontext, expert_link=None
         )  # this process computes nothing

@@ -51,6 +51,7 @@ class Played:
 def shrink_gpu_pool(engine: LLMEngine, num_free: int) -> Callable[[], None]:
     """Leaves `num_free` free blocks in the GPU pool, of which nobody may hold any; the result gives the others back."""
     pool = engine.kv_cache.tables.gpu_blocks
+    engine.mover.transfers.finish()
     assert pool.num_free >= num_free, f"{pool.num_free} blocks are free, {num_free} are to be left"
     first = pool.first
     pool.first += pool.num_blocks - num_free

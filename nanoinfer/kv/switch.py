@@ -1,0 +1,199 @@
+"""The switch of the mode moves all full blocks of the running sequences to the other tier."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+
+from nanoinfer.common.units import format_size
+from nanoinfer.kv.cache import KVCache
+from nanoinfer.kv.mover import Mover
+from nanoinfer.kv.tables import present
+from nanoinfer.requests.sequence import Sequence
+from nanoinfer.step.plan import NO_BLOCK
+from offload import OffloadEngine
+
+# Blocks that go to the host in one operation, so that a wait for a few blocks does not wait for the whole pool.
+STORE_GROUP = 64
+
+
+class Switch:
+    """Enters either mode.
+
+    Args:
+        offload: copies between the GPU pool and the host pool.
+    """
+
+    def __init__(self, cache: KVCache, mover: Mover, offload: OffloadEngine, block_bytes: int) -> None:
+        self._cache, self._tables, self._copies, self._mover = cache, cache.tables, cache.copies, mover
+        self._offload, self._block_bytes, self._was_told = offload, block_bytes, False
+        self._blocks = cache.tables.lifetimes.host_blocks
+
+    def switch_to_offload(self, sequences: list[Sequence]) -> None:
+        """Move every full block of the running sequences to the host.
+
+        Raises:
+            ValueError: the host pool cannot hold what the sequences can grow to; nothing changes.
+            PinError, MemoryError: the host pool cannot be used; nothing changes.
+        """
+        assert not self._tables.is_offload
+        lifetimes = self._tables.lifetimes
+        self._mover.transfers.finish()
+        self.check_offload(sequences)
+        full = {sequence.row: sequence.num_computed // self._tables.block_size for sequence in sequences}
+        host_blocks, pairs = self._host_blocks_for(full)
+        try:
+            for begin in range(0, len(pairs), STORE_GROUP):
+                group = pairs[begin : begin + STORE_GROUP]
+                self._offload.store(group, lifetimes.begin([gpu_block for gpu_block, _ in group]))
+        except BaseException:
+            self._offload.drain()
+            self._offload.recover(lifetimes.operation)
+            lifetimes.host_blocks.release(host_blocks.values())
+            raise
+        for row, count in full.items():
+            self._tables.host[row, :count] = [host_blocks[block] for block in self._tables.gpu[row, :count].tolist()]
+        # From here on every full block lies on the host.
+        self._tables.is_offload, self._tables.home = True, (self._tables.host, lifetimes.host_blocks)
+        for row in full:
+            for block in present(self._tables.host[row]):
+                lifetimes.host_blocks.hold(block)
+        lifetimes.host_blocks.release(host_blocks.values())
+        for sequence in sequences:
+            row = sequence.row
+            self._cache.reserve_host(sequence, sequence.max_num_tokens // self._tables.block_size - full[row])
+            self._copies.note(row, first=0, num_computed=sequence.num_computed)
+            self._tables.versions[row] += 1
+        for sequence in sequences:
+            if self._copies.lacks_tail(sequence):
+                self._copies.promise_tail(sequence.row)
+            self._cache.prefixes.publish_again(sequence)
+        self._copies.limit()
+
+    def check_offload(self, sequences: list[Sequence]) -> None:
+        """Raise what `switch_to_offload` would raise, without changing anything or waiting for copies."""
+        self._blocks.require(1)
+        self._blocks.wait_for(self._mover.num_host_blocks(sequences))
+        self.check_host_room(sequences)
+
+    def check_host_room(self, sequences: list[Sequence]) -> None:
+        """Raise ValueError if the running sequences can grow to more blocks than the host has, or may have one day."""
+        blocks = self._blocks
+        num_free = blocks.num_possible - blocks.num_used
+        because = None if blocks.failure is None else str(blocks.failure)
+        self._check_room("offload", "can grow to", self._mover.num_host_blocks(sequences), "host", num_free, because)
+
+    def _host_blocks_for(self, full: dict[int, int]) -> tuple[dict[int, int], list[tuple[int, int]]]:
+        """Take up a host block for each of the first `full[row]` blocks of each row; a shared block gets one.
+
+        Return them by GPU block, and (GPU block, host block) pairs of those whose content is not there yet. The oldest
+        blocks come first, a stretch of each row in turn: they are dropped first, and whoever drops them waits for their
+        copies.
+        """
+        longest = max(full.values(), default=0)
+        stretches = [
+            self._tables.gpu[row, begin : min(begin + STORE_GROUP, count)].tolist()
+            for begin in range(0, longest, STORE_GROUP)
+            for row, count in full.items()
+        ]
+        key, found = self._tables.gpu_blocks.key, {}
+        for block in dict.fromkeys(block for stretch in stretches for block in stretch):
+            found[block] = None if key(block) is None else self._blocks.lookup(key(block))
+        missing = [block for block, on_host in found.items() if on_host is None]
+        pairs = list(zip(missing, self._cache.take_host(len(missing)), strict=True))
+        return found | dict(pairs), pairs
+
+    def _check_room(
+        self, mode: str, what: str, needed: int, name: str, num_free: int, because: str | None = None
+    ) -> None:
+        if needed > num_free:
+            block_bytes = self._block_bytes
+            raise ValueError(
+                f"switch to {mode} refused: the running sequences {what} a KV cache of "
+                f"{format_size(needed * block_bytes)}, the {name} has {format_size(num_free * block_bytes)} free for "
+                f"it{'' if because is None else f' ({because})'}: raise {name.lower()}_memory_limit or wait until some "
+                "have ended"
+            )
+
+    def switch_to_resident(self, sequences: list[Sequence]) -> None:
+        """Bring every host block of the running sequences into the GPU pool.
+
+        Raises:
+            ValueError: the GPU pool cannot hold them; nothing changes.
+        """
+        assert self._tables.is_offload
+        self._mover.transfers.finish()
+        self.check_resident(sequences)
+        self._drain()
+        there, tables = self._gpu_copies(sequences), {}
+        copies = dict(there)
+        for sequence in sequences:
+            row = sequence.row
+            tables[row] = self._tables.gpu[row].copy()
+            for place in self._missing(sequence).tolist():
+                host_block = int(self._tables.host[row, place])
+                if host_block in copies:
+                    self._tables.gpu_blocks.hold(copies[host_block])
+                    tables[row][place] = copies[host_block]
+                else:
+                    tables[row][place] = self._tables.gpu_blocks.allocate(1)[0]
+                    if host_block != NO_BLOCK:
+                        copies[host_block] = int(tables[row][place])
+        pairs = [(copy, block) for block, copy in copies.items() if block not in there]
+        if self._copies.window is not None:  # blocks that came back through the ring lack layers: all are loaded again
+            for row, table in tables.items():
+                on_host = np.flatnonzero(self._tables.host[row] != NO_BLOCK)
+                pairs += zip(table[on_host].tolist(), self._tables.host[row, on_host].tolist(), strict=True)
+        self._offload.load(list(dict.fromkeys(pairs)), self._tables.lifetimes.begin())
+        for row, table in tables.items():  # only now do the new blocks have content: either mode may read them
+            self._tables.gpu[row] = table
+            self._tables.versions[row] += 1
+        self._tables.is_offload, self._tables.home = False, (self._tables.gpu, self._tables.gpu_blocks)
+        for sequence in sequences:
+            self._tables.lifetimes.release_host(present(self._tables.host[sequence.row]))
+            self._tables.host[sequence.row] = NO_BLOCK
+            self._cache.cancel_reserved(sequence)
+            self._copies.residency.clear(sequence.row)
+        self._tables.rows_without_tail.clear()
+        self._drain()
+        for sequence in sequences:
+            self._cache.prefixes.publish_again(sequence)
+
+    def _drain(self) -> None:
+        """Wait until no copy is in flight, and reclaim every released block."""
+        self._offload.drain()
+        self._tables.lifetimes.reclaim()
+
+    def check_resident(self, sequences: list[Sequence]) -> None:
+        """Raise what `switch_to_resident` would raise, without changing anything or waiting for copies."""
+        missing = [self._tables.host[sequence.row, self._missing(sequence)] for sequence in sequences]
+        on_host = {block for blocks in missing for block in present(blocks)}
+        needed = len(on_host - self._gpu_copies(sequences).keys()) + sum(int((b == NO_BLOCK).sum()) for b in missing)
+        num_free = self._tables.gpu_blocks.num_free + self._tables.lifetimes.num_deferred_gpu
+        self._check_room("resident", "still need", needed, "GPU", num_free)
+
+    def _gpu_copies(self, sequences: list[Sequence]) -> dict[int, int]:
+        """Return a GPU copy of each host block of the sequences that has one, by host block."""
+        rows = [sequence.row for sequence in sequences]
+        gpu, host = self._tables.gpu[rows], self._tables.host[rows]
+        is_copy = (gpu != NO_BLOCK) & (host != NO_BLOCK)
+        return dict(zip(host[is_copy].tolist(), gpu[is_copy].tolist(), strict=True))
+
+    def _missing(self, sequence: Sequence) -> np.ndarray:
+        """Return the logical blocks of the sequence that do not lie on the GPU, up to its last token."""
+        on_gpu = self._tables.gpu[sequence.row, : self._tables.num_blocks(sequence.num_tokens)]
+        return np.flatnonzero(on_gpu == NO_BLOCK)
+
+    def tell(self) -> None:
+        """Warn, once, if offload mode has to do with less host memory than was planned."""
+        blocks = self._blocks
+        if blocks.failure is None or self._was_told:
+            return
+        self._was_told = True
+        usable, planned = (format_size(n * self._block_bytes) for n in (blocks.num_blocks, blocks.num_planned))
+        warnings.warn(
+            f"the KV pool on the host has {usable} instead of {planned}, so fewer requests run at a time: "
+            f"{blocks.failure}",
+            stacklevel=2,
+        )

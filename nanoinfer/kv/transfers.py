@@ -1,0 +1,166 @@
+"""Whole blocks on their way between GPU and host, beside the steps: in groups, each a few copies in each step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from nanoinfer.kv.tables import BlockTables
+from offload import OffloadEngine
+from offload.layout import runs
+from offload.lifetimes import FILLS, LOAD_RULE, STORE_RULE, WRITES
+
+# To enqueue a copy takes some 4 us, and whoever runs waits for that: about 2 ms in a step.
+MAX_COPIES = 500
+# Blocks of a group: who waits for a few of them does not wait for all.
+MAX_GROUP = 16
+
+
+@dataclass(eq=False)
+class _Group:
+    """Blocks that move together.
+
+    Attributes:
+        number: groups are enqueued in the order of their numbers.
+        pairs: (GPU block, host block) of each.
+        operation: under which the copies are acknowledged; 0: they are not enqueued yet.
+        holds_gpu: whether the group holds its GPU blocks.
+    """
+
+    number: int
+    pairs: list[tuple[int, int]]
+    num_copies: int
+    is_load: bool
+    holds_gpu: bool
+    operation: int = 0
+
+
+class Transfers:
+    """Moves blocks in the order in which it is asked to.
+
+    A group holds its blocks in both tiers until its copies are acknowledged, so none is handed out before, whatever
+    becomes of their sequence. In offload mode it does not hold those on the GPU, where rows share none but copies: one
+    who gives such a block back waits (`finish`).
+
+    Args:
+        offload: copies.
+        num_layers: copies that a run of blocks takes.
+    """
+
+    def __init__(self, tables: BlockTables, offload: OffloadEngine, num_layers: int) -> None:
+        self._tables, self._offload, self._num_layers = tables, offload, num_layers
+        self._groups: list[_Group] = []
+        self._number = 0
+
+    def store(self, pairs: list[tuple[int, int]]) -> None:
+        """Move (GPU block, host block) pairs to the host."""
+        self._add(pairs, is_load=False, holds_gpu=True)
+
+    def load(self, pairs: list[tuple[int, int]], *, holds_gpu: bool = True) -> None:
+        """Move (GPU block, host block) pairs to the GPU."""
+        self._add(pairs, is_load=True, holds_gpu=holds_gpu)
+
+    def _add(self, pairs: list[tuple[int, int]], *, is_load: bool, holds_gpu: bool) -> None:
+        begin = 0
+        while begin < len(pairs):
+            end = min(begin + max(1, min(MAX_GROUP, MAX_COPIES // self._num_layers)), len(pairs))
+            group, begin = pairs[begin:end], end
+            for on_gpu, on_host in group:
+                if holds_gpu:
+                    self._tables.gpu_blocks.hold(on_gpu)
+                self._tables.lifetimes.host_blocks.hold(on_host)
+            self._number += 1
+            num_copies = len(runs(group)) * self._num_layers
+            self._groups.append(_Group(self._number, group, num_copies, is_load, holds_gpu))
+
+    @property
+    def newest_load(self) -> int:
+        """Number of the newest group on its way to the GPU; 0: there is none."""
+        return max((group.number for group in self._groups if group.is_load), default=0)
+
+    def has_arrived(self, number: int) -> bool:
+        """Whether all groups to the GPU up to this number are there."""
+        return not any(group.is_load and group.number <= number for group in self._groups)
+
+    def loading(self) -> set[int]:
+        """Return the GPU blocks whose content is on its way."""
+        return {on_gpu for group in self._groups if group.is_load for on_gpu, _ in group.pairs}
+
+    @property
+    def num_leaving(self) -> int:
+        """GPU blocks that are free once what is on its way to the host has left."""
+        references = self._tables.gpu_blocks.references
+        leaving = [on_gpu for group in self._groups if not group.is_load for on_gpu, _ in group.pairs]
+        return sum(references(block) == 1 for block in leaving)
+
+    @property
+    def num_shared(self) -> int:
+        """References to GPU blocks that are held here and by somebody else."""
+        held = Counter(on_gpu for group in self._groups if group.holds_gpu for on_gpu, _ in group.pairs)
+        references = self._tables.gpu_blocks.references
+        return sum(count - (references(block) == count) for block, count in held.items())
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._groups
+
+    def advance(self) -> None:
+        """Enqueue what comes next, as much as a step may be kept waiting for."""
+        num_copies = 0
+        for group in self._groups:
+            if not group.operation:
+                num_copies += group.num_copies
+                if MAX_COPIES < num_copies != group.num_copies:
+                    break
+                self._enqueue(group)
+
+    def let_go(self) -> None:
+        """Let go of the blocks whose copies have run."""
+        if not self._groups:
+            return
+        lifetimes, left = self._tables.lifetimes, []
+        for group in self._groups:
+            if group.operation and lifetimes.acknowledgements.has_run(*_part(group)):
+                if group.holds_gpu:
+                    lifetimes.release_gpu([on_gpu for on_gpu, _ in group.pairs])
+                lifetimes.release_host([on_host for _, on_host in group.pairs])
+            else:
+                left.append(group)
+        self._groups = left
+        lifetimes.reclaim()
+
+    def wait(self) -> None:
+        """Enqueue all, and wait until the first of it has arrived: for who has nothing else to do."""
+        self._enqueue_all()
+        for group in self._groups[:1]:
+            self._tables.lifetimes.acknowledgements.wait(*_part(group))
+        self.let_go()
+
+    def finish(self) -> None:
+        """Wait until all has arrived."""
+        if self._groups:
+            self._enqueue_all()
+            self._offload.drain()
+            self.let_go()
+
+    def drop(self) -> None:
+        """Forget all of it, after an exception; whoever calls rebuilds both pools."""
+        self._groups = []
+
+    def _enqueue_all(self) -> None:
+        for group in self._groups:
+            if not group.operation:
+                self._enqueue(group)
+
+    def _enqueue(self, group: _Group) -> None:
+        lifetimes = self._tables.lifetimes
+        operation = lifetimes.begin()
+        if group.is_load:
+            self._offload.load(group.pairs, operation)
+        else:
+            self._offload.store(group.pairs, operation)
+        group.operation = operation
+
+
+def _part(group: _Group) -> tuple[str, int, str]:
+    return (FILLS, group.operation, LOAD_RULE) if group.is_load else (WRITES, group.operation, STORE_RULE)

@@ -1,0 +1,156 @@
+"""Blocks on their way between the tiers: order, groups, and who waits for whom, on streams in any order."""
+
+from contextlib import closing
+
+import pytest
+from engines import BLOCK_BYTES, SMALL, assert_pools_as_before, make_engine, random_prompts, run
+from refusing_driver import refuse_pinning
+from request_helpers import shrink_gpu_pool
+from simulated import RaceError, SimulatedRuntime
+
+from nanoinfer import SamplingParams
+from nanoinfer.kv import transfers
+from nanoinfer.requests.sequence import SequenceState
+
+RULES = (
+    "moved_blocks.reuse_after_store",
+    "moved_blocks.read_after_load",
+    "load.fill_after_compute",
+)  # and "load.fill_after_store", see tests/offload/test_offload_streams.py: here the store has always run by then
+SEEDS = range(12)
+
+
+@pytest.fixture(scope="module")
+def path(path_of):
+    return path_of("qwen3", **SMALL)
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=2)
+
+
+PROMPTS, PARAMS = random_prompts(5, 30, 60, seed=5), [greedy(length) for length in (40, 33, 47, 25, 38)]
+
+
+@pytest.fixture(scope="module")
+def wanted(path):
+    return run(make_engine(path), PROMPTS, PARAMS)
+
+
+def crowded(path, runtime=None, **arguments):
+    """An engine in which some give way again and again, and come back while others leave."""
+    return make_engine(path, runtime, num_gpu_blocks_override=12, max_num_seqs=4, max_model_len=112, **arguments)
+
+
+@pytest.fixture
+def small_groups(monkeypatch):
+    """Of one block, one in each step: a sequence gives way and comes back in many steps."""
+    monkeypatch.setattr(transfers, "MAX_GROUP", 1)
+    monkeypatch.setattr(transfers, "MAX_COPIES", SMALL["num_layers"])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.sampled("0", "7")
+def test_sequences_give_way_and_come_back_block_by_block(path, wanted, seed, small_groups):
+    engine = crowded(path, SimulatedRuntime(seed))
+    assert run(engine, PROMPTS, PARAMS) == wanted
+    assert engine.scheduler.num_preemptions > 1
+    assert_pools_as_before(engine)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_wait_of_a_move_is_needed(path, wanted, rule, small_groups):
+    for seed in SEEDS:
+        try:
+            if run(crowded(path, SimulatedRuntime(seed, dropped_rule=rule)), PROMPTS, PARAMS) != wanted:
+                return
+        except RaceError:
+            return
+    pytest.fail(f"nothing went wrong without {rule}")
+
+
+def test_others_run_on_while_blocks_leave_and_arrive(path, wanted, small_groups):
+    """Whoever has a block gets a token in each step, and whoever comes back is in none before its KV is there."""
+    engine, num_alone = crowded(path, SimulatedRuntime(4)), 0
+    schedule = engine.scheduler.schedule
+
+    def seen():
+        nonlocal num_alone
+        batch = schedule()
+        if batch is not None:
+            assert all(engine.mover.has_arrived(sequence) for sequence in batch.sequences)
+            num_alone += not engine.mover.transfers.is_idle
+        return batch
+
+    engine.scheduler.schedule = seen
+    assert run(engine, PROMPTS, PARAMS) == wanted
+    assert num_alone > 10, "steps while something was on its way"
+
+
+def test_who_ends_while_its_kv_is_on_its_way_leaves_nothing_behind(path, small_groups):
+    for state in (SequenceState.WAITING, SequenceState.RETURNING):
+        engine = crowded(path, SimulatedRuntime(1))
+        requests = [engine.add_request(str(i), *pair) for i, pair in enumerate(zip(PROMPTS, PARAMS, strict=True))]
+        alone = [run(make_engine(path), [prompt], [params])[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+        aborted = []
+        while engine.has_work:
+            engine.step()
+            for request in requests:
+                (sequence,) = request.sequences
+                was_moved = sequence.kept_blocks is not None or state is SequenceState.RETURNING
+                if sequence.state is state and was_moved and not engine.mover.transfers.is_idle and not aborted:
+                    aborted.append(request)
+                    engine.abort(request.request_id)
+        assert aborted
+        for request, (other,) in zip(requests, alone, strict=True):
+            if request not in aborted:
+                assert request.sequences[0].output_token_ids == other[0]
+        assert_pools_as_before(engine)
+
+
+def test_all_rows_at_a_blocks_edge_with_no_room_on_the_host_end(path):
+    """Those that find no room fail alone, by name, and the others go on."""
+    engine = make_engine(path, SimulatedRuntime(2), host_memory_limit=BLOCK_BYTES - 1, enable_prefix_caching=False)
+    give_back = shrink_gpu_pool(engine, 8)
+    prompts = random_prompts(4, 30, 30, seed=8)
+    wanted = run(make_engine(path), prompts, [greedy(30)] * 4)
+    requests = [engine.add_request(str(i), prompt, greedy(30)) for i, prompt in enumerate(prompts)]
+    for _ in range(400):
+        if engine.has_work:
+            engine.step()
+    assert not engine.has_work
+    for request, (other,) in zip(requests, wanted, strict=True):
+        if request.sequences[0].finish_reason == "error":
+            assert "host_memory_limit" in request.error
+        else:
+            assert request.sequences[0].output_token_ids == other[0]
+    assert {request.sequences[0].finish_reason for request in requests} == {"length", "error"}
+    give_back()
+    assert_pools_as_before(engine)
+
+
+@pytest.mark.parametrize("num_pinned, limit", [(99, None), (0, None)])
+def test_no_row_stands_still_while_memory_is_pinned_for_one_that_gives_way(
+    path, wanted, num_pinned, limit, monkeypatch
+):
+    """Nobody waits for the driver. When all pause, the youngest takes pageable memory, as where pinning is refused."""
+    driver = refuse_pinning(monkeypatch, num_pinned, is_lazy=num_pinned > 0)
+    engine, waits = crowded(path, SimulatedRuntime(3), host_memory_limit=limit, pin_host_memory="require"), []
+    want, borrow, borrowed = driver.want, engine.runner.offload.host.borrow, []
+    monkeypatch.setattr(driver, "want", lambda count: (waits.append(count > len(driver.registered)), want(count)))
+    monkeypatch.setattr(engine.runner.offload.host, "borrow", lambda count: borrowed.append(count) or borrow(count))
+    with closing(engine):
+        assert run(engine, PROMPTS, PARAMS) == wanted
+        assert not any(waits) or not num_pinned
+        assert borrowed and engine.scheduler.num_preemptions
+        assert_pools_as_before(engine)
+
+
+def test_memory_is_pinned_only_when_somebody_wants_it(path, wanted, monkeypatch):
+    driver = refuse_pinning(monkeypatch, 99)
+    engine = crowded(path, host_memory_limit=40 * BLOCK_BYTES)
+    with closing(engine):
+        run(engine, PROMPTS[:1], PARAMS[:1])
+        assert engine.runner.offload.host.arena is None and not driver.registered
+        assert run(engine, PROMPTS, PARAMS) == wanted
+        assert 0 < len(driver.registered) < engine.runner.offload.host.arena.num_segments
