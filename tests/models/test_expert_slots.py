@@ -258,7 +258,7 @@ def test_where_pinning_is_refused_slots_that_were_asked_for_are_refused(path_of,
 
 def test_preempted_requests_and_experts_share_the_limit_of_host_memory(path_of):
     engine = make_engine(path_of("qwen3_moe", **SMALL), expert_slots=3, host_memory_limit="1MiB")
-    assert engine.runner.kept.max_bytes == 2**20 - engine.plan.expert_bytes
+    assert engine.runner.offload.host.max_bytes == 2**20 - engine.plan.expert_bytes
 
 
 def test_layers_with_experts_of_unlike_types_have_pools_of_their_own(tmp_path):

@@ -225,7 +225,8 @@ def test_streamed_weights_leave_less_of_the_limit_to_sequences_that_gave_way(pat
     path = path_of("qwen3")
     before = make_engine(path, **ALL).plan
     limit = before.host_weight_bytes + 3 * before.block_bytes + 1
-    kept = make_engine(path, **ALL, enable_cpu_offload=False, host_memory_limit=limit).runner.kept
-    kept.reserve(3)
+    host = make_engine(path, **ALL, enable_cpu_offload=False, host_memory_limit=limit).runner.offload.host
+    assert host.num_blocks == 3
+    host.borrow(3)
     with pytest.raises(MemoryError, match="above host_memory_limit"):
-        kept.reserve(4)
+        host.borrow(1)

@@ -38,6 +38,14 @@ RULES = [
 # test_offload_streams.py shows that rule.
 RULES_SEEN_BY_AN_ENGINE = [rule for rule in RULES if rule != "staging.fill_after_upload"]
 
+# Those of whole blocks that move beside the steps, see tests/kv/test_transfers.py.
+MOVE_RULES = {
+    "load.fill_after_compute",
+    "load.fill_after_store",
+    "moved_blocks.read_after_load",
+    "moved_blocks.reuse_after_store",
+}
+
 VOCAB = 160
 COMMON = dict(
     block_size=16,
