@@ -46,7 +46,7 @@ def expected(paths):
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("num_ring_slots, blocks_per_slot", [(2, 1), (2, 7), (3, 2), (5, 1)])
-@pytest.mark.sampled("2-1-qwen3", "2-7-mistral", "3-2-gemma3")
+@pytest.mark.sampled("2-1-qwen3", "3-2-gemma3")
 def test_offload_equals_resident_for_every_ring(paths, expected, name, num_ring_slots, blocks_per_slot):
     engine = make_engine(
         paths[name],
@@ -61,7 +61,7 @@ def test_offload_equals_resident_for_every_ring(paths, expected, name, num_ring_
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("enable_cpu_offload", [False, True])
-@pytest.mark.sampled("False-mistral", "True-qwen3", "True-gemma3")
+@pytest.mark.sampled("False-mistral", "True-gemma3")
 def test_eager_equals_graphs(paths, expected, name, enable_cpu_offload):
     engine = make_engine(paths[name], enforce_eager=True, enable_cpu_offload=enable_cpu_offload)
     assert run(engine, PROMPTS, PARAMS) == expected[name]
@@ -79,9 +79,7 @@ def test_eager_equals_graphs(paths, expected, name, enable_cpu_offload):
         (False, {2: "offload", 5: "resident", 6: "offload", 13: "resident", 20: "offload"}),
     ],
 )
-@pytest.mark.sampled(
-    "False-modes0-qwen3", "False-modes1-gemma3", "True-modes2-mistral", "True-modes3-gemma3", "False-modes4-qwen3",
-)  # fmt: skip
+@pytest.mark.sampled("False-modes0-qwen3", "True-modes3-gemma3", "False-modes4-mistral")
 def test_switching_half_way_changes_no_bit(paths, expected, name, start_in_offload, modes):
     engine = make_engine(paths[name], enable_cpu_offload=start_in_offload)
     assert run(engine, PROMPTS, PARAMS, switching(modes)) == expected[name]
@@ -90,7 +88,7 @@ def test_switching_half_way_changes_no_bit(paths, expected, name, start_in_offlo
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.sampled("qwen3", "gemma3")
+@pytest.mark.sampled("gemma3")
 def test_shared_prefixes_give_the_same_bits_in_both_modes(paths, name):
     common = random_prompts(1, 90, 90, seed=5)[0]
     prompts = [common + tail for tail in random_prompts(5, 1, 40, seed=6)]

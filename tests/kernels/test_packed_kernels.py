@@ -42,13 +42,13 @@ SIZES = (96, 192, 200, 256, 2304)
 
 
 def expanded_cases() -> list[str]:
-    """Of each packing the smallest sizes that it may have; of some, and of all with words of scales, a long one."""
+    """Of each packing the smallest size that it may have; of some, and of all with words of scales, longer ones."""
     found = []
     for number, (name, settings) in enumerate(PACKINGS.items()):
         packing = Packing(**settings)
         is_long = packing.scale_words is not None or number % 3 == 0
         sizes = [size for size in SIZES if can_have(packing, size)]
-        found += [f"{name}-{size}" for size in sizes[:1] + [192, 2304][: 1 + is_long] if size in sizes]
+        found += [f"{name}-{size}" for size in sizes[:1] + [192, 2304][: 2 * is_long] if size in sizes]
     return list(dict.fromkeys(found))
 
 

@@ -27,8 +27,8 @@ def path(tmp_path_factory):
     return make_speaking_checkpoint(tmp_path_factory.mktemp("qwen3"), template, ("<think>", "</think>", "<tool_call>"))
 
 
-def ask(path, work):
-    """What `work` returns, called with both clients of a model that says `SAID`, and the server."""
+def ask(path, work, said=SAID):
+    """What `work` returns, called with both clients of a model that says this, and the server."""
     tokenizer = AutoTokenizer.from_pretrained(path)
 
     async def run():
@@ -38,7 +38,7 @@ def ask(path, work):
                 other = anthropic.AsyncAnthropic(
                     base_url="http://server", api_key="none", max_retries=0, timeout=60, http_client=http
                 )
-                with saying(tokenizer, SAID):
+                with saying(tokenizer, said):
                     return await work(client, other, served)
 
     return asyncio.run(run())
@@ -92,7 +92,7 @@ def test_messages_call_tools(path):
     assert len(deltas) > 2 and {event.index for event in deltas} == {2, 3}
 
 
-@pytest.mark.parametrize("stop, is_call", [("Åle", False), ("clock", True), ("zzz", True)])
+@pytest.mark.parametrize("stop, is_call", [("Åle", False), ("clock", True)])
 def test_a_stop_string_within_arguments_is_no_call(path, stop, is_call):
     """A call that was whole before it is one."""
     asked = dict(model=MODEL, max_tokens=500, messages=[{"role": "user", "content": "Hi"}])
@@ -148,5 +148,5 @@ def test_both_apis_show_the_model_what_a_chat_does(path):
         await other.messages.create(**asked, max_tokens=500)
         return prompts, (await other.messages.count_tokens(**asked)).input_tokens
 
-    (wanted, *others), counted = ask(path, work)
+    (wanted, *others), counted = ask(path, work, said="")
     assert others == [wanted, wanted] and counted == len(wanted)
