@@ -11,6 +11,7 @@ if "triton" not in sys.modules and not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
 
 from nanoinfer.attention.base import AttentionSpec, DecodeWork, KeyRange
+from offload.runtime.base import poison_of
 
 POISON = float("nan")
 
@@ -236,7 +237,9 @@ def run_prefill_through_ring(backend, q, paged, query_pos, q_lens, blocks_per_sl
     for i, table in enumerate(paged.tables):
         for first in range(0, history[i], blocks_per_slot):
             end = min(first + blocks_per_slot, history[i])
-            slot = torch.full((blocks_per_slot, *paged.kv.shape[1:]), POISON, dtype=paged.kv.dtype, device=device)
+            slot = torch.full(
+                (blocks_per_slot, *paged.kv.shape[1:]), poison_of(paged.kv.dtype), dtype=paged.kv.dtype, device=device
+            )
             slot[: end - first] = paged.kv[table[first:end]]
             key_range = KeyRange(
                 cu_seqlens_q=cu_seqlens[i : i + 2],
@@ -300,7 +303,8 @@ def run_prefill_through_shared_slot(backend, q, paged, query_pos, q_lens, num_sh
 def _move(paged, first, step):
     moved = [table[first : first + step] for table in paged.tables]
     blocks = [block for table in moved for block in table][::-1]
-    buffer = torch.full((len(blocks) + 1, *paged.kv.shape[1:]), POISON, dtype=paged.kv.dtype, device=paged.kv.device)
+    shape, poison = (len(blocks) + 1, *paged.kv.shape[1:]), poison_of(paged.kv.dtype)
+    buffer = torch.full(shape, poison, dtype=paged.kv.dtype, device=paged.kv.device)
     buffer[1:] = paged.kv[blocks]
     return buffer, [[1 + blocks.index(block) for block in table] for table in moved]
 

@@ -14,6 +14,8 @@ import sys
 from dataclasses import replace
 
 import torch
+from kv_int8 import Int8Heads
+from kv_one_vector import OneVector
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
@@ -139,6 +141,7 @@ from nanoinfer.kernels.attention import decode_partial, merge, prefill
 from nanoinfer.kernels.attention.shape import KernelShape, can_use_tma, prefill_tiles
 from nanoinfer.kernels.experts.routing import SIGMOID, GatedActivation, Routing
 from nanoinfer.kernels.experts.slots import BLOCK_WORDS
+from nanoinfer.kernels.kv.base import KVFormat, KVPart
 from nanoinfer.kernels.kv.plain import Plain
 from nanoinfer.kernels.layer.activation import act_and_mul
 from nanoinfer.kernels.layer.head_steps import HeadSteps
@@ -253,19 +256,21 @@ def compile_blocks() -> None:
             expand.expand(weight, zeros(256, 1024))
 
 
-def compile_attention(head_dim: int, kv_dtype: torch.dtype, *, is_common: bool) -> None:
+def compile_attention(head_dim: int, kv_format: KVFormat, *, is_common: bool) -> None:
     """is_common: with the tiles that a GPU gets, with and without a window, and the merge. Other shapes have small
     tiles, for they take half the time: the same code."""
-    q, kv = zeros(8, 32, head_dim), zeros(4, 2, 256, 8, head_dim, dtype=kv_dtype)
+    q, part = zeros(8, 32, head_dim), KVPart(kv_format, 256, 8, head_dim)
+    kv = part.view(torch.zeros(4, part.num_bytes, dtype=torch.uint8))
     shape = KernelShape(
         num_q_heads=32, num_kv_heads=8, head_dim=head_dim, block_size=256, scale=0.1, softcap=None,
-        dtype=torch.bfloat16, kv_format=Plain(kv_dtype), tma=can_use_tma(gpu.target, head_dim, kv_dtype),
+        dtype=torch.bfloat16, kv_format=kv_format,
+        tma=kv_format.is_operand and can_use_tma(gpu.target, head_dim, torch.bfloat16),
         interpreted=False, precision=gpu.target.precision,
     )  # fmt: skip
     qkv, table, slots = zeros(8, 48, head_dim), zeros(100, head_dim), torch.zeros(8, dtype=torch.int64)
-    weights = zeros(head_dim), zeros(head_dim)
+    weights, own = (zeros(head_dim), zeros(head_dim)), kv_format.own(table, None)
     is_again = is_brief and gpu.architecture != architectures[0]
-    layers.norm_rope_store(qkv, weights, HeadSteps(eps=1e-6), table, slots, kv, slots, q)
+    layers.norm_rope_store(qkv, weights, HeadSteps(eps=1e-6), table, slots, kv, slots, q, part=part)
     if is_common and not is_again:
         pairs, all_heads = HeadSteps(interleaved=True, norm_last=True), (zeros(32 * head_dim), zeros(8 * head_dim))
         part = table[:, : head_dim // 2].contiguous()
@@ -280,11 +285,11 @@ def compile_attention(head_dim: int, kv_dtype: torch.dtype, *, is_common: bool) 
     lists = ints(8, 4), ints(1), ints(8), ints(8), out, lse, lse.clone()
     windows, batch_sizes = ((None, 100), (4, 64)) if is_common else ((100,), ())
     for window in windows[:1] if is_brief else windows:  # the window is compiled with what is not common
-        decode_partial.decode_partial(q, kv, *lists, window=window, shape=shape, num_programs=33)
+        decode_partial.decode_partial(q, kv, *lists, window=window, own=own, shape=shape, num_programs=33)
         prefill.prefill(
             q, kv, q.clone(), state, tables, ints(1, 4),
             max_query_len=8, store_state=False, window=window, shape=shape, tiles=tiles,
-            sinks=None if window is None else zeros(32),
+            sinks=None if window is None else zeros(32), own=own,
         )  # fmt: skip
     if is_common and gpu.target.has_dependent_launches:  # over a ring slot, whose list was just copied
         gpu.launches_follow_copy = True
@@ -356,19 +361,22 @@ def compile_experts() -> None:
 
 for gpu.architecture in architectures:
     if is_brief and gpu.is_amd and gpu.architecture != architectures[0]:  # a sample of forms without anything
-        compile_attention(128, torch.bfloat16, is_common=False)
+        compile_attention(128, Plain(torch.bfloat16), is_common=False)
         compile_tile_linear()
         compile_packed()
         continue
-    compile_attention(128, torch.bfloat16, is_common=True)
+    compile_attention(128, Plain(torch.bfloat16), is_common=True)
     if gpu.target.has_float8:
-        compile_attention(128, torch.float8_e4m3fn, is_common=False)
+        compile_attention(128, Plain(torch.float8_e4m3fn), is_common=False)
+    if not is_brief or gpu.architecture == architectures[0]:
+        for kv_format in (Int8Heads(), OneVector()):
+            compile_attention(128, kv_format, is_common=False)
     compile_tile_linear()
     compile_packed()
     compile_experts()
     if is_brief and gpu.architecture != architectures[0]:
         continue
     compile_layers()
-    compile_attention(80, torch.bfloat16, is_common=False)
+    compile_attention(80, Plain(torch.bfloat16), is_common=False)
     compile_step()
 print("\n".join(sorted(compiled)))

@@ -1,0 +1,112 @@
+"""Formats of KV of the tests' own: what is stored is read, by the kernels and by plain torch, in any cut."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from attention_cases import (
+    Paged,
+    dense_decode,
+    dense_prefill,
+    make_q,
+    make_spec,
+    relative_error,
+    run_decode,
+    run_prefill,
+)
+
+pytest.importorskip("triton")
+
+from kv_int8 import Int8Heads
+from kv_one_vector import OneVector
+
+from nanoinfer.attention.torch_backend import TorchBackend
+from nanoinfer.attention.triton_backend import TritonBackend
+from nanoinfer.kernels import fused, reference
+from nanoinfer.kernels.layer.head_steps import HeadSteps
+from nanoinfer.layers.rope import rope_table
+
+FORMATS = [Int8Heads(), OneVector()]
+LENS = [37, 16, 5, 50]
+
+
+def table_of(head_dim):
+    return rope_table(dict(rope_type="default", rope_theta=1e4), head_dim, 64, torch.float32, "cpu")
+
+
+def paged_in(spec, own):
+    """Sequences in blocks of a format; the rest of the pool is poison."""
+    part, paged = spec.part, Paged([], [], None, [])
+    paged.kv = torch.full((2 + sum(-(-n // 16) for n in LENS), part.num_bytes + 32), 255, dtype=torch.uint8)
+    paged.kv = part.view(paged.kv)  # blocks lie further apart than they are long
+    free = list(range(len(paged.kv)))[::-1]
+    for n in LENS:
+        table = torch.tensor([free.pop() for _ in range(-(-n // 16))])
+        k, v = torch.randn(2, n, spec.num_kv_heads, spec.head_dim).unbind()
+        slots = table.repeat_interleave(16)[:n] * 16 + torch.arange(n) % 16
+        part.store(k, v, paged.kv, slots)
+        positions = torch.arange(len(table) * 16).view(-1, 16)
+        found = part.read(paged.kv, table, torch.zeros_like(table), 16, positions, own)
+        paged.keys.append(found[0].flatten(0, 1)[:n])
+        paged.values.append(found[1].flatten(0, 1)[:n])
+        paged.tables.append(table.tolist())
+    return paged
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("head_dim", [16, 48])
+@pytest.mark.parametrize("kv_format", FORMATS, ids=lambda one: one.name)
+@pytest.mark.parametrize("backend_class", [TorchBackend, TritonBackend])
+def test_attention_reads_what_was_stored(backend_class, kv_format, head_dim, window):
+    spec = replace(make_spec(head_dim=head_dim, windows=(window,)), kv_format=kv_format)
+    own = kv_format.own(table_of(head_dim), None)
+    paged, backend = paged_in(spec, own), backend_class(spec, "cpu")
+    backend.decode_partial = partial(backend.decode_partial, own=own)
+    backend.prefill = partial(backend.prefill, own=own)
+    q = make_q(spec, len(LENS))
+    got, _ = run_decode(backend, q, paged.kv, paged.tables, LENS, window)
+    assert relative_error(got, dense_decode(spec, q, paged, LENS, window)) < 1e-5
+    lens = [20, 16, 5, 33]
+    begins, q = [n - count for n, count in zip(LENS, lens)], make_q(spec, sum(lens))
+    whole = run_prefill(backend, q, paged, begins, lens, window)
+    assert relative_error(whole, dense_prefill(spec, q, paged, begins, lens, window)) < 1e-5
+    for cuts in (1, 2):
+        assert torch.equal(run_prefill(backend, q, paged, begins, lens, window, cuts), whole)
+
+
+@pytest.mark.parametrize("kv_format", FORMATS, ids=lambda one: one.name)
+@pytest.mark.parametrize("turned", [48, 32, 0])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_the_store_writes_a_tokens_bytes_and_no_others(kv_format, turned, interleaved):
+    spec = replace(make_spec(q_heads=4, head_dim=48), kv_format=kv_format)
+    qkv, positions, slots = torch.randn(5, 8, 48), torch.tensor([0, 7, 63, 3, 40]), torch.tensor([47, 0, -1, 16, 33])
+    rope, kept, found = table_of(turned) if turned else None, slots[slots >= 0], []
+
+    def poison():
+        return spec.part.view(torch.full((3, spec.part.num_bytes), 255, dtype=torch.uint8))
+
+    def stored(operations, rows):
+        kv, q = poison(), torch.empty(len(slots[rows]), 4, 48)
+        where = positions[rows], kv, slots[rows], q
+        operations.norm_rope_store(qkv[rows], None, HeadSteps(interleaved=interleaved), rope, *where, part=spec.part)
+        return q, kv
+
+    for operations in (fused, reference):
+        q, kv = stored(operations, slice(0, 5))
+        wanted = poison()
+        for row, slot in enumerate(slots.tolist()):
+            of_one, alone = stored(operations, slice(row, row + 1))
+            assert torch.equal(of_one[0], q[row])
+            for target, source in zip(spec.part.fields(wanted), spec.part.fields(alone)) if slot >= 0 else ():
+                target[slot // 16, slot % 16] = source[slot // 16, slot % 16]
+        assert torch.equal(kv, wanted), "a token's bytes depend on another one, or lie elsewhere"
+        blocks = torch.arange(3)
+        where = blocks, blocks * 0, 16, torch.arange(48).view(3, 16)
+        read = [one.flatten(0, 1) for one in spec.part.read(kv, *where, kv_format.own(table_of(48), None))]
+        assert torch.isnan(read[1][1]).all(), "poison does not read as NaN"
+        found.append((q, *(one[kept] for one in read)))
+    for ours, of_torch in zip(*found):
+        assert torch.allclose(ours.float(), of_torch.float(), atol=0.05) and torch.isfinite(of_torch).all()
+    values = qkv[slots >= 0][:, 6:]
+    assert (found[0][2].float() - values).abs().max() < 0.05, "values are stored as they are"

@@ -1,0 +1,117 @@
+"""Formats of KV that are written in the tests run in every mode, with and without windows, and give the same bits."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from engines import SMALL, assert_pools_as_before, make_engine, random_prompts, run, some_params, switching
+from request_helpers import shrink_gpu_pool
+from simulated import SimulatedRuntime
+from tiny_models import make_checkpoint
+
+triton = pytest.importorskip("triton")
+
+from kv_int8 import Int8Heads
+
+from nanoinfer.attention.flash_attn_backend import FlashAttnBackend
+from nanoinfer.common.kv_formats import KV_FORMATS
+from nanoinfer.kernels.kv.base import KVPart
+
+NAMES = {"int8_heads": "kv_int8:Int8Heads", "one_vector": "kv_one_vector:OneVector"}
+PROMPTS, PARAMS = random_prompts(5, 1, 100), some_params(5, max_tokens=9)
+WINDOWED = SMALL | dict(sliding_window=40)
+WAYS = {
+    "streamed": dict(enable_cpu_offload=True),
+    "some on the GPU": dict(enable_cpu_offload=True, resident_kv_limit=2**13),
+    "eager": dict(enforce_eager=True, enable_cpu_offload=True),
+    "auto": dict(enable_cpu_offload="auto", num_gpu_blocks_override=11, max_model_len=140),
+    "small steps": dict(max_num_batched_tokens=16),
+    "no prefixes": dict(enable_prefix_caching=False),
+}
+
+
+@pytest.fixture(autouse=True)
+def formats(monkeypatch):
+    for name, maker in NAMES.items():
+        monkeypatch.setitem(KV_FORMATS, name, maker)
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    made = {"qwen3": SMALL, "gemma3": WINDOWED}
+    return {name: make_checkpoint(name, tmp_path_factory.mktemp(name), **sizes) for name, sizes in made.items()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_every_mode_gives_the_same_bits(paths, family, name, fuzz):
+    engine_of = partial(make_engine, paths[family], kv_cache_dtype=name)
+    wanted = run(engine_of(), PROMPTS, PARAMS)
+    assert wanted != run(make_engine(paths[family]), PROMPTS, PARAMS), "nothing was stored in the format"
+    for way, arguments in WAYS.items():
+        engine = engine_of(**arguments)
+        assert run(engine, PROMPTS, PARAMS) == wanted, way
+        assert engine.stats()["streamed_bytes"] > 0 or not arguments.get("enable_cpu_offload"), way
+        assert_pools_as_before(engine)
+    engine = engine_of()
+    assert run(engine, PROMPTS, PARAMS, switching({3: "offload", 7: "resident"})) == wanted
+    assert engine.stats()["streamed_bytes"] > 0 and engine.mode == "resident"
+    for seed in range(5 if fuzz else 1):
+        assert run(engine_of(SimulatedRuntime(seed), enable_cpu_offload=True), PROMPTS, PARAMS) == wanted
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_who_gives_way_and_who_finds_a_prefix_has_the_same_bits(paths, family, name):
+    prompts = [PROMPTS[0] + [7] * 64, PROMPTS[0] + [7] * 64 + [9] * 30, PROMPTS[2], PROMPTS[1]]
+    params = some_params(4, max_tokens=24)
+    wanted = [run(make_engine(paths[family], kv_cache_dtype=name), [p], [q])[0] for p, q in zip(prompts, params)]
+    engine = make_engine(paths[family], SimulatedRuntime(2), kv_cache_dtype=name)
+    give_back = shrink_gpu_pool(engine, 14)
+    assert run(engine, prompts, params) == wanted
+    assert engine.stats()["num_preemptions"] > 0
+    give_back()
+    again = run(engine, prompts, params)
+    assert again == wanted and engine.stats()["prefix_cache_hit_tokens"] > 0
+    assert_pools_as_before(engine)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_only_the_store_rounds(paths, family, monkeypatch):
+    """A plain cache that is given what the format makes of keys and values yields the same bits."""
+    wanted = run(make_engine(paths[family], kv_cache_dtype="int8_heads"), PROMPTS, PARAMS)
+    store, codes = KVPart.store, Int8Heads()
+
+    def rounded(part, k, v, *where):
+        store(part, *(one.to(k.dtype) for one in codes.decode(codes.encode(k, v), None, ())), *where)
+
+    monkeypatch.setattr(KVPart, "store", rounded)
+    assert run(make_engine(paths[family]), PROMPTS, PARAMS) == wanted
+
+
+@pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="triton was imported without TRITON_INTERPRET=1")
+@pytest.mark.parametrize("name", NAMES)
+def test_kernels_in_the_interpreter_give_equal_bits_in_both_modes(paths, name):
+    prompts, params = [PROMPTS[1][:40], PROMPTS[2][:5]], some_params(2, max_tokens=3)
+    engine_of = partial(make_engine, paths["gemma3"], kv_cache_dtype=name)
+    found = [run(engine_of(attention_backend="triton", enable_cpu_offload=it), prompts, params) for it in (False, True)]
+    assert found[0] == found[1]
+    of_torch = run(engine_of(), prompts, params)
+    assert [[one[0] for one in each] for each in of_torch] == [[one[0] for one in each] for each in found[0]]
+
+
+def test_what_cannot_be_is_refused_by_name(paths):
+    with pytest.raises(ValueError, match="kv_cache_dtype='int8_head' is not one of auto, fp8, int8_heads, one_vector"):
+        make_engine(paths["qwen3"], kv_cache_dtype="int8_head")
+    spec = make_engine(paths["qwen3"], kv_cache_dtype="int8_heads").runner.spec.attention
+    spec = replace(spec, dtype=torch.bfloat16, block_size=256)
+    with pytest.raises(ValueError, match="KV cache is int8_heads, and it takes the model's own dtype; choose"):
+        FlashAttnBackend.check_spec(spec, offload=False)
+
+
+def test_a_block_takes_the_bytes_of_its_format(paths):
+    for name, of_token in (("int8_heads", 2 * 16 + 2 * 2), ("one_vector", 2 * 16)):
+        runner = make_engine(paths["qwen3"], kv_cache_dtype=name).runner
+        assert runner.layout.part_bytes == 16 * of_token and runner.gpu_kv.dtype == torch.uint8
+        assert runner.spec.token_bytes == of_token
