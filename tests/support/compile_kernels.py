@@ -280,7 +280,7 @@ def compile_attention(head_dim: int, kv_format: KVFormat, *, is_common: bool) ->
     out, lse, state = floats(8, 32, head_dim), floats(8, 32), (floats(8, 32, head_dim), floats(8, 32), floats(8, 32))
     tables = (ints(2), ints(1), ints(1), ints(1), ints(1))
     tiles = prefill_tiles(shape, gpu.target.program_memory)
-    if not is_common:
+    if not is_common and kv_format.is_operand:
         tiles = replace(tiles, block_m=64, block_n=32, num_warps=4)
     lists = ints(8, 4), ints(1), ints(8), ints(8), out, lse, lse.clone()
     windows, batch_sizes = ((None, 100), (4, 64)) if is_common else ((100,), ())

@@ -38,7 +38,7 @@ def read(
 
 
 class OneVector(KVFormat):
-    name = "one_vector"
+    name, loads = "one_vector", 4  # a head, its other half first, cosines and sines
 
     def fields(self, head_dim):
         return (Field(head_dim, torch.bfloat16),)

@@ -85,6 +85,11 @@ def kv_descriptor(kv: Tensor, block_n: int, shape: KernelShape) -> TensorDescrip
     return TensorDescriptor(kv, [len(kv) * kv.stride(0) // row, row], [row, 1], [block_n, shape.head_dim])
 
 
+def _keys(shape: KernelShape, block_n: int) -> int:
+    """Return as many keys of a tile as take the shared memory of `block_n` keys and values, for what a format loads."""
+    return largest_tile(shape.block_size, max(16, block_n * 2 // shape.part.format.loads))
+
+
 def decode_tiles(shape: KernelShape) -> Tiles:
     """Choose key tiles with a few stages: decode is bound by bytes in flight, not by the matrix units.
 
@@ -95,7 +100,7 @@ def decode_tiles(shape: KernelShape) -> Tiles:
     """
     rows = max(16, next_power_of_2(shape.group_size))  # tl.dot takes no side below 16
     wide = shape.block_d * shape.dtype.itemsize > 256
-    block_n = largest_tile(shape.block_size, 16 if wide and shape.dtype == torch.float32 else 32 if wide else 64)
+    block_n = _keys(shape, 16 if wide and shape.dtype == torch.float32 else 32 if wide else 64)
     if shape.tma and not wide:
         return Tiles(block_m=rows, block_n=min(block_n, 32), num_warps=2, num_stages=3)
     return Tiles(block_m=rows, block_n=block_n, num_warps=2 if shape.tma else 4, num_stages=2)
@@ -104,7 +109,7 @@ def decode_tiles(shape: KernelShape) -> Tiles:
 def decode_programs(shape: KernelShape, num_sms: int, shared_memory_per_sm: int) -> int:
     """Return the programs per KV head of the persistent decode grid: what the GPU holds at once, up to 4 per SM."""
     tiles = decode_tiles(shape)
-    stage_bytes = 2 * tiles.block_n * shape.block_d * shape.dtype.itemsize  # K and V
+    stage_bytes = shape.part.format.loads * tiles.block_n * shape.block_d * shape.dtype.itemsize
     program_bytes = tiles.num_stages * stage_bytes + 1024  # CUDA keeps 1 KiB of each program's shared memory
     per_sm = max(1, min(4, shared_memory_per_sm // program_bytes))
     return max(1, per_sm * num_sms // shape.num_kv_heads)
@@ -126,5 +131,5 @@ def prefill_tiles(shape: KernelShape, shared_memory_per_program: int) -> Tiles:
         block_m, block_n, num_warps, num_stages = 128, 64, 8, 2
     else:
         block_m, block_n, num_warps, num_stages = 64, 32, 4, 2
-    block_n = largest_tile(shape.block_size, block_n)
+    block_n = _keys(shape, block_n)
     return Tiles(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages)

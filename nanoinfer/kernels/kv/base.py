@@ -44,6 +44,8 @@ class KVFormat(ABC):
         name: what messages call it.
         is_operand: whether the stored numbers are what products take, but for their type: the keys of all tokens of a
             block, then their values, each a head's. Then Hopper's copy unit can bring tiles of them.
+        loads: tiles of the model's dtype that `read` loads for a tile of tokens, and shared memory holds. With more of
+            them than keys and values, tiles have fewer tokens.
     """
 
     @property
@@ -51,6 +53,7 @@ class KVFormat(ABC):
     def name(self) -> str: ...
 
     is_operand = False
+    loads = 2
 
     @abstractmethod
     def fields(self, head_dim: int) -> tuple[Field, ...]:
