@@ -14,7 +14,7 @@ FORMS = {name: AnswerFormat(name) for name in STYLES.values()} | {
     "thinking": AnswerFormat("hermes", Thinking(USUAL)),
     "thinking without tools": AnswerFormat(None, Thinking(MARKERS["cohere_command3"])),
 }
-COUNT = 1_500  # characters
+COUNT = 900  # characters
 
 
 class Steps:
