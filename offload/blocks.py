@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
-from itertools import takewhile
+from itertools import islice, takewhile
 
 GPU, HOST = "gpu", "host"
 """The pools by name: GPU memory and host memory."""
@@ -99,12 +99,27 @@ class BlockPool:
             if self._free:
                 block = heapq.heappop(self._free)
             else:
-                block, _ = self._cached.popitem(last=False)
-                self._forget(block)
+                block = self._evict()
             self.holders[block] = 1
             blocks.append(block)
         self._num_references += count
         return blocks
+
+    def _evict(self) -> int:
+        """Take the cached block that is wanted least: the one place where content is lost that could be found."""
+        block, _ = self._cached.popitem(last=False)
+        self._forget(block)
+        return block
+
+    def next_evicted(self, count: int) -> list[int]:
+        """Return the cached blocks that go first, up to `count` of them, the first one first."""
+        return list(islice(self._cached, count))
+
+    def put_first(self, blocks: Iterable[int]) -> None:
+        """Have those of the blocks that are cached go first, the first of them first of all."""
+        for block in reversed(list(blocks)):
+            if block in self._cached:
+                self._cached.move_to_end(block, last=False)
 
     def lookup(self, key: Hashable) -> int | None:
         """Take up the block published under `key` and hold it, or return None."""

@@ -83,6 +83,7 @@ class Scheduler:
             if sequence.state is SequenceState.RETURNING and self._mover.has_arrived(sequence):
                 sequence.state = _state(sequence)
         batch = self._next_batch()
+        self._mover.send_down()
         self._mover.transfers.advance()
         return batch
 

@@ -145,11 +145,10 @@ def kv_side(config: EngineConfig, runner: ModelRunner) -> dict[str, Any]:
     window = max((window for window in windows if window is not None), default=None)
     gpu_copies = GPUCopies(tables, plan.max_resident_blocks, window)
     kv_cache = KVCache(tables, gpu_copies, enable_prefix_caching=config.enable_prefix_caching)
-    mover = Mover(kv_cache, copies, runner.offload, layout, partial(runner.open_host_pool, False))
+    open_host, spills = partial(runner.open_host_pool, False), may_spill(config, plan, tables)
+    mover = Mover(kv_cache, copies, runner.offload, layout, open_host, spills)
     switch = Switch(kv_cache, mover, runner.offload, layout.block_bytes)
-    admission = Admission(
-        kv_cache, mover, switch.tell, max_splits=plan.max_splits, may_spill=may_spill(config, plan, tables)
-    )
+    admission = Admission(kv_cache, mover, switch.tell, max_splits=plan.max_splits, may_spill=spills)
     return dict(kv_cache=kv_cache, admission=admission, mover=mover, switch=switch)
 
 

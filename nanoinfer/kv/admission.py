@@ -135,7 +135,9 @@ class Admission:
         # Host blocks that it shares with a running sequence need no further room, and stream once for all.
         num_shared = int((table[:, : len(hits)] == hits).any(axis=0).sum())
         pool.release(hits)
-        num_tokens = sequence.num_tokens - len(hits) * tables.block_size
+        below = cache.prefixes.find_below(sequence, len(hits))
+        tables.lifetimes.host_blocks.release(below)
+        num_tokens = sequence.num_tokens - (len(hits) + len(below)) * tables.block_size
         next_key = cache.prefixes.key_behind(sequence, len(hits))
         return hits, _Wanted(num_room, num_full - num_shared, num_blocks - num_shared, num_tokens, next_key)
 
@@ -164,11 +166,12 @@ class Admission:
             if self._keeps_throughput(wanted.num_own, len(running)):
                 return Verdict.ADMITTED
             return Verdict.HELD if first or self._is_held(sequence, wanted) else Verdict.ADMITTED
-        has_room = wanted.num_room + self._num_room_of(passed, len(running)) <= self._room
+        num_lacking = wanted.num_room + self._num_room_of(passed, len(running)) - self._room
+        has_room = num_lacking <= 0
         if has_room and not held:
             return Verdict.ADMITTED
-        if not self.may_spill:
-            return Verdict.REFUSED
+        if not self.may_spill or not has_room and num_lacking <= self._mover.transfers.num_leaving:
+            return Verdict.REFUSED  # in the second case there will be room in a moment
         if not running:
             return Verdict.SPILL
         needed = self._mover.num_host_blocks(running) + num_promised + wanted.num_host
@@ -212,7 +215,7 @@ class Admission:
         is_kept = sequence.kept_blocks is not None
         for block in hits:
             pool.hold(block)
-        row = cache.take_row(sequence)
+        row, below = cache.take_row(sequence), []
         table[row, : len(hits)] = hits
         if tables.is_offload:
             # Every host block that the sequence can ever fill is promised, so it is never preempted later.
@@ -227,8 +230,9 @@ class Admission:
         else:
             num_blocks = tables.num_blocks(sequence.num_tokens)
             tables.gpu[row, len(hits) : num_blocks] = tables.gpu_blocks.allocate(num_blocks - len(hits))
-            self._mover.expect(sequence)
-        cache.begin(sequence, len(hits))
+            below = cache.prefixes.find_below(sequence, len(hits))
+            self._mover.bring_up(sequence, len(hits), below)
+        cache.begin(sequence, len(hits) + len(below))
 
     def _take_copies(self, row: int, hits: list[int]) -> None:
         """Take up what is left on the GPU of the blocks that were found, and promise the row a GPU block."""

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import takewhile
 from typing import Protocol
 
 import numpy as np
 
 from nanoinfer.kv.cache import KVCache
 from nanoinfer.kv.tables import present
-from nanoinfer.kv.transfers import Transfers
+from nanoinfer.kv.transfers import MAX_GROUP, Transfers
 from nanoinfer.requests.sequence import Sequence
 from nanoinfer.step.plan import NO_BLOCK
 from offload import KVLayout, OffloadEngine
+
+# Cached blocks that are looked at in a step, of which some may be on the host: as many as a long prompt evicts.
+MAX_LOOKED_AT = 256
 
 
 class BlockMemory(Protocol):
@@ -43,6 +47,7 @@ class Mover:
     Args:
         offload: copies between the GPU pool and the host pool.
         open_host: maps the host pool, whose memory is taken as it is wanted then.
+        may_spill: whether memory is taken for what the GPU evicts, too, as it may be wanted anyway; else what is there.
 
     Attributes:
         transfers: blocks on their way to the host, and from there.
@@ -57,11 +62,13 @@ class Mover:
         offload: OffloadEngine,
         layout: KVLayout,
         open_host: Callable[[], None],
+        may_spill: bool,
     ) -> None:
         self._cache, self._tables, self._copies = cache, cache.tables, cache.copies
         self._memory, self._offload = memory, offload
         self._open_host, self._blocks = open_host, cache.tables.lifetimes.host_blocks
         self.transfers = Transfers(cache.tables, offload, layout.num_layers)
+        self._may_spill = may_spill
         self.away: list[Sequence] = []
         self._arriving: dict[Sequence, int] = {}  # with the number of the group that they wait for
 
@@ -173,6 +180,15 @@ class Mover:
             self.transfers.load([(table[place], kept[place]) for place in missing if place < len(kept)])
         self.expect(sequence)
 
+    def bring_up(self, sequence: Sequence, first: int, host_blocks: list[int]) -> None:
+        """Have host blocks, which the caller took up, moved to those of an admitted sequence from place `first` on."""
+        on_gpu = self._tables.gpu[sequence.row, first : first + len(host_blocks)].tolist()
+        self.transfers.load(list(zip(on_gpu, host_blocks, strict=True)))
+        for block, host_block in zip(on_gpu, host_blocks, strict=True):
+            self._tables.gpu_blocks.publish(block, self._blocks.key(host_block))
+        self._blocks.release(host_blocks)
+        self.expect(sequence)
+
     def expect(self, sequence: Sequence) -> None:
         """Have an admitted sequence wait if blocks that it took up are on their way to the GPU."""
         loading = self.transfers.loading()
@@ -208,6 +224,32 @@ class Mover:
         num_filled = sum(sequence.max_num_tokens // self._tables.block_size for sequence in running)
         num_shared = self._tables.gpu_blocks.num_shared - self.transfers.num_shared
         return max(num_filled - num_shared, max(map(self.num_to_fill, self.away), default=0))
+
+    # Down a tier
+
+    def send_down(self) -> None:
+        """Have the host have what the GPU will evict next in resident mode, where there is room for it and nothing else
+        moves: what a prompt computed is brought back then, and not computed again. Nobody waits for it.
+
+        It takes host blocks that hold nothing, or what only the host has, which is older.
+        """
+        tables, host = self._tables, self._blocks
+        gpu = tables.gpu_blocks
+        if tables.is_offload or not host.num_planned or not gpu.num_cached or not self.transfers.is_idle:
+            return
+        oldest = [block for block in gpu.next_evicted(MAX_LOOKED_AT) if host.published(gpu.key(block)) is None]
+        oldest = oldest[:MAX_GROUP]
+        if not oldest:
+            return
+        if self._may_spill:
+            self._ask_for(len(oldest))
+        older = takewhile(lambda block: gpu.published(host.key(block)) is None, host.next_evicted(len(oldest)))
+        oldest = oldest[: host.num_free - host.num_cached + len(list(older))]
+        taken = host.allocate(len(oldest))
+        self.transfers.store(list(zip(oldest, taken, strict=True)), stays=True)
+        for on_gpu, on_host in zip(oldest, taken, strict=True):
+            host.publish(on_host, gpu.key(on_gpu))
+        host.release(taken)  # the transfer holds them
 
     # Recovery
 

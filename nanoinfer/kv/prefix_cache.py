@@ -43,6 +43,19 @@ class PrefixCache:
             hits.append(block)
         return hits
 
+    def find_below(self, sequence: Sequence, num_hits: int) -> list[int]:
+        """Take up and return, in resident mode, host blocks with what comes next behind the hits that `find` found."""
+        below = self._tables.lifetimes.host_blocks
+        if self._tables.home[1] is below or not below.key_of or not self._may_find(sequence):
+            return []
+        found = []
+        for key in self._keys(sequence, (sequence.num_tokens - 1) // self._block_size)[num_hits:]:
+            block = below.lookup(key)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
     def num_found(self, sequence: Sequence) -> int:
         """Return how many blocks `find` would find. Takes none up."""
         if not self._may_find(sequence):

@@ -25,6 +25,7 @@ class _Group:
         pairs: (GPU block, host block) of each.
         operation: under which the copies are acknowledged; 0: they are not enqueued yet.
         holds_gpu: whether the group holds its GPU blocks.
+        stays: whether the GPU keeps the blocks as they are, the next ones that it evicts.
     """
 
     number: int
@@ -32,6 +33,7 @@ class _Group:
     num_copies: int
     is_load: bool
     holds_gpu: bool
+    stays: bool = False
     operation: int = 0
 
 
@@ -52,15 +54,15 @@ class Transfers:
         self._groups: list[_Group] = []
         self._number = 0
 
-    def store(self, pairs: list[tuple[int, int]]) -> None:
-        """Move (GPU block, host block) pairs to the host."""
-        self._add(pairs, is_load=False, holds_gpu=True)
+    def store(self, pairs: list[tuple[int, int]], *, stays: bool = False) -> None:
+        """Move (GPU block, host block) pairs to the host; or copy them there, of cached blocks that stay so."""
+        self._add(pairs, is_load=False, holds_gpu=True, stays=stays)
 
     def load(self, pairs: list[tuple[int, int]], *, holds_gpu: bool = True) -> None:
         """Move (GPU block, host block) pairs to the GPU."""
         self._add(pairs, is_load=True, holds_gpu=holds_gpu)
 
-    def _add(self, pairs: list[tuple[int, int]], *, is_load: bool, holds_gpu: bool) -> None:
+    def _add(self, pairs: list[tuple[int, int]], *, is_load: bool, holds_gpu: bool, stays: bool = False) -> None:
         begin = 0
         while begin < len(pairs):
             end = min(begin + max(1, min(MAX_GROUP, MAX_COPIES // self._num_layers)), len(pairs))
@@ -71,7 +73,13 @@ class Transfers:
                 self._tables.lifetimes.host_blocks.hold(on_host)
             self._number += 1
             num_copies = len(runs(group)) * self._num_layers
-            self._groups.append(_Group(self._number, group, num_copies, is_load, holds_gpu))
+            self._groups.append(_Group(self._number, group, num_copies, is_load, holds_gpu, stays))
+
+    @property
+    def held(self) -> tuple[list[int], list[int]]:
+        """GPU blocks and host blocks that are held here, each as often as it is."""
+        on_gpu = [on_gpu for group in self._groups if group.holds_gpu for on_gpu, _ in group.pairs]
+        return on_gpu, [on_host for group in self._groups for _, on_host in group.pairs]
 
     @property
     def newest_load(self) -> int:
@@ -96,7 +104,7 @@ class Transfers:
     @property
     def num_shared(self) -> int:
         """References to GPU blocks that are held here and by somebody else."""
-        held = Counter(on_gpu for group in self._groups if group.holds_gpu for on_gpu, _ in group.pairs)
+        held = Counter(self.held[0])
         references = self._tables.gpu_blocks.references
         return sum(count - (references(block) == count) for block, count in held.items())
 
@@ -123,6 +131,8 @@ class Transfers:
             if group.operation and lifetimes.acknowledgements.has_run(*_part(group)):
                 if group.holds_gpu:
                     lifetimes.release_gpu([on_gpu for on_gpu, _ in group.pairs])
+                if group.stays:
+                    lifetimes.gpu_blocks.put_first(on_gpu for on_gpu, _ in group.pairs)
                 lifetimes.release_host([on_host for _, on_host in group.pairs])
             else:
                 left.append(group)

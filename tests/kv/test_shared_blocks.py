@@ -67,8 +67,11 @@ def check_references(engine) -> int:
     leaving = [block for deferred in lifetimes.deferred_gpu for block in deferred.blocks]
     assert not set(leaving) & set(held) and len(set(leaving)) == len(leaving), "given back, and in use"
     held.update(leaving)
+    moving = engine.mover.transfers.held
+    held.update(moving[0])
     on_host = Counter(kv_cache.tables.host[kv_cache.tables.host != NO_BLOCK].tolist())
     on_host.update(block for deferred in lifetimes.deferred_host for block in deferred.blocks)
+    on_host.update(moving[1])
     assert on_host == lifetimes.host_blocks.holders
     pool, taken = kv_cache.tables.gpu_blocks, getattr(engine, "taken", [])
     assert held + Counter(taken) == pool.holders
