@@ -138,6 +138,8 @@ class AttentionBackend(ABC):
     """Decode (decode_partial or decode_rows, merge) may be captured in a CUDA graph."""
     exact_splits: bool
     """Results are bit-identical wherever the blocks lie and however prefill is cut into key ranges."""
+    reads_every_format: bool = False
+    """It reads blocks through their format (``KVPart.read``, or its read function), and not as numbers of one type."""
     tiles_per_block: int = 1
     """Into how many items a block of a short row may be cut. The result has the bits of the uncut block."""
 

@@ -39,4 +39,9 @@ def make_backend(name: str, spec: AttentionSpec, device: torch.device | str, off
             "pip install triton, or choose attention backend 'torch'"
         ) from error
     backend_class.check(spec, device, offload)
+    if not (backend_class.reads_every_format or spec.part.format.is_operand):
+        raise ValueError(
+            f"attention backend {name!r} does not read a KV cache in {spec.part.format.name}: set kv_cache_dtype="
+            "\"auto\", or choose attention backend 'triton' or 'torch'"
+        )
     return backend_class(spec, device)

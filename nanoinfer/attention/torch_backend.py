@@ -64,6 +64,7 @@ class TorchBackend(AttentionBackend):
     name = "torch"
     graph_safe = False
     exact_splits = True
+    reads_every_format = True
 
     @classmethod
     def check(cls, spec: AttentionSpec, device: torch.device | str, offload: bool) -> None:

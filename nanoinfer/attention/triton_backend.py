@@ -37,6 +37,7 @@ class TritonBackend(AttentionBackend):
     name = "triton"
     graph_safe = True
     exact_splits = True
+    reads_every_format = True
 
     def __init__(self, spec: AttentionSpec, device: torch.device | str) -> None:
         super().__init__(spec, device)

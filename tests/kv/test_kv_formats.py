@@ -15,6 +15,7 @@ triton = pytest.importorskip("triton")
 from kv_int8 import Int8Heads
 
 from nanoinfer.attention.flash_attn_backend import FlashAttnBackend
+from nanoinfer.attention.torch_backend import TorchBackend
 from nanoinfer.common.kv_formats import KV_FORMATS
 from nanoinfer.kernels.kv.base import KVPart
 
@@ -101,13 +102,16 @@ def test_kernels_in_the_interpreter_give_equal_bits_in_both_modes(paths, name):
     assert [[one[0] for one in each] for each in of_torch] == [[one[0] for one in each] for each in found[0]]
 
 
-def test_what_cannot_be_is_refused_by_name(paths):
+def test_what_cannot_be_is_refused_by_name(paths, monkeypatch):
     with pytest.raises(ValueError, match="kv_cache_dtype='int8_head' is not one of auto, fp8, int8_heads, one_vector"):
         make_engine(paths["qwen3"], kv_cache_dtype="int8_head")
     spec = make_engine(paths["qwen3"], kv_cache_dtype="int8_heads").runner.spec.attention
     spec = replace(spec, dtype=torch.bfloat16, block_size=256)
     with pytest.raises(ValueError, match="KV cache is int8_heads, and it takes the model's own dtype; choose"):
         FlashAttnBackend.check_spec(spec, offload=False)
+    monkeypatch.setattr(TorchBackend, "reads_every_format", False)  # as of one that a package brings
+    with pytest.raises(ValueError, match="backend 'torch' does not read a KV cache in int8_heads: set kv_cache_dtype"):
+        make_engine(paths["qwen3"], kv_cache_dtype="int8_heads")
 
 
 def test_a_block_takes_the_bytes_of_its_format(paths):
