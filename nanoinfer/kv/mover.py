@@ -266,7 +266,7 @@ class Mover:
             keeps_prefixes: whether published blocks are known to have their content; if not, they are forgotten.
         """
         if keeps_prefixes:
-            self.transfers.finish()  # some are on their way whom the step that failed did not touch
+            self.transfers.run_all()  # some are on their way whom the step that failed did not touch
         self.transfers.drop()
         self._arriving.clear()
         for sequence in others:

@@ -148,10 +148,14 @@ class Transfers:
 
     def finish(self) -> None:
         """Wait until all has arrived."""
+        self.run_all()
+        self.let_go()
+
+    def run_all(self) -> None:
+        """Wait until all copies have run, and let go of nothing: some may have been let go of, after an exception."""
         if self._groups:
             self._enqueue_all()
             self._offload.drain()
-            self.let_go()
 
     def drop(self) -> None:
         """Forget all of it, after an exception; whoever calls rebuilds both pools."""

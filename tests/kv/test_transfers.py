@@ -1,9 +1,9 @@
 """Blocks on their way between the tiers: order, groups, and who waits for whom, on streams in any order."""
 
-from contextlib import closing
+from contextlib import closing, suppress
 
 import pytest
-from engines import BLOCK_BYTES, SMALL, assert_pools_as_before, make_engine, random_prompts, run
+from engines import BLOCK_BYTES, SMALL, assert_pools_as_before, make_engine, outcome, random_prompts, run
 from refusing_driver import refuse_pinning
 from request_helpers import shrink_gpu_pool
 from simulated import RaceError, SimulatedRuntime
@@ -154,3 +154,22 @@ def test_memory_is_pinned_only_when_somebody_wants_it(path, wanted, monkeypatch)
         assert engine.runner.offload.host.arena is None and not driver.registered
         assert run(engine, PROMPTS, PARAMS) == wanted
         assert 0 < len(driver.registered) < engine.runner.offload.host.arena.num_segments
+
+
+def test_an_interrupt_while_blocks_are_let_go_of_gives_none_back_twice(path, wanted, small_groups, monkeypatch):
+    engine = crowded(path, SimulatedRuntime(5))
+    release, interrupted = engine.kv_cache.tables.lifetimes.release_host, []
+
+    def interrupt(blocks):
+        if not engine.mover.transfers.is_idle and not interrupted:
+            interrupted.append(blocks)
+            raise KeyboardInterrupt  # the GPU's are given back by now
+        release(blocks)
+
+    monkeypatch.setattr(engine.kv_cache.tables.lifetimes, "release_host", interrupt)
+    requests = [engine.add_request(str(i), *pair) for i, pair in enumerate(zip(PROMPTS, PARAMS, strict=True))]
+    while engine.has_work:
+        with suppress(KeyboardInterrupt):
+            engine.step()
+    assert interrupted and [outcome(request) for request in requests] == wanted
+    assert_pools_as_before(engine)
