@@ -158,15 +158,19 @@ def test_memory_is_pinned_only_when_somebody_wants_it(path, wanted, monkeypatch)
 
 def test_an_interrupt_while_blocks_are_let_go_of_gives_none_back_twice(path, wanted, small_groups, monkeypatch):
     engine = crowded(path, SimulatedRuntime(5))
-    release, interrupted = engine.kv_cache.tables.lifetimes.release_host, []
+    lifetimes, let_go, interrupted = engine.kv_cache.tables.lifetimes, engine.mover.transfers.let_go, []
+
+    def interrupted_once():
+        with monkeypatch.context() as patch:
+            if not interrupted:
+                patch.setattr(lifetimes, "release_host", interrupt)  # the GPU's are given back by then
+            let_go()
 
     def interrupt(blocks):
-        if not engine.mover.transfers.is_idle and not interrupted:
-            interrupted.append(blocks)
-            raise KeyboardInterrupt  # the GPU's are given back by now
-        release(blocks)
+        interrupted.append(blocks)
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine.kv_cache.tables.lifetimes, "release_host", interrupt)
+    monkeypatch.setattr(engine.mover.transfers, "let_go", interrupted_once)
     requests = [engine.add_request(str(i), *pair) for i, pair in enumerate(zip(PROMPTS, PARAMS, strict=True))]
     while engine.has_work:
         with suppress(KeyboardInterrupt):
