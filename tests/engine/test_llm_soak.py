@@ -177,10 +177,10 @@ def test_hundreds_of_requests_leave_both_pools_as_before_and_do_not_see_each_oth
     assert len(soak.requests) == num_requests and all(request.is_finished for request in soak.requests.values())
     reasons = [completion[2] for request in soak.requests.values() for completion in outcome(request)]
     assert set(reasons) == {"stop", "length", "abort"} and reasons.count("abort") < len(reasons) / 2
-    assert soak.num_errors > 3 and soak.num_refused_prompts > num_requests // 20
+    assert soak.num_errors > 2 and soak.num_refused_prompts > num_requests // 25
     assert engine.stats()["num_mixed_steps"] > num_requests // 4
     assert (engine.scheduler.num_preemptions > 0) == (switches or not enable_cpu_offload)
-    assert (soak.num_switches > num_requests // 10) == switches
+    assert (soak.num_switches > num_requests // 20) == switches
     assert_streams_join_to_the_outputs(soak)
     assert_nobody_saw_its_neighbours(soak, path, 60 if fuzz else 15)
 
