@@ -5,11 +5,12 @@ This package does not know what a model is. `OffloadEngine` runs a step that its
 
 from offload.blocks import BlockPool
 from offload.engine import OffloadCounters, OffloadEngine, OffloadStep
+from offload.groups import KVGroup, KVGroups
 from offload.host_blocks import HostBlocks
 from offload.layout import KVLayout
 from offload.lifetimes import BlockLifetimes
 from offload.memory.host_pool import HostPool
-from offload.plan import Chunk, Cut, Landing, Need, StreamPlan, Transfer, pack, pack_together
+from offload.plan import Chunk, Cut, KVPlace, Landing, Need, StreamPlan, Transfer, pack, pack_together
 from offload.ring import Places, Ring, ring_schedule
 from offload.runtime.base import Event, Runtime, Stream
 from offload.runtime.cpu import CpuRuntime

@@ -46,6 +46,7 @@ class BlockPool:
         self._block_of: dict[Hashable, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._wanted: set[int] = set()  # published blocks that were asked for
+        self._spent: set[int] = set()  # held blocks that are evicted before others once nobody holds them
 
     @property
     def num_blocks(self) -> int:
@@ -81,6 +82,22 @@ class BlockPool:
     def num_unwanted(self) -> int:
         """Blocks that can be handed out before any that was asked for since it was published."""
         return len(self._free) + sum(1 for _ in takewhile(lambda block: block not in self._wanted, self._cached))
+
+    def note_spent(self, blocks: Iterable[int]) -> None:
+        """Note that the one holder of each block does not need it any more: it is evicted before others, once it is
+        given back, but if it was asked for or is shared.
+        """
+        self._spent.update(block for block in blocks if self.holders.get(block) == 1 and block not in self._wanted)
+
+    def renew(self, block: int) -> None:
+        """Have a cached block evicted after all that are cached now."""
+        if block in self._cached:
+            self._cached.move_to_end(block)
+
+    @property
+    def num_spare(self) -> int:
+        """Blocks that can be handed out before any that others may want: free ones, for what is spent goes next."""
+        return len(self._free)
 
     def note_wanted(self, blocks: Iterable[int]) -> None:
         """Note that published blocks were asked for."""
@@ -183,12 +200,15 @@ class BlockPool:
             del self.holders[block]
             if self._vacate(block):
                 freed.append(block)
+            self._spent.discard(block)
         return freed
 
     def _vacate(self, block: int) -> bool:
         """Take back a block that nobody holds any more; return whether its content is worthless."""
         if block in self.key_of:
             self._cached[block] = None
+            if block in self._spent:
+                self._cached.move_to_end(block, last=False)
             return False
         heapq.heappush(self._free, block)
         return True
@@ -246,6 +266,7 @@ class BlockPool:
         self.key_of, self._block_of = key_of, {key: block for block, key in key_of.items()}
         self._cached = OrderedDict.fromkeys(block for block in key_of if block not in references)
         self._wanted &= key_of.keys()
+        self._spent = set()
         known = references.keys() | key_of.keys()
         self._free = [block for block in range(self.first, self._num_blocks) if block not in known]
         self.holders, self._num_references = references, sum(references.values())

@@ -40,7 +40,8 @@ class OffloadStep(Protocol):
 
     plan: StreamPlan
     ahead: StreamPlan | None  # what the next step will stream if nothing changes
-    write_through: Sequence[tuple[int, int]]  # (GPU block, host block) of blocks that this step makes full
+    # For each group of layers (GPU block, host block) of the blocks that this step makes full; empty: of none.
+    write_through: Sequence[Sequence[tuple[int, int]]]
     section_ends: tuple[int, ...]  # for each section the number of its last piece
 
     def compute(self, section: int) -> None:
@@ -65,7 +66,7 @@ class OffloadEngine:
     """Streams host blocks through a ring beside the compute of each layer.
 
     Args:
-        gpu_kv: `[num_layers, num_gpu_blocks, part_bytes]`, the GPU pool.
+        gpu_kv: `[num_places, num_gpu_blocks, part_bytes]`, the GPU pool.
         host: the host pool.
         ring: the ring slots.
         compute: the stream on which the steps' work is enqueued.
@@ -122,7 +123,7 @@ class OffloadEngine:
                 block: it may have been handed out again, with other content.
             timeline: records what each stream does and when; None records nothing.
         """
-        assert operation or not step.write_through, "a step that copies blocks has a number"
+        assert operation or not any(step.write_through), "a step that copies blocks has a number"
         self._operation = operation or self._operation
         self.drop_prefetch(gone)
         self._timeline = timeline = NoTimeline() if timeline is None else timeline
@@ -147,8 +148,8 @@ class OffloadEngine:
                 case Compute(section, last):
                     step.compute(section)
                     timeline.lap(self.compute, COMPUTE, "section", cut=last)
-                    if step.write_through and (layers := self._layers_written(begin, last)):
-                        self._write_through(layers, step.write_through)
+                    if written := self._written_by(step.write_through, begin, last):
+                        self._write_through(written)
                     begin = last + 1
                 case Fill(number, target, is_place, is_ahead):
                     cut, transfer = (ahead.transfers if is_ahead else wanted)[number]
@@ -171,16 +172,22 @@ class OffloadEngine:
                     self.runtime.poison(self.compute, places.bytes[place])
                     self.compute.record(places.used[place])
         self._first = (self._first + plan.num_through_ring) % ring.num_ring_slots
-        if step.write_through:
+        if any(step.write_through):
             self._note_writes()
         if operation and self.counters.num_fills > num_fills:
             copied = self.runtime.event()
             self.copy.record(copied)
             self._note(FILLS, copied)
 
-    def _layers_written(self, first: int, last: int) -> list[int]:
-        """Return the layers whose keys and values pieces `first` to `last` write."""
-        return [cut.writes for cut in self.cuts[first : last + 1] if cut.writes is not None]
+    def _written_by(
+        self, full: Sequence[Sequence[tuple[int, int]]], first: int, last: int
+    ) -> list[tuple[int, Sequence[tuple[int, int]]]]:
+        """Return what pieces `first` to `last` write of blocks that become full, for `_write_through`.
+
+        full: for each group (GPU block, host block) pairs, or nothing.
+        """
+        written = [cut.writes for cut in self.cuts[first : last + 1] if cut.writes is not None] if full else []
+        return [(place, full[group]) for group, place in written if full[group]]
 
     def _note_writes(self) -> None:
         """Record an event behind the write-through so far, for whoever reads or reuses the blocks."""
@@ -219,7 +226,7 @@ class OffloadEngine:
     def store(self, pairs: list[tuple[int, int]], operation: int) -> None:
         """Copy whole blocks, (GPU block, host block) pairs, to the host, in this order. Later work runs beside it."""
         self._operation, self._timeline = operation, NoTimeline()
-        self._write_through(range(self.layout.num_layers), pairs)
+        self._write_through((place, pairs) for place in range(self.layout.num_places))
         self._note_writes()
 
     @torch.inference_mode()
@@ -229,8 +236,8 @@ class OffloadEngine:
         self.compute.record(self._room_made)
         self.copy.wait(self._room_made, "load.fill_after_compute")  # steps in flight may use what the blocks held
         self.copy.wait(self._written, "load.fill_after_store")
-        for layer in range(self.layout.num_layers):
-            for on_gpu, on_host in self._pair_runs(layer, pairs):
+        for place in range(self.layout.num_places):
+            for on_gpu, on_host in self._pair_runs(place, pairs):
                 self.copy.copy(on_gpu, on_host)
                 self.counters.loaded_bytes += on_host.nbytes
         copied = self.runtime.event()
@@ -300,35 +307,36 @@ class OffloadEngine:
             what = "the place" if is_place else "a ring slot"
             assert transfer.num_bytes(self.layout) <= len(memory), f"{what} holds less than that"
             copies = self._copies[transfer, target] = list(transfer.copies(memory, self.host))
-        counters, before = self.counters, self.counters.streamed_bytes
+        counters, before, read = self.counters, self.counters.streamed_bytes, self.cuts[cut].reads
         if is_place:
             self.copy.wait(buffers.used[target], "place.fill_after_last_piece")
         else:
             self.copy.wait(buffers.used[target], "ring.fill_after_attention")
         self._timeline.begin(self.copy, COPY)
         for destination, source in copies:
-            self.copy.copy(destination, source(self.cuts[cut].reads))
+            self.copy.copy(destination, source(read and read.place))
             counters.streamed_bytes += destination.nbytes
         self.copy.record(buffers.copied[target])
         counters.num_fills += 1
         return counters.streamed_bytes - before
 
-    def _write_through(self, layers: Iterable[int], pairs: list[tuple[int, int]]) -> None:
+    def _write_through(self, wanted: Iterable[tuple[int, Sequence[tuple[int, int]]]]) -> None:
+        """Copy parts of blocks to the host. wanted: places of a block, each with (GPU block, host block) pairs."""
         self.compute.record(self._kv_ready)
         self.write.wait(self._kv_ready, "write_through.after_kv_is_written")
-        for layer in layers:
+        for place, pairs in wanted:
             before = self.counters.written_bytes
             self._timeline.begin(self.write, WRITE)
-            for on_gpu, on_host in self._pair_runs(layer, pairs):
+            for on_gpu, on_host in self._pair_runs(place, pairs):
                 self.write.copy(on_host, on_gpu)
                 self.counters.written_bytes += on_gpu.nbytes
             num_bytes = self.counters.written_bytes - before
-            self._timeline.lap(self.write, WRITE, "write-through", num_bytes=num_bytes, cut=layer)
+            self._timeline.lap(self.write, WRITE, "write-through", num_bytes=num_bytes, cut=place)
 
-    def _pair_runs(self, layer: int, pairs: list[tuple[int, int]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _pair_runs(self, place: int, pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield (GPU, host) views of neighbouring blocks that one copy can move."""
         for gpu_block, host_block, count in runs(pairs):
             blocks = tuple(range(host_block, host_block + count))
-            for place, segment, begin, part in host_runs(blocks, self.host.blocks_per_segment):
-                on_gpu = self._gpu_kv[layer, gpu_block + place : gpu_block + place + part]
-                yield on_gpu, self.host.run(segment, begin, part)[layer]
+            for offset, segment, begin, part in host_runs(blocks, self.host.blocks_per_segment):
+                on_gpu = self._gpu_kv[place, gpu_block + offset : gpu_block + offset + part]
+                yield on_gpu, self.host.run(segment, begin, part)[place]

@@ -9,26 +9,27 @@ from dataclasses import dataclass
 class KVLayout:
     """Sizes of the KV cache, shared by the GPU pool, the host pool and the ring.
 
-    A block holds `block_size` consecutive tokens of one sequence. Its part for one layer is `part_bytes` neighbouring
-    bytes: one copy moves it, and neighbouring blocks of a layer lie next to each other, so a run of blocks moves in one
-    copy as well. What the bytes mean is for those to know who compute with them.
+    A block holds `block_size` consecutive tokens of one sequence for the layers of a group, of which each has a *place*
+    in it. Its part for one layer is `part_bytes` neighbouring bytes: one copy moves it, and neighbouring blocks of a
+    place lie next to each other, so a run of blocks moves in one copy as well. What the bytes mean is for those to know
+    who compute with them.
 
     Attributes:
         part_bytes: of one block in one layer, the least that crosses the link at a time.
     """
 
-    num_layers: int
+    num_places: int
     block_size: int
     part_bytes: int
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers."""
-        return self.num_layers * self.part_bytes
+        """Bytes of one block over all places."""
+        return self.num_places * self.part_bytes
 
     def pool_shape(self, num_blocks: int) -> tuple[int, int, int]:
-        """Shape of a pool, in bytes: `[num_layers, num_blocks, part_bytes]`."""
-        return (self.num_layers, num_blocks, self.part_bytes)
+        """Shape of a pool, in bytes: `[num_places, num_blocks, part_bytes]`."""
+        return (self.num_places, num_blocks, self.part_bytes)
 
 
 def runs(pairs: list[tuple[int, int]]) -> list[tuple[int, int, int]]:

@@ -40,8 +40,15 @@ class Transfer(Protocol):
     ) -> Iterable[tuple[torch.Tensor, Callable[[int | None], torch.Tensor]]]:
         """Return (destination, source) of each copy. target: the ring slot or the place, [bytes] uint8.
 
-        `source(layer)`, of the destination's shape, is what the copy brings to a cut that reads this layer.
+        `source(place)`, of the destination's shape, is what the copy brings to a cut that reads this place of a block.
         """
+
+
+class KVPlace(NamedTuple):
+    """Where a layer's keys and values lie: in blocks of a group of layers, at this place of each."""
+
+    group: int
+    place: int
 
 
 class Landing(NamedTuple):
@@ -60,15 +67,15 @@ class Cut:
     """The end of a piece, where the engine can act before the next one.
 
     Attributes:
-        reads: the layer whose keys and values the attention reads that lies here, counted among those that keep some;
-            None: none lies here. Its KV chunks pass through the ring, first of all that passes here.
-        writes: the layer whose keys and values the piece before has made; None: it makes none.
+        reads: where the keys and values lie that the attention reads which lies here; None: none lies here. Its KV
+            chunks pass through the ring, first of all that passes here.
+        writes: where those lie that the piece before has made; None: it makes none.
         transfers: what each step wants here besides, each to a place of its own.
         in_large_steps: what steps of many rows want here besides, to places of their own.
     """
 
-    reads: int | None = None
-    writes: int | None = None
+    reads: KVPlace | None = None
+    writes: KVPlace | None = None
     transfers: tuple[Transfer, ...] = ()
     in_large_steps: tuple[Transfer, ...] = ()
 

@@ -6,6 +6,7 @@ import itertools
 from dataclasses import dataclass
 
 from nanoinfer.engine.engine import LLMEngine
+from nanoinfer.kv.prefix_cache import taken
 from nanoinfer.memory.rates import Rates
 from nanoinfer.memory.streamed import streamed_bytes
 from nanoinfer.requests.request import Request
@@ -129,15 +130,18 @@ class Ahead:
 
     def _has_room(self, part: _Part) -> bool:
         """Whether there are blocks for it that nobody wants, besides those of its beginning that are there."""
-        engine, num_blocks = self._engine, (part.end - part.begin) // self._size
+        engine = self._engine
+        num_blocks = engine.kv_cache.tables.groups.chunk_blocks(part.end - part.begin)
         tables = engine.kv_cache.tables
         (_, pool), (sequence,) = tables.home, part.request.sequences
         with engine.changing():
             found = engine.kv_cache.prefixes.find(sequence)
             num_unwanted = pool.num_unwanted
-            pool.release(found)
+            for blocks, below in zip(found.blocks, found.below, strict=True):
+                pool.release(taken(blocks))
+                tables.lifetimes.host_blocks.release(taken(below))
         if not tables.is_offload:
-            return num_blocks < num_unwanted  # one more for its end
+            return num_blocks + len(tables.groups) <= num_unwanted  # one more in each group for its end
         if pool.num_blocks < pool.num_possible:
             num_unwanted = pool.num_free - pool.num_cached  # for more, memory that is being pinned would be waited for
         return num_blocks <= num_unwanted

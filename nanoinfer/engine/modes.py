@@ -48,10 +48,9 @@ class Modes:
 
     def max_sequence_tokens(self, mode: str) -> int:
         """Return the most tokens that one sequence can have in `mode`. A longer sequence would wait for ever."""
-        block_size = self._config.block_size
-        if mode == "offload":
-            return self._host_blocks.num_possible * block_size + block_size - 1  # the tail lies on the GPU
-        return self._tables.gpu_blocks.num_blocks * block_size
+        if mode == "offload":  # tails lie on the GPU
+            return self._tables.groups.most_tokens(self._host_blocks.num_possible, full_alone=True)
+        return self._tables.groups.most_tokens(self._tables.gpu_blocks.num_blocks)
 
     def can_hold(self, sequence: Sequence) -> bool:
         """Whether a pool that can be used holds a waiting sequence.
@@ -112,7 +111,8 @@ class Modes:
             )
         if mode == "offload":
             self._require_host_pool(running)
-            self._host_blocks.require(max(self._mover.num_host_blocks(running), longest // self._config.block_size))
+            most = self._tables.groups.most_full(longest)
+            self._host_blocks.require(max(self._mover.num_host_blocks(running), most))
             self._switch.check_offload(running)
         else:
             self._switch.check_resident(running)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 
@@ -30,8 +31,8 @@ class StepPlanner:
     def __init__(self, kv_cache: KVCache, end_token_ids: Iterable[int]) -> None:
         self._kv_cache, self._number = kv_cache, 0
         self._end_token_ids = frozenset(end_token_ids)
-        self.versions = np.full(len(kv_cache.tables.gpu), UNKNOWN, dtype=np.int64)
-        self._settings_of = [UNKNOWN] * len(kv_cache.tables.gpu)  # of each row: whose settings the device has
+        self.versions = np.full(kv_cache.tables.num_rows, UNKNOWN, dtype=np.int64)
+        self._settings_of = [UNKNOWN] * kv_cache.tables.num_rows  # of each row: whose settings the device has
         self.last: tuple[StepPlan, list[Sequence], int] | None = None
 
     def forget(self) -> None:
@@ -61,7 +62,7 @@ class StepPlanner:
         if batch.chunks or self.last is None or self.last[1:] != (decoding, tables.versions.sum()):
             return None
         ends = np.array([sequence.num_tokens for sequence in decoding], dtype=np.int64)
-        if np.any(ends % tables.block_size == 0):
+        if any(np.any(ends % size == 0) for size in self._kv_cache.sizes):
             return None
         operation = tables.lifetimes.begin() if tables.is_offload else 0
         return replace(self.last[0], number=self._number, begins=ends - 1, ends=ends, operation=operation)
@@ -71,20 +72,21 @@ class StepPlanner:
         rows = np.array([sequence.row for sequence in decoding], dtype=np.int32)
         ends = np.array([sequence.num_tokens for sequence in decoding], dtype=np.int64)
         tables = kv_cache.tables
-        write_through, promoted, operation, gone = [], None, 0, ()
+        write_through, promoted, operation, gone = (), None, 0, ()
         if tables.is_offload:
-            take = kv_cache.take_promised
-            write_through = [pair for chunk in chunks for pair in take(chunk.sequence, chunk.end)]
-            write_through += [pair for sequence in decoding for pair in take(sequence, sequence.num_tokens)]
+            taken = [kv_cache.take_promised(chunk.sequence, chunk.end) for chunk in chunks]
+            taken += [kv_cache.take_promised(sequence, sequence.num_tokens) for sequence in decoding]
+            write_through = tuple(tuple(chain(*of_group)) for of_group in zip(*taken, strict=True))
+            write_through = write_through if any(write_through) else ()
         changed = self._changed_lines(decoding, rows)
         sampling = self._changed_settings(sampled)
         all_rows = np.concatenate([np.array([chunk.sequence.row for chunk in chunks], dtype=np.int32), rows])
         longest = max([*(chunk.end for chunk in chunks), int(ends.max(initial=0))])
-        width = -(-longest // tables.block_size)
-        gpu_blocks, host_blocks = tables.gpu[all_rows, :width], tables.host[all_rows, :width]
+        width = tables.groups.table_width(longest)
+        gpu_blocks, host_blocks = tables.gpu[:, all_rows, :width], tables.host[:, all_rows, :width]
         if tables.is_offload:
             promoted = kv_cache.copies.promote(rows.tolist())
-            operation = tables.lifetimes.begin([gpu_block for gpu_block, _ in write_through])
+            operation = tables.lifetimes.begin([gpu_block for gpu_block, _ in chain(*write_through)])
             gone = tables.lifetimes.take_gone()
         plan = StepPlan(
             number=self._number,
@@ -94,7 +96,7 @@ class StepPlanner:
             ends=ends,
             gpu_blocks=gpu_blocks,
             host_blocks=host_blocks,
-            later_gpu_blocks=None if promoted is None else tables.gpu[rows, :width],
+            later_gpu_blocks=None if promoted is None else tables.gpu[:, rows, :width],
             changed_rows=changed,
             sampling=sampling,
             sampled_rows=all_rows[[*(chunk.is_last for chunk in chunks), *[True] * len(rows)]] if chunks else rows,
@@ -103,7 +105,7 @@ class StepPlanner:
                 for place, sequence in enumerate(sampled)
                 if sequence.params.logprobs is not None
             },
-            write_through=tuple(write_through),
+            write_through=write_through,
             promoted=promoted or {},
             operation=operation,
             gone_host_blocks=gone,
@@ -127,13 +129,13 @@ class StepPlanner:
         """Return `StepPlan.changed_rows` for these sequences, whose rows are `rows`, and count them as sent."""
         table, versions = self._kv_cache.tables.gpu, self._kv_cache.tables.versions
         changed = np.flatnonzero(self.versions[rows] != versions[rows])
-        lines = np.zeros((len(changed), NUM_HEAD_COLUMNS + table.shape[1]), dtype=np.int32)
+        lines = np.zeros((len(changed), NUM_HEAD_COLUMNS + table.shape[0] * table.shape[2]), dtype=np.int32)
         for line, place in zip(lines, changed.tolist(), strict=True):
             sequence = sequences[place]
             # A pending token is known to the device only, which has put it into the row already.
             token = ON_DEVICE if sequence.num_pending else sequence.token_ids[-1]
             line[:NUM_HEAD_COLUMNS] = sequence.row, token, sequence.num_tokens
-            np.maximum(table[sequence.row], 0, out=line[NUM_HEAD_COLUMNS:])
+            line[NUM_HEAD_COLUMNS:] = np.maximum(table[:, sequence.row], 0).reshape(-1)
         self.versions[rows] = versions[rows]
         return lines
 
@@ -161,10 +163,12 @@ class StepPlanner:
     def _count_blocks_read(self, sequences: list[Sequence]) -> None:
         """Add to each sequence's counts how many full blocks the step reads, and how many of them lie on the GPU."""
         residency, rows = self._kv_cache.copies.residency, [sequence.row for sequence in sequences]
-        firsts, fulls = residency.first[rows].tolist(), residency.full[rows].tolist()
-        for sequence, first, full in zip(sequences, firsts, fulls, strict=True):
-            sequence.num_blocks_read += full
-            sequence.num_resident_read += full - first
+        shape = len(self._kv_cache.tables.groups), -1
+        read = (residency.full - residency.begin).reshape(shape)[:, rows].sum(axis=0)
+        resident = (residency.full - residency.first).reshape(shape)[:, rows].sum(axis=0)
+        for sequence, num_read, num_resident in zip(sequences, read.tolist(), resident.tolist(), strict=True):
+            sequence.num_blocks_read += num_read
+            sequence.num_resident_read += num_resident
 
 
 def _prompt_chunk(chunk: PrefillChunk[Sequence]) -> PromptChunk:

@@ -61,6 +61,7 @@ class Scheduler:
         self.max_mixed_tokens = max_mixed_tokens
         self._last_was_prefill = False
         self._pausing: set[Sequence] = set()  # those that lacked a block in the newest step
+        self._may_send_down = False  # whether the GPU may evict something soon that the host does not have
 
     @property
     def has_work(self) -> bool:
@@ -74,17 +75,22 @@ class Scheduler:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
         self._mover.forget(sequence)
+        self._may_send_down = True
         sequence.state = SequenceState.FINISHED
 
     def schedule(self) -> Batch[Sequence] | None:
         """Return the next step, with the blocks that it writes to already allocated; None when nothing can run."""
-        self._mover.transfers.let_go()
+        transfers = self._mover.transfers
+        if transfers.groups:
+            transfers.let_go()
         for sequence in self.running:
             if sequence.state is SequenceState.RETURNING and self._mover.has_arrived(sequence):
                 sequence.state = _state(sequence)
         batch = self._next_batch()
-        self._mover.send_down()
-        self._mover.transfers.advance()
+        if self._may_send_down:
+            self._may_send_down = self._mover.send_down()
+        if transfers.groups:
+            transfers.advance()
         return batch
 
     def _next_batch(self) -> Batch[Sequence] | None:
@@ -202,6 +208,7 @@ class Scheduler:
         if verdict is Verdict.SPILL and self._spill(may_wait=not self.running):
             verdict = self._admission.admit(sequence, self.running, held, passed)
         if verdict is Verdict.ADMITTED:
+            self._may_send_down = True
             self.running.append(sequence)  # append before delete, so that an interrupt cannot lose the sequence
             del self.waiting[len(held) + len(passed)]
             self._mover.forget(sequence)
@@ -230,7 +237,8 @@ class Scheduler:
         memory is being pinned into which the engine can spill or another one give way. When all pause for memory, the
         youngest gives way to what there is; one alone waits.
         """
-        self._pausing, num_leaving = set(), self._mover.transfers.num_leaving
+        transfers, self._pausing = self._mover.transfers, set()
+        num_leaving = transfers.num_leaving if transfers.groups else 0
         for sequence in self._kv_cache.without_slot(wanting):
             while sequence.row is not None and not self._has_slot(sequence):
                 is_last = len(self._pausing) + 1 >= len(wanting)

@@ -136,19 +136,19 @@ def _load(setup: Setup, plan: MemoryPlan) -> Decoder:
 
 def kv_side(config: EngineConfig, runner: ModelRunner) -> dict[str, Any]:
     """Return the objects that know who holds which block, as arguments of `BuiltEngine`. None holds a tensor."""
-    plan, layout, copies, windows = runner.plan, runner.layout, runner.block_copies, runner.spec.windows
+    plan, layout, copies, groups = runner.plan, runner.layout, runner.block_copies, runner.spec.kv_groups
     # Block 0 of the GPU pool is scratch: padding rows write there.
     gpu_blocks = BlockPool(runner.num_gpu_blocks, first=1)
     host_blocks = HostBlocks(runner.offload.host, runner.num_host_blocks)
     lifetimes = BlockLifetimes(gpu_blocks, host_blocks, runner.offload, copies.let_go)
-    tables = BlockTables(layout.block_size, lifetimes, plan.max_num_seqs, -(-plan.max_model_len // layout.block_size))
-    window = max((window for window in windows if window is not None), default=None)
-    gpu_copies = GPUCopies(tables, plan.max_resident_blocks, window)
+    tables = BlockTables(groups, lifetimes, plan.max_num_seqs, plan.max_model_len)
+    gpu_copies = GPUCopies(tables, plan.max_resident_blocks)
     kv_cache = KVCache(tables, gpu_copies, enable_prefix_caching=config.enable_prefix_caching)
     open_host, spills = partial(runner.open_host_pool, False), may_spill(config, plan, tables)
     mover = Mover(kv_cache, copies, runner.offload, layout, open_host, spills)
     switch = Switch(kv_cache, mover, runner.offload, layout.block_bytes)
-    admission = Admission(kv_cache, mover, switch.tell, max_splits=plan.max_splits, may_spill=spills)
+    sizes = dict(max_splits=plan.max_splits, chunk_blocks=groups.num_windowed_chunk(plan.max_num_batched_tokens))
+    admission = Admission(kv_cache, mover, switch.tell, may_spill=spills, **sizes)
     return dict(kv_cache=kv_cache, admission=admission, mover=mover, switch=switch)
 
 
@@ -164,4 +164,5 @@ def may_spill(config: EngineConfig, plan: MemoryPlan, tables: BlockTables) -> bo
 
 def most_resident_blocks(plan: MemoryPlan, tables: BlockTables) -> int:
     """Return how many full blocks a sequence can have at most in resident mode."""
-    return min(plan.max_model_len, tables.gpu_blocks.num_blocks * tables.block_size) // tables.block_size
+    num_tokens = tables.groups.most_tokens(tables.gpu_blocks.num_blocks)
+    return tables.groups.most_full(min(plan.max_model_len, num_tokens))

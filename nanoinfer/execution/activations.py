@@ -101,10 +101,11 @@ class Activations:
         device, spec, layout = resources.runtime.device, model.spec, resources.layout
         resources.landings.clear()
         kv = spec.attention.part.view(torch.zeros(layout.pool_shape(1)[1:], dtype=torch.uint8, device=device))
-        held = Held([kv] * layout.num_layers, RecurrentStates(spec, 1, device).of_layer)
+        held = Held([kv] * layout.num_places, RecurrentStates(spec, 1, device).of_layer)
         pieces = Pieces(model, held)
         numbers = torch.arange(tokens, device=device)
-        inputs = torch.zeros_like(numbers), numbers % plan.max_model_len, numbers % layout.block_size
+        slots = (numbers % layout.block_size).expand(len(spec.kv_groups), -1)
+        inputs = torch.zeros_like(numbers), numbers % plan.max_model_len, slots
         rows = torch.ones_like(numbers, dtype=torch.int32)
         tensors = StepTensors(*inputs, torch.full_like(rows[:1], tokens), rows)
         hooks = self._hooks(kv, tokens)

@@ -16,7 +16,7 @@ class BlockCopies:
 
     Args:
         offload: has the host pool, and the streams.
-        gpu_kv: `[num_layers, num_gpu_blocks, part_bytes]`, the GPU pool.
+        gpu_kv: `[num_places, num_gpu_blocks, part_bytes]`, the GPU pool.
         states: what rows keep besides blocks.
 
     Attributes:
@@ -24,7 +24,7 @@ class BlockCopies:
     """
 
     def __init__(self, offload: OffloadEngine, gpu_kv: torch.Tensor, states: RecurrentStates) -> None:
-        self._offload, self._runtime, self._layers = offload, offload.runtime, range(offload.layout.num_layers)
+        self._offload, self._runtime, self._places = offload, offload.runtime, range(offload.layout.num_places)
         self._gpu_kv, self._states = gpu_kv, states.of_layer.values()
         self.kept_rows: dict[int, list[torch.Tensor]] = {}
 
@@ -59,8 +59,8 @@ class BlockCopies:
         where they were borrowed."""
         for block in blocks if self._runtime.poisons else []:
             stream = self._offload.write if pool == HOST else self._offload.compute
-            for layer in self._layers:
-                memory = self._gpu_kv[layer, block] if pool == GPU else self._offload.host.block(layer, block)
+            for place in self._places:
+                memory = self._gpu_kv[place, block] if pool == GPU else self._offload.host.block(place, block)
                 self._runtime.poison(stream, memory)
         if pool == HOST:
             self._offload.host.give_back(blocks)

@@ -50,11 +50,11 @@ class DecodeProgram:
     """
 
     def __init__(self, resources: Resources) -> None:
-        spec, device, self._block_size = resources.model.spec, resources.runtime.device, resources.layout.block_size
+        spec, device, groups = resources.model.spec, resources.runtime.device, resources.groups
         self.resources, self._compute = resources, resources.compute
         self.batch_sizes = resources.config.graph_batch_sizes(resources.plan.max_num_seqs, resources.device)
         max_batch = max(self.batch_sizes[-1], resources.plan.max_num_seqs)
-        self.rows = rows = RowState(resources.runtime, resources.plan.max_num_seqs, resources.max_blocks_per_seq)
+        self.rows = rows = RowState(resources.runtime, resources.plan.max_num_seqs, len(groups) * resources.table_width)
         self.sampling = SamplingState(resources.runtime, rows, spec.vocab_size, max_batch)
         self.counters = DecodeCounters()
         self.logits = torch.zeros(max_batch, spec.vocab_size, dtype=spec.dtype, device=device)
@@ -62,12 +62,14 @@ class DecodeProgram:
         self._buffers = FixedBuffers(spec, max_batch, device)
         self._next = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self._positions = self._buffers.positions
-        self._slots = torch.zeros(max_batch, dtype=torch.int64, device=device)
+        self._slots = torch.zeros(len(groups), max_batch, dtype=torch.int64, device=device)
+        self._block_sizes = torch.tensor([group.block_size for group in groups], dtype=torch.int32, device=device)
         self._lengths = torch.ones(max_batch, dtype=torch.int32, device=device)
-        self._block_table = torch.zeros(max_batch, rows.block_table.shape[1], dtype=torch.int32, device=device)
+        tables = len(groups), max_batch, resources.table_width
+        self._block_tables = torch.zeros(tables, dtype=torch.int32, device=device)
         self.batch = DeviceTable(resources.runtime, 4 + max_batch)
         self.num_live, self.batch_rows = self.batch.tensor[:1], self.batch.tensor[4:]
-        self.attention = DecodeAttention(resources, self._buffers.q, self._lengths, self._block_table)
+        self.attention = DecodeAttention(resources, self._buffers.q, self._lengths, self._block_tables)
         self.section_ends = resources.pieces.whole, resources.pieces.cut
         self.last: DecodeStep | None = None
 
@@ -99,17 +101,22 @@ class DecodeProgram:
 
     def _tensors(self, size: int) -> StepTensors:
         rows, fixed = self.batch_rows[:size], self._buffers.first(size)
-        return StepTensors(self._next[:size], self._positions[:size], self._slots[:size], self.num_live, rows, **fixed)
+        return StepTensors(
+            self._next[:size], self._positions[:size], self._slots[:, :size], self.num_live, rows, **fixed
+        )
 
     def copy_inputs(
         self, token_ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, whole_rows: bool
     ) -> None:
-        """Write the batch's next token ids, positions and slots, [rows] int32 each, for a `MixedStep` to compute."""
+        """Write the batch's next token ids, positions and slots for a `MixedStep` to compute, all int32.
+
+        token_ids, positions: [rows]; slots: [groups, rows].
+        """
         count = len(token_ids)
         self.prepare(count, whole_rows)
         token_ids.copy_(self._next[:count])
         positions.copy_(self._positions[:count])
-        slots.copy_(self._slots[:count])
+        slots.copy_(self._slots[:, :count])
 
     def copy_queries(self, q: torch.Tensor) -> None:
         """Copy the batch's queries, [rows, num_q_heads, head_dim], to where attention over ring slots reads them."""
@@ -117,11 +124,12 @@ class DecodeProgram:
 
     def prepare(self, size: int, whole_rows: bool) -> None:
         """Fill in the tokens, lengths, positions and slots of the batch."""
-        rows, state, block_size = self.batch_rows[:size], self.rows, self._block_size
+        rows, state = self.batch_rows[:size], self.rows
         if whole_rows:
-            self._block_table[:size].copy_(state.block_table.index_select(0, rows))
-        inputs = self._next[:size], self._lengths[:size], self._positions[:size], self._slots[:size]
-        state.operations.step_inputs(rows, state.tensors, inputs, block_size)
+            tables = state.block_table.index_select(0, rows).unflatten(1, (len(self._block_tables), -1))
+            self._block_tables[:, :size].copy_(tables.transpose(0, 1))
+        inputs = self._next[:size], self._lengths[:size], self._positions[:size], self._slots[:, :size]
+        state.operations.step_inputs(rows, state.tensors, inputs, self._block_sizes)
 
     # Graphs
 
@@ -164,8 +172,8 @@ class DecodeProgram:
         """Fill the tables with padding rows only, for the warm-up run before a capture to compute."""
         self.last = None
         self._set_batch(np.zeros(0, dtype=np.int32), len(self.tokens))
-        windows = self.resources.windows
-        self.attention.upload([NO_SPLITS] * len(windows), [[]] * len(windows))
+        num_groups = len(self.resources.groups)
+        self.attention.upload([NO_SPLITS] * num_groups, [[]] * num_groups)
 
     def _set_batch(self, rows: np.ndarray, size: int) -> None:
         """Upload the rows of a batch, [rows] int32, padded to `size`."""
@@ -185,7 +193,7 @@ class DecodeProgram:
         """Upload what changed and plan what the rows that decode attend to.
 
         Args:
-            beside: for each window the KV chunks of the prefill step of the same mixed step; their blocks are attended
+            beside: for each group the KV chunks of the prefill step of the same mixed step; their blocks are attended
                 to from there.
 
         The lists of splits change only when a row comes or goes, gains or loses a GPU block, or begins a split (in
@@ -204,8 +212,8 @@ class DecodeProgram:
         self.rows.update(self._compute, step.changed_rows)
         self._set_batch(rows, size)
         pieces = self.resources.pieces
-        host_blocks = step.host_blocks[first:]
-        lists = planner.splits(size, step.gpu_blocks[first:], host_blocks, step.ends)
+        host_blocks = step.host_blocks[:, first:]
+        lists = planner.splits(size, step.gpu_blocks[:, first:], host_blocks, step.ends)
         chunks = planner.chunks(lists, beside)
         self.attention.upload(lists, chunks if beside is None else [a + b for a, b in zip(chunks, beside, strict=True)])
         plan = pieces.plan(chunks)
@@ -221,9 +229,9 @@ class DecodeProgram:
             chunks=chunks,
             plan=plan,
             ahead=ahead,
-            write_through=[] if step.chunks else step.write_through,
+            write_through=() if step.chunks else step.write_through,
             promoted=step.promoted,
-            readers=[(of_window.on_host[:, 0], of_window.on_host[:, 2]) for of_window in lists],
+            readers=[(of_group.on_host[:, 0], of_group.on_host[:, 2]) for of_group in lists],
             rows=rows,
             valid_up_to=planner.valid_up_to(size, step.ends),
         )
@@ -236,9 +244,9 @@ class DecodeProgram:
         self.counters.graph_replays += is_graph
         return is_graph
 
-    def promote(self, layer: int, chunk: Chunk, ring_slot: int, promoted: dict[int, int]) -> None:
+    def promote(self, place: int, chunk: Chunk, ring_slot: int, promoted: dict[int, int]) -> None:
         """Copy promoted blocks, which stay on the GPU from now on, from the ring slot into the GPU pool."""
-        kv, slot = self.resources.gpu_kv[layer], self.resources.ring.slots[ring_slot]
+        kv, slot = self.resources.gpu_kv[place], self.resources.ring.slots[ring_slot]
         pairs = [(promoted[block], position) for position, block in enumerate(chunk.blocks) if block in promoted]
         for gpu_block, position, count in runs(pairs):
             self._compute.copy(kv[gpu_block : gpu_block + count], slot[position : position + count])
@@ -280,9 +288,9 @@ class DecodeStep(OffloadStep):
     """One decode step as the offload engine runs it (see `offload.OffloadStep`).
 
     Attributes:
-        chunks: for each window the KV chunks of each layer that has it.
+        chunks: for each group the KV chunks of each of its layers.
         promoted: host block -> GPU block that takes over its content from the ring.
-        readers: for each window two parallel arrays, the number of a sequence and a host block that it reads.
+        readers: for each group two parallel arrays, the number of a sequence and a host block that it reads.
         rows, valid_up_to: [d] the rows, and how long each may get before it reads other splits of the same blocks.
         shares: what `stream_shares` returns for the step, once it was asked for.
     """
@@ -292,7 +300,7 @@ class DecodeStep(OffloadStep):
     chunks: list[list[Chunk]]
     plan: StreamPlan
     ahead: StreamPlan
-    write_through: Sequence[tuple[int, int]]
+    write_through: Sequence[Sequence[tuple[int, int]]]
     promoted: dict[int, int]
     readers: list[tuple[np.ndarray, np.ndarray]]
     rows: np.ndarray
@@ -328,4 +336,4 @@ class DecodeStep(OffloadStep):
             slot = attention.slot_kinds[cut], ring_slot
             program.enqueue(("slot", *slot), partial(attention.attend_slot, *slot))
         if self.promoted and written is not None:  # where another layer reads the same, it was done
-            program.promote(written, chunk, ring_slot, self.promoted)
+            program.promote(written.place, chunk, ring_slot, self.promoted)

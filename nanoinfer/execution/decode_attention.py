@@ -21,32 +21,34 @@ class DecodeAttention:
     Args:
         q: [max_batch, num_q_heads, head_dim], where attention over ring slots reads the queries.
         lengths: [max_batch] int32, the rows' tokens.
-        block_table: [max_batch, max_blocks_per_seq] int32, the rows' GPU blocks, for backends without fixed splits.
+        block_tables: [groups, max_batch, table width] int32, the rows' GPU blocks, for backends without fixed splits.
 
     Attributes:
         planner: makes the lists of what is attended to.
         whole_rows: whether decode attends to whole rows of the GPU pool, because the backend has no fixed splits.
     """
 
-    def __init__(self, resources: Resources, q: torch.Tensor, lengths: torch.Tensor, block_table: torch.Tensor) -> None:
-        runtime, ring, self._kv_of_layer = resources.runtime, resources.ring, resources.kv_of_layer
+    def __init__(
+        self, resources: Resources, q: torch.Tensor, lengths: torch.Tensor, block_tables: torch.Tensor
+    ) -> None:
+        runtime, ring, self._kv_of_place = resources.runtime, resources.ring, resources.kv_of_place
         self._compute, self._backend, self._resources = resources.compute, resources.backend, resources
-        self._windows, self._window_of, self.planner = resources.windows, resources.window_of, SplitPlanner(resources)
+        self._windows, self.planner = [group.window for group in resources.groups], SplitPlanner(resources)
         self._sinks, self._own, self._reads = resources.pieces.sinks, resources.pieces.own, resources.pieces.reads
-        self._q, self._lengths, self._block_table = q, lengths, block_table
+        self._q, self._lengths, self._block_tables = q, lengths, block_tables
         self.whole_rows = not resources.backend.exact_splits
         # At most MAX_TILES_APART tiles have a partial of their own; every other block has one partial, and a block that
         # several rows share has one for each.
         self._max_splits = most = resources.plan.max_splits + MAX_TILES_APART
         self._partials: Partials = resources.backend.partials(most)
-        # The host's tables, one set per window.
-        self.splits = [SplitTables(runtime, len(q), most) for _ in resources.windows]
-        self.records = [ChunkRecords(runtime, most) for _ in resources.windows]
+        # The host's tables, one set per group.
+        self.splits = [SplitTables(runtime, len(q), most) for _ in resources.groups]
+        self.records = [ChunkRecords(runtime, most) for _ in resources.groups]
         self._slot_records = torch.zeros(ring.num_ring_slots, 4 + 4 * most, dtype=torch.int32, device=runtime.device)
 
-    def upload(self, by_window: list[SplitLists], chunks: Sequence[list[Chunk]]) -> None:
-        """Upload for each window the lists of splits, and the records of the KV chunks that pass in the step."""
-        for index, lists in enumerate(by_window):
+    def upload(self, by_group: list[SplitLists], chunks: Sequence[list[Chunk]]) -> None:
+        """Upload for each group the lists of splits, and the records of the KV chunks that pass in the step."""
+        for index, lists in enumerate(by_group):
             num_splits = lists.ranges[-1]
             assert num_splits <= self._max_splits, f"{num_splits} splits in a workspace of {self._max_splits}"
             self.splits[index].set(self._compute, lists)
@@ -64,18 +66,18 @@ class DecodeAttention:
             q, out: [rows, num_q_heads, head_dim], for the first rows of the batch. With `whole_rows` this method writes
                 `out`, otherwise `end` does.
         """
-        kind, kv, lengths = self._window_of[layer], self._kv_of_layer[self._reads[layer]], self._lengths[: len(q)]
-        window = self._windows[kind]
+        (group, place), lengths = self._reads[layer], self._lengths[: len(q)]
+        kv, window = self._kv_of_place[place], self._windows[group]
         if whole_rows:
-            self._backend.decode_rows(q, kv, self._block_table[: len(q)], lengths, out, window)
+            self._backend.decode_rows(q, kv, self._block_tables[group, : len(q)], lengths, out, window)
         else:
-            work = self._work(self.splits[kind].items, kind, after_copy=False)
+            work = self._work(self.splits[group].items, group, after_copy=False)
             self._backend.decode_partial(q, kv, work, lengths, self._partials, window, self._own[layer])
 
     def end(self, layer: int, out: torch.Tensor, whole_rows: bool) -> None:
         """Merge the partials of the GPU pool and of ring slots into `out`; arguments as in `begin`."""
         if not whole_rows:
-            splits = self.splits[self._window_of[layer]]
+            splits = self.splits[self._reads[layer].group]
             self._backend.merge(
                 self._partials,
                 splits.ranges[: len(out) + 1],
@@ -87,36 +89,37 @@ class DecodeAttention:
 
     def load_record(self, layer: int, chunk: Chunk, ring_slot: int) -> bool:
         """Enqueue the upload of what `attend_slot` attends to. Return False if no row attends to the chunk."""
-        records = self.records[self._window_of[layer]]
+        records = self.records[self._reads[layer].group]
         return records.copy(self._compute, chunk, self._slot_records[ring_slot])
 
     @cached_property
     def slot_kinds(self) -> list[int]:
-        """For each layer with attention the first one with its window, and with the same tensors for its KV format.
+        """For each layer with attention the first one of its group, and with the same tensors for its KV format.
 
         Attention over a ring slot is launched for these alone: what else varies lies in device tables.
         """
-        kinds = [(window, [id(one) for one in own]) for window, own in zip(self._window_of, self._own, strict=True)]
+        pairs = zip(self._reads, self._own, strict=True)
+        kinds = [(read.group, [id(one) for one in own]) for read, own in pairs]
         return [kinds.index(kind) for kind in kinds]
 
     def attend_slot(self, layer: int, ring_slot: int) -> None:
         """Attend to what the ring slot holds. layer: one of `slot_kinds`."""
-        kind = self._window_of[layer]
+        group = self._reads[layer].group
         self._backend.decode_partial(
             self._q,
             self._resources.kv_of_slot[ring_slot],
-            self._work(self._slot_records[ring_slot], kind, after_copy=True),
+            self._work(self._slot_records[ring_slot], group, after_copy=True),
             self._lengths,
             self._partials,
-            self._windows[kind],
+            self._windows[group],
             self._own[layer],
         )
 
-    def _work(self, table: torch.Tensor, kind: int, after_copy: bool) -> DecodeWork:
+    def _work(self, table: torch.Tensor, group: int, after_copy: bool) -> DecodeWork:
         """Return a flat `work_table` as `DecodeWork`."""
         return DecodeWork(
             items=table[4:].view(-1, 4),
             num_items=table[:1],
-            partials_per_block=self.splits[kind].partials_per_block,
+            partials_per_block=self.splits[group].partials_per_block,
             after_copy=after_copy,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nanoinfer.common.units import format_gib, format_size
+from offload import KVGroups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,7 @@ class MemoryPlan:
         library_bytes: workspaces of libraries, and rounding.
         graph_bytes: private memory of the captured graphs.
         split_bytes: attention partials of one split, and its entries in tables.
+        groups: of layers, each with KV blocks of its own.
         num_gpu_blocks: KV blocks of the GPU pool, the scratch block included.
         max_resident_blocks: full blocks that may stay on the GPU in offload mode; None: as many as there is room for.
         streamed_pieces: the pieces whose weights lie in host memory.
@@ -49,6 +51,7 @@ class MemoryPlan:
     block_bytes: int = 0
     split_bytes: int = 0
     blocks_per_slot: int = 0
+    groups: KVGroups = KVGroups()
     num_gpu_blocks: int = 0
     num_host_blocks: int = 0
     max_resident_blocks: int | None = None

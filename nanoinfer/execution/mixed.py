@@ -40,7 +40,7 @@ class MixedStep(OffloadStep):
 
     @property
     def readers(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """For each window two parallel arrays: a sequence's number (prompt chunks first), a host block it reads."""
+        """For each group two parallel arrays: a sequence's number (prompt chunks first), a host block it reads."""
         result, first = [], len(self._prefill.lengths)
         for (chunks, theirs), (rows, ours) in zip(self._prefill.readers, self._decode.readers, strict=True):
             result.append((np.concatenate([chunks, first + rows]), np.concatenate([theirs, ours])))
@@ -80,7 +80,7 @@ class MixedStep(OffloadStep):
     def _attend_gpu(self, layer: int) -> None:
         q, out = self._rows
         self._attention.begin(layer, q, out, self._whole_rows)
-        if self.chunks[self._resources.window_of[layer]]:
+        if self.chunks[self._resources.pieces.reads[layer].group]:
             self._decode.program.copy_queries(q)
 
     @property

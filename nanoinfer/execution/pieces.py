@@ -53,9 +53,9 @@ class Pieces:
     Attributes:
         sinks: layer with attention -> its sinks, [num_q_heads], or None.
         own: layer with attention -> what the KV format wants of it, as `KVFormat.own` returns it.
-        reads: layer with attention -> the layer of the KV pool that it reads.
+        reads: layer with attention -> where it reads keys and values.
         cuts: one behind each piece, and behind each slice of the head.
-        window_of: layer with attention -> index into the distinct windows of the model.
+        group_of: layer with attention -> number of the group of layers whose blocks it reads.
         whole: for each section of a step in which no KV streams, the number of its last piece.
         cut: the same for a step in which KV may stream at every attention.
     """
@@ -64,8 +64,8 @@ class Pieces:
         """most_rows: of a step that is not large, see `Cut.in_large_steps`; 0: none is."""
         self._pieces, self._held = model.pieces(), held
         self._most_rows = most_rows or sys.maxsize
-        self.window_of = [model.spec.attention.windows.index(window) for window in model.spec.windows]
         self.sinks, self.own, self.reads = model.attention_sinks(), model.kv_own(), model.spec.kv_read
+        self.group_of, self._num_groups = [read.group for read in self.reads], len(model.spec.kv_groups)
         self.cuts = (*(piece.cut for piece in self._pieces), *model.streamed.head_cuts())
         last = len(self.cuts) - 1
         self._without_kv: dict[bool, StreamPlan] = {}
@@ -120,18 +120,18 @@ class Pieces:
     def plan(self, chunks: Sequence[Sequence[Chunk]], num_rows: int = 1, samples: bool = True) -> StreamPlan:
         """Return what passes in a step.
 
-        chunks: for each window the KV chunks of each layer that has it; num_rows: tokens and padding; samples: whether
+        chunks: for each group the KV chunks of each of its layers; num_rows: tokens and padding; samples: whether
             the step has logits. Without, it brings nothing of the head.
         """
         is_large = num_rows > self._most_rows
         if any(chunks) or is_large:
             return self._plan(chunks, is_large, samples)
         if samples not in self._without_kv:
-            self._without_kv[samples] = self._plan([()] * len(set(self.window_of)), False, samples)
+            self._without_kv[samples] = self._plan([()] * self._num_groups, False, samples)
         return self._without_kv[samples]
 
     def _plan(self, chunks: Sequence[Sequence[Chunk]], is_large: bool, samples: bool) -> StreamPlan:
-        kv = [() if cut.reads is None else chunks[self.window_of[i]] for i, cut in enumerate(self.cuts)]
+        kv = [() if cut.reads is None else chunks[cut.reads.group] for i, cut in enumerate(self.cuts)]
         own = [cut.transfers + (cut.in_large_steps if is_large else ()) for cut in self.cuts]
         if not samples:  # the cut behind the last piece brings the first slice
             own[len(self) - 1 :] = [()] * (len(own) - len(self) + 1)

@@ -18,12 +18,11 @@ import torch
 from nanoinfer.attention.base import KeyRange, PrefillState
 from nanoinfer.execution.prefill_pieces import PrefillPieces, pack_inputs
 from nanoinfer.execution.resources import Resources
-from nanoinfer.execution.splits import first_visible_block
 from nanoinfer.execution.tables import DeviceTable, Packer
 from nanoinfer.kernels.linear.counts import padded_rows
 from nanoinfer.models.step_tensors import StepTensors
 from nanoinfer.step.plan import NO_BLOCK, PromptChunk, StepPlan
-from offload import Chunk, OffloadStep, StreamPlan, pack_together
+from offload import Chunk, KVGroup, OffloadStep, StreamPlan, pack_together
 from offload.layout import runs
 
 
@@ -32,8 +31,8 @@ class PrefillProgram:
 
     def __init__(self, resources: Resources) -> None:
         runtime, states, plan = resources.runtime, resources.states, resources.plan
-        self.resources, self.block_size = resources, resources.layout.block_size
-        # Token id, position and slot of a padding token, and its row if a layer asks for it: the KV store skips
+        self.resources, num_groups = resources, len(resources.groups)
+        # Token id, position and slots of a padding token, and its row if a layer asks for it: the KV store skips
         # negative slots.
         self._padding = (0, 0, -1, states.padding_row) if states.of_layer else (0, 0, -1)
         max_tokens, max_seqs = plan.max_num_batched_tokens, min(plan.max_num_seqs, plan.max_num_batched_tokens)
@@ -41,13 +40,14 @@ class PrefillProgram:
         # which token; then per sequence the offsets and ranges; then block tables and ring chunks. Every sequence of
         # the step may have a history on the host (a shared prefix, a switch), with each of its blocks in a separate
         # ring slot.
-        blocks = min(plan.max_splits, max_seqs * resources.max_blocks_per_seq)
+        blocks = min(plan.max_splits, max_seqs * resources.table_width)
         num_rows = padded_rows(max_tokens) if resources.device.pads_rows else max_tokens
-        size = 4 + len(self._padding) * num_rows + 2 * max_tokens + 1 + max_seqs * resources.max_blocks_per_seq
-        size += (6 + bool(states.of_layer) + len(resources.windows)) * max_seqs
+        size = 4 + (len(self._padding) - 1 + num_groups) * num_rows + 2 * max_tokens + 1
+        size += num_groups * max_seqs * resources.table_width
+        size += (5 + bool(states.of_layer) + 2 * num_groups) * max_seqs
         # Each array begins at a multiple of 4.
-        size += 3 * (11 + 2 * bool(states.of_layer) + 2 * len(resources.windows))
-        size += 3 * len(resources.windows) * blocks
+        size += 3 * (9 + 2 * bool(states.of_layer) + 4 * num_groups)
+        size += 3 * num_groups * blocks
         self._table = DeviceTable(runtime, size)
         self.pieces = PrefillPieces(resources, self._table, self._padding)
         # By numpy: on the meta device, where plans are counted, torch imports sympy for its own `arange`.
@@ -62,7 +62,7 @@ class PrefillProgram:
         logits: [sampled rows, vocab_size], which the step fills.
         """
         chunks = step.chunks
-        gpu_blocks, host_blocks = step.gpu_blocks[: len(chunks)], step.host_blocks[: len(chunks)]
+        gpu_blocks, host_blocks = step.gpu_blocks[:, : len(chunks)], step.host_blocks[:, : len(chunks)]
         lengths = np.array([chunk.end - chunk.begin for chunk in chunks])
         ends = np.cumsum(lengths)
         num_tokens, num_live = int(ends[-1]), int(ends[-1]) + len(step.rows)
@@ -71,20 +71,23 @@ class PrefillProgram:
         scored, scored_by = map(packer.add, _scored(chunks, lengths))
         ended = ends[[chunk.is_last for chunk in chunks]] - 1
         last, last_rows = packer.add([*ended, *range(num_tokens, num_live)]), packer.add(step.sampled_rows)
-        first_blocks, table = self._on_gpu(chunks, gpu_blocks)
-        on_gpu = partial(
+        of_groups = partial(
             KeyRange,
             cu_seqlens_q=packer.add(np.concatenate([[0], ends])),
             query_pos=packer.add([chunk.begin for chunk in chunks]),
-            first_block=packer.add(first_blocks),
             kv_end=packer.add([chunk.end for chunk in chunks]),
-            block_table=packer.add(table),
             max_query_len=int(lengths.max()),
             query_rows=(0, num_tokens),
             store_state=False,
         )
-        histories = [self._history(chunks, host_blocks, first_blocks, each, packer) for each in self.resources.windows]
-        passing, load_states, slot_tables, readers = zip(*histories, strict=True)
+        gpu_ranges, histories = [], []
+        for group, on_gpu, on_host in zip(self.resources.groups, gpu_blocks, host_blocks, strict=True):
+            first_blocks, table = _on_gpu(chunks, on_gpu, group)
+            *history, load_state = self._history(chunks, on_host, first_blocks, group, packer)
+            histories.append(history)
+            tables = dict(first_block=packer.add(first_blocks), block_table=packer.add(table))
+            gpu_ranges.append(of_groups(load_state=load_state, **tables))
+        passing, slot_tables, readers = zip(*histories, strict=True)
         packer.upload(self.resources.compute)
         if len(step.rows):
             self._table.forget()  # `MixedStep` writes there, too
@@ -110,7 +113,7 @@ class PrefillProgram:
             scored=scored,
             scored_by=scored_by,
             takes_landings=takes_landings,
-            gpu_ranges=[on_gpu(load_state=load_state) for load_state in load_states],
+            gpu_ranges=gpu_ranges,
             slot_tables=slot_tables,
             lengths=lengths,
             readers=readers,
@@ -127,46 +130,36 @@ class PrefillProgram:
 
         decoding: the rows that decode, whose tokens follow the chunks' and are known to the device alone.
         """
-        block_size = self.block_size
         positions = [np.arange(chunk.begin, chunk.end) for chunk in chunks]
         slots = [
-            blocks[at // block_size] * block_size + at % block_size
-            for blocks, at in zip(gpu_blocks, positions, strict=True)
+            np.stack([_slots(blocks, at, group) for blocks, group in zip(of_row, self.resources.groups, strict=True)])
+            for of_row, at in zip(gpu_blocks.swapaxes(0, 1), positions, strict=True)
         ]
         token_ids = [chunk.token_ids for chunk in chunks]
         rows = [np.full(len(at), chunk.row) for chunk, at in zip(chunks, positions, strict=True)]
         num_tokens = sum(map(len, positions))
         count = self.pieces.padded_count(num_tokens + len(decoding))
         for columns, value in zip((token_ids, positions, slots, [*rows, decoding]), self._padding, strict=False):
-            known = np.concatenate(columns)
-            yield np.concatenate([known, np.full(count - len(known), value)])
-
-    def _on_gpu(self, chunks: Sequence[PromptChunk], gpu_blocks: np.ndarray) -> tuple[list[int], np.ndarray]:
-        """Return for each chunk its first logical block on the GPU, and a line of the blocks from there on."""
-        num_blocks = [-(-chunk.end // self.block_size) for chunk in chunks]
-        first_blocks = [_first_gpu_block(blocks[:count]) for blocks, count in zip(gpu_blocks, num_blocks)]
-        width = max(count - first for count, first in zip(num_blocks, first_blocks, strict=True))
-        table = np.zeros((len(chunks), width), dtype=np.int32)
-        for line, blocks, first, count in zip(table, gpu_blocks, first_blocks, num_blocks, strict=True):
-            line[: count - first] = blocks[first:count]
-        return first_blocks, table
+            known = np.concatenate(columns, axis=-1)
+            padding = np.full((*known.shape[:-1], count - known.shape[-1]), value)
+            yield np.concatenate([known, padding], axis=-1)
 
     def _history(
         self,
         chunks: Sequence[PromptChunk],
         host_blocks: np.ndarray,
         ends: list[int],
-        window: int | None,
+        group: KVGroup,
         packer: Packer,
-    ) -> tuple[list[Chunk], torch.Tensor, torch.Tensor, tuple[np.ndarray, np.ndarray]]:
-        """Pack the host blocks before logical block `ends[i]` that a query of chunk i sees, for layers of one window.
+    ) -> tuple[list[Chunk], torch.Tensor, tuple[np.ndarray, np.ndarray], torch.Tensor]:
+        """Pack the host blocks before logical block `ends[i]` that a query of chunk i sees, for layers of one group.
 
         Returns:
-            The ring chunks; [sequences] int32, whether a sequence has any (its load state for the GPU pool); and this
-            window's `PrefillStep.slot_tables` and `PrefillStep.readers`.
+            The ring chunks; this group's `PrefillStep.slot_tables` and `PrefillStep.readers`; and [sequences] int32,
+            whether a sequence has any (its load state for the GPU pool).
         """
-        block_size = self.block_size
-        firsts = [int(first_visible_block(np.array(chunk.begin), window, block_size)) for chunk in chunks]
+        block_size = group.block_size
+        firsts = [min(group.first_needed(chunk.begin), end) for chunk, end in zip(chunks, ends, strict=True)]
         lists = [blocks[:end] for blocks, end in zip(host_blocks, ends, strict=True)]
         assert all(np.all(blocks[first:] != NO_BLOCK) for blocks, first in zip(lists, firsts, strict=True)), (
             "a block lies neither on the GPU nor on the host"
@@ -184,7 +177,7 @@ class PrefillProgram:
         blocks = [blocks[first:] for blocks, first in zip(lists, firsts, strict=True)]
         readers = np.repeat(np.arange(len(blocks)), [len(one) for one in blocks]), np.concatenate(blocks)
         load_state = packer.add([first < end for first, end in zip(firsts, ends, strict=True)])
-        return tagged, load_state, packer.add(np.array(rows, dtype=np.int32).reshape(-1, 3).T), readers
+        return tagged, packer.add(np.array(rows, dtype=np.int32).reshape(-1, 3).T), readers, load_state
 
 
 def _scored(chunks: Sequence[PromptChunk], lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -194,8 +187,24 @@ def _scored(chunks: Sequence[PromptChunk], lengths: np.ndarray) -> tuple[np.ndar
     return np.concatenate(indices), np.concatenate(next_ids)
 
 
+def _slots(blocks: np.ndarray, positions: np.ndarray, group: KVGroup) -> np.ndarray:
+    """Return the slots of tokens of one row. blocks: its block table."""
+    return blocks[positions // group.block_size] * group.block_size + positions % group.block_size
+
+
+def _on_gpu(chunks: Sequence[PromptChunk], gpu_blocks: np.ndarray, group: KVGroup) -> tuple[list[int], np.ndarray]:
+    """Return for each chunk its first logical block on the GPU, and a line of the blocks from there on."""
+    num_blocks = [-(-chunk.end // group.block_size) for chunk in chunks]
+    first_blocks = [_first_gpu_block(blocks[:count]) for blocks, count in zip(gpu_blocks, num_blocks)]
+    width = max(count - first for count, first in zip(num_blocks, first_blocks, strict=True))
+    table = np.zeros((len(chunks), width), dtype=np.int32)
+    for line, blocks, first, count in zip(table, gpu_blocks, first_blocks, num_blocks, strict=True):
+        line[: count - first] = blocks[first:count]
+    return first_blocks, table
+
+
 def _first_gpu_block(blocks: np.ndarray) -> int:
-    """Return the place from which on all of a row's blocks lie on the GPU; the blocks before it lie on the host."""
+    """Return the place from which on all of a row's blocks lie on the GPU; what lies before is on the host, or gone."""
     missing = np.flatnonzero(blocks == NO_BLOCK)
     return int(missing[-1]) + 1 if len(missing) else 0
 
@@ -206,7 +215,7 @@ class PrefillStep(OffloadStep):
 
     Attributes:
         num_tokens: tokens of the chunks.
-        chunks: for each window the KV chunks of each layer that has it.
+        chunks: for each group the KV chunks of each of its layers.
         tensors: what the pieces read and leave; dropped behind the last one.
         begun: [n] the rows whose sequence begins; none if no layer keeps a recurrent state.
         last: [n] index in the step of each token after which a token is sampled: the last tokens of chunks that end
@@ -220,14 +229,14 @@ class PrefillStep(OffloadStep):
             log-probability made, and that one's id; none if nobody wants any.
         takes_landings: whether the head is brought for these behind the step, which fetches nothing ahead then.
         normed: [N, hidden_size], what the head reads of all tokens; left by the last piece where some are scored.
-        gpu_ranges: for each window what the chunks attend to in the GPU pool.
-        slot_tables: for each window [3, n] int32: first block, end of the keys and load state of each pair of a ring
+        gpu_ranges: for each group what the chunks attend to in the GPU pool.
+        slot_tables: for each group [3, n] int32: first block, end of the keys and load state of each pair of a ring
             chunk and a sequence that reads it.
-        readers: for each window two parallel arrays, the number of a chunk and a host block that it reads.
+        readers: for each group two parallel arrays, the number of a chunk and a host block that it reads.
     """
 
     program: PrefillProgram
-    write_through: Sequence[tuple[int, int]]
+    write_through: Sequence[Sequence[tuple[int, int]]]
     chunks: Sequence[list[Chunk]]
     plan: StreamPlan
     ahead: StreamPlan | None
@@ -268,9 +277,8 @@ class PrefillStep(OffloadStep):
 
     def end_attention(self, layer: int, tensors: StepTensors) -> None:
         resources = self.program.resources
-        key_range = self.gpu_ranges[resources.window_of[layer]]
-        kv = resources.kv_of_layer[resources.pieces.reads[layer]]
-        resources.compute.run(lambda: self._attend(layer, key_range, kv))
+        group, place = resources.pieces.reads[layer]
+        resources.compute.run(lambda: self._attend(layer, self.gpu_ranges[group], resources.kv_of_place[place]))
 
     def end(self, tensors: StepTensors) -> None:
         self.program.resources.compute.run(self._end)
@@ -294,7 +302,8 @@ class PrefillStep(OffloadStep):
     def _attend_slot(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
         """Attend to a ring slot: once for each run of neighbouring sequences that read the chunk."""
         resources = self.program.resources
-        gpu_range, table = self.gpu_ranges[resources.window_of[layer]], self.slot_tables[resources.window_of[layer]]
+        group = resources.pieces.reads[layer].group
+        gpu_range, table = self.gpu_ranges[group], self.slot_tables[group]
         for number, first, count in chunk.tag:
             last, records = first + count, table[:, number : number + count]
             key_range = KeyRange(
@@ -312,6 +321,6 @@ class PrefillStep(OffloadStep):
 
     def _attend(self, layer: int, key_range: KeyRange, kv: torch.Tensor) -> None:
         resources, (q, out) = self.program.resources, self.tensors.attention_rows(self.num_tokens)
-        window = resources.windows[resources.window_of[layer]]
+        window = resources.groups[resources.pieces.reads[layer].group].window
         own = resources.pieces.own[layer]
         resources.backend.prefill(q, kv, key_range, self.state, out, window, resources.pieces.sinks[layer], own)

@@ -104,14 +104,17 @@ class PrefillPieces:
 
     def _pack_padding(self, count: int) -> tuple[Packer, list[Tensor]]:
         """Pack a step of padding only, and return its inputs."""
-        columns = [np.full(count, value) for value in self._padding]
+        token_id, position, slot, *row = self._padding
+        slots = np.full((len(self._resources.groups), count), slot)
+        columns = [np.full(count, token_id), np.full(count, position), slots, *(np.full(count, value) for value in row)]
         return pack_inputs(self._table, columns, num_live=0)
 
 
 def pack_inputs(table: DeviceTable, columns: Iterable[np.ndarray], num_live: int) -> tuple[Packer, list[Tensor]]:
     """Begin a step's table with its padded inputs, at addresses that depend on their length alone: graphs read them.
 
-    columns: token ids, positions, slots and, if a layer asks for them, rows; num_live: how many of these are tokens.
+    columns: token ids, positions, slots of each group and, if a layer asks for them, rows; num_live: how many of these
+    are tokens.
 
     Returns:
         The packer, and the tensors that `StepTensors` begins with.

@@ -17,7 +17,7 @@ from nanoinfer.execution.pieces import Pieces
 from nanoinfer.execution.recurrent import RecurrentStates
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.pieces import Held
-from offload import KVLayout, Places, Ring, Runtime, Stream
+from offload import KVGroups, KVLayout, Places, Ring, Runtime, Stream
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,11 @@ class Resources:
 
     Attributes:
         landings: where transfers lie that do not pass through the ring.
-        gpu_kv: `[num_layers, num_gpu_blocks, part_bytes]`, the GPU pool, once memory was measured.
+        gpu_kv: `[num_places, num_gpu_blocks, part_bytes]`, the GPU pool, once memory was measured.
         states: what rows keep besides blocks.
-        windows: the distinct windows of layers; None: full attention.
-        window_of: layer -> index into `windows`.
+        groups: the layers whose keys and values share blocks.
+        group_of: layer -> number of the group whose blocks it reads.
+        table_width: columns of a row's block table in each group.
     """
 
     config: EngineConfig
@@ -51,12 +52,12 @@ class Resources:
 
     @cached_property
     def pieces(self) -> Pieces:
-        held = Held(self.kv_of_layer, self.states.of_layer)
+        held = Held(self.kv_of_place, self.states.of_layer)
         return Pieces(self.model, held, self.plan.slot_rows)
 
     @property
-    def kv_of_layer(self) -> torch.Tensor | None:
-        """The GPU pool as those read it who compute: a layer's blocks at its index."""
+    def kv_of_place(self) -> torch.Tensor | None:
+        """The GPU pool as those read it who compute: a place of all blocks at its index."""
         return None if self.gpu_kv is None else self.model.spec.attention.part.view(self.gpu_kv)
 
     @property
@@ -64,14 +65,14 @@ class Resources:
         """The ring as those read it who compute: a slot's blocks at its index."""
         return self.model.spec.attention.part.view(self.ring.slots)
 
-    @cached_property
-    def windows(self) -> tuple[int | None, ...]:
-        return self.model.spec.attention.windows
+    @property
+    def groups(self) -> KVGroups:
+        return self.model.spec.kv_groups
 
     @property
-    def window_of(self) -> list[int]:
-        return self.pieces.window_of
+    def group_of(self) -> list[int]:
+        return self.pieces.group_of
 
     @property
-    def max_blocks_per_seq(self) -> int:
-        return -(-self.plan.max_model_len // self.layout.block_size)
+    def table_width(self) -> int:
+        return self.groups.table_width(self.plan.max_model_len)

@@ -72,7 +72,7 @@ class ModelRunner:
 
     Attributes:
         device: what the runtime's device offers.
-        gpu_kv: `[num_layers, num_gpu_blocks, part_bytes]`, the GPU pool.
+        gpu_kv: `[num_places, num_gpu_blocks, part_bytes]`, the GPU pool.
         expert_link: bytes per second at which experts come one by one; None: there are no slots, or there is no link.
         offload: the offload engine. Its host pool has memory once it was needed for the first time.
         token_masks: brings the masks of a step to its logits.
@@ -297,7 +297,7 @@ class ModelRunner:
 
     def _shares(self, step: DecodeStep | PrefillStep | MixedStep, num_members: int) -> np.ndarray:
         resources = self.decode_program.resources
-        num_layers = [resources.window_of.count(index) for index in range(len(resources.windows))]
+        num_layers = [resources.group_of.count(number) for number in range(len(resources.groups))]
         common_bytes = resources.pieces.common_bytes(step.plan, self.layout)
         return stream_shares(self.layout, num_layers, num_members, step.chunks, step.readers, common_bytes)
 

@@ -16,7 +16,7 @@ from offload import Chunk, pack
 
 @dataclass(frozen=True)
 class SplitLists:
-    """The splits that one decode step attends to, for layers of one window.
+    """The splits that one decode step attends to, for the layers of one group.
 
     Attributes:
         on_gpu: [n, 4] int32, items: (batch row, number in the row, GPU block, partial index). Items with most keys
@@ -149,35 +149,34 @@ class SplitPlanner:
     """Makes the lists of splits of decode steps."""
 
     def __init__(self, resources: Resources) -> None:
-        self._windows = resources.windows
-        self._backend, self._block_size = resources.backend, resources.layout.block_size
+        self._groups, self._backend = resources.groups, resources.backend
         self._blocks_per_slot = resources.ring.blocks_per_slot
 
     def splits(
         self, size: int, gpu_blocks: np.ndarray, host_blocks: np.ndarray, lengths: np.ndarray
     ) -> list[SplitLists]:
-        """Return for each window where the splits of the rows lie.
+        """Return for each group where the splits of the rows lie.
 
         Args:
             size: rows of the padded batch.
-            gpu_blocks, host_blocks: the rows' block tables, [rows, any number of blocks].
+            gpu_blocks, host_blocks: the rows' block tables, [groups, rows, any number of blocks].
             lengths: [rows] tokens of each.
         """
         partials_per_block = partial(self.partials_per_block, size)
         return [
-            split_lists(gpu_blocks, host_blocks, lengths, window, self._block_size, partials_per_block)
-            for window in self._windows
+            split_lists(on_gpu, on_host, lengths, group.window, group.block_size, partials_per_block)
+            for group, on_gpu, on_host in zip(self._groups, gpu_blocks, host_blocks, strict=True)
         ]
 
     def valid_up_to(self, size: int, lengths: np.ndarray) -> np.ndarray:
         """Return the length, [rows], up to which a row of the same blocks has the splits that it has at `lengths`."""
         ends = []
-        for window in self._windows:
-            first, counts = visible_blocks(lengths, window, self._block_size)
-            span = self._block_size // self.partials_per_block(size, counts)
+        for group in self._groups:
+            first, counts = visible_blocks(lengths, group.window, group.block_size)
+            span = group.block_size // self.partials_per_block(size, counts)
             ends.append(-(-lengths // span) * span)
-            if window is not None:
-                ends.append((first + 1) * self._block_size + window - 1)
+            if group.window is not None:
+                ends.append((first + 1) * group.block_size + group.window - 1)
         return np.min(ends, axis=0)
 
     def partials_per_block(self, size: int, num_blocks: np.ndarray) -> np.ndarray:
@@ -194,10 +193,10 @@ class SplitPlanner:
         return 1 < self._backend.tiles_per_block <= MAX_TILES_APART // size
 
     def chunks(self, lists: list[SplitLists], beside: Sequence[list[Chunk]] | None = None) -> list[list[Chunk]]:
-        """Return for each window what streams for these splits, besides what passes for the same step's prompts."""
+        """Return for each group what streams for these splits, besides what passes for the same step's prompts."""
         chunks = []
-        for index, of_window in enumerate(lists):
-            blocks = of_window.host_blocks
+        for index, of_group in enumerate(lists):
+            blocks = of_group.host_blocks
             if beside is not None and beside[index]:
                 blocks = np.setdiff1d(blocks, [block for chunk in beside[index] for block in chunk.blocks])
             chunks.append(pack(blocks, self._blocks_per_slot))

@@ -22,7 +22,7 @@ def stream_shares(
     Readers of one block share it equally; so do all members what no row reads alone.
 
     Args:
-        num_layers, chunks, readers: for each window how many layers have it, their KV chunks, and two parallel arrays,
+        num_layers, chunks, readers: for each group how many layers read it, their KV chunks, and two parallel arrays,
             the number of a member and a host block that it reads.
         common_bytes: what passes besides KV.
     """

@@ -38,7 +38,7 @@ class DeviceTable:
 
 
 class SplitTables:
-    """Which splits a decode step attends to in the GPU pool, for the layers of one window: one upload for all of it.
+    """Which splits a decode step attends to in the GPU pool, for the layers of one group: one upload for all of it.
 
     Attributes:
         table: what is uploaded; the tensors below are views of it.
@@ -66,7 +66,7 @@ class SplitTables:
 
 
 class ChunkRecords:
-    """What a decode step attends to in each of its ring chunks, for the layers of one window: one upload for all of it.
+    """What a decode step attends to in each of its ring chunks, for the layers of one group: one upload for all of it.
 
     A record lists items, not places: rows that share a block have an item each. So one record may hold all splits.
     """
@@ -104,19 +104,19 @@ class RowState:
     Attributes:
         token: [max_num_seqs + 1] int64, the token whose KV is computed next.
         length: [max_num_seqs + 1] int32, tokens of the sequence, `token` included.
-        block_table: [max_num_seqs + 1, max_blocks_per_seq] int32, GPU blocks; 0 (scratch) where there is none.
+        block_table: [max_num_seqs + 1, groups * table width] int32, GPU blocks of each group; 0 (scratch) for none.
         operations: what the device computes on them.
     """
 
-    def __init__(self, runtime: Runtime, max_num_seqs: int, max_blocks_per_seq: int) -> None:
+    def __init__(self, runtime: Runtime, max_num_seqs: int, num_columns: int) -> None:
         device = runtime.device
         self.operations = operations_of(device)
         self.padding_row = max_num_seqs
         self.token = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
         self.length = torch.ones(max_num_seqs + 1, dtype=torch.int32, device=device)
-        self.block_table = torch.zeros(max_num_seqs + 1, max_blocks_per_seq, dtype=torch.int32, device=device)
+        self.block_table = torch.zeros(max_num_seqs + 1, num_columns, dtype=torch.int32, device=device)
         self.tensors = self.token, self.length, self.block_table
-        self._width = NUM_HEAD_COLUMNS + max_blocks_per_seq
+        self._width = NUM_HEAD_COLUMNS + num_columns
         self._updates = torch.zeros(max_num_seqs * self._width, dtype=torch.int32, device=device)
         self.staging = Staging(runtime, max_num_seqs * self._width, torch.int32)
 

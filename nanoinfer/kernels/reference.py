@@ -181,11 +181,12 @@ def update_rows(lines: Tensor, state: tuple[Tensor, ...], kept: int) -> None:
     block_table.index_copy_(0, rows, lines[:, 3:])
 
 
-def step_inputs(batch_rows: Tensor, state: tuple[Tensor, ...], inputs: tuple[Tensor, ...], block_size: int) -> None:
-    """Write for each batch row its token, its length with that token, and the token's position and slot."""
+def step_inputs(batch_rows: Tensor, state: tuple[Tensor, ...], inputs: tuple[Tensor, ...], sizes: Tensor) -> None:
+    """Write for each batch row its token, its length with that token, and the token's position and slots."""
     (row_tokens, row_lengths, block_table), (tokens, lengths, positions, slots) = state, inputs
     tokens.copy_(row_tokens.index_select(0, batch_rows))
     lengths.copy_(row_lengths.index_select(0, batch_rows))
     positions.copy_(lengths - 1)
-    blocks = block_table[batch_rows.long(), positions // block_size]
-    slots.copy_(blocks * block_size + positions % block_size)
+    begins = torch.arange(0, block_table.shape[1], block_table.shape[1] // len(sizes), device=sizes.device)[:, None]
+    sizes = sizes[:, None]
+    slots.copy_(block_table[batch_rows.long(), begins + positions // sizes] * sizes + positions % sizes)

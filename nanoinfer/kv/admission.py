@@ -7,9 +7,13 @@ from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
+import numpy as np
+
 from nanoinfer.kv.cache import KVCache
 from nanoinfer.kv.mover import Mover
+from nanoinfer.kv.prefix_cache import Hits, taken
 from nanoinfer.requests.sequence import Sequence
+from nanoinfer.step.plan import NO_BLOCK
 
 # A waiting sequence is held back for at most as many tries as it has so many tokens to compute. Prefill of some 150 to
 # 200 tokens takes as long as a decode step that reads the weights once (a GPU's operations per byte of its memory), so
@@ -17,6 +21,10 @@ from nanoinfer.requests.sequence import Sequence
 TOKENS_PER_TRY = 64
 # Sequences at the head of the queue that may be held back at a time, while others pass.
 MAX_HELD = 4
+NO_HITS = Hits(0, [], [])
+# Of a pool, the most that is left to a step's blocks that lie behind a window when it has run: one in so many. Where
+# there are fewer than it wants, prompts are computed in smaller steps.
+PASSING_SHARE = 16
 
 
 class Verdict(enum.Enum):
@@ -55,6 +63,7 @@ class Admission:
     Args:
         tell: warns if offload mode has less host memory than was planned.
         max_splits: blocks that all rows together may attend to; a shared block counts once for each of its rows.
+        chunk_blocks: blocks that a prefill step may want beside those that it leaves its rows with.
         may_spill: whether the engine may enter offload mode by itself, where each sequence finds room that finds it in
             resident mode.
 
@@ -63,9 +72,16 @@ class Admission:
     """
 
     def __init__(
-        self, cache: KVCache, mover: Mover, tell: Callable[[], None], *, max_splits: int, may_spill: bool
+        self,
+        cache: KVCache,
+        mover: Mover,
+        tell: Callable[[], None],
+        *,
+        max_splits: int,
+        chunk_blocks: int,
+        may_spill: bool,
     ) -> None:
-        self.max_splits, self.may_spill, self._tell = max_splits, may_spill, tell
+        self.max_splits, self.chunk_blocks, self.may_spill, self._tell = max_splits, chunk_blocks, may_spill, tell
         self._cache, self._tables, self._mover = cache, cache.tables, mover
         self.wanted: dict[Sequence, _Wanted] = {}
         self._held: Sequence | None = None  # the head of the queue, if it is held back
@@ -99,7 +115,7 @@ class Admission:
         """
         waiting = (*held, *passed, sequence)
         # Rows that share blocks need few blocks, but attend to as many splits as others.
-        num_splits = sum(self._tables.num_blocks(one.max_num_tokens) for one in waiting)
+        num_splits = sum(self._tables.num_splits(one.max_num_tokens) for one in waiting)
         if len(self._cache.free_rows) < len(waiting) or self._cache.num_reserved_splits + num_splits > self.max_splits:
             return Verdict.REFUSED
         wanted = self.wanted.get(sequence)
@@ -118,33 +134,36 @@ class Admission:
             self.wanted[sequence] = wanted
         return verdict
 
-    def _look(self, sequence: Sequence, running: Several[Sequence]) -> tuple[list[int], _Wanted]:
+    def _look(self, sequence: Sequence, running: Several[Sequence]) -> tuple[Hits, _Wanted]:
         """Return the blocks of its prefix that were found, held by nobody on its behalf, and what it needs."""
-        tables, cache = self._tables, self._cache
+        tables, cache, groups = self._tables, self._cache, self._tables.groups
         table, pool = tables.home
-        num_blocks, num_full = tables.num_blocks(sequence.num_tokens), sequence.max_num_tokens // tables.block_size
+        num_blocks, num_full = tables.num_to_begin(sequence), groups.most_full(sequence.max_num_tokens)
         if sequence.kept_blocks is not None:
-            # One block to spare for each running row, or the sequence would have to give way again at once.
-            num_host = self._mover.num_to_fill(sequence)
-            num_room = num_host if tables.is_offload else self._mover.num_missing(sequence) + len(running)
-            return [], _Wanted(num_room, num_host, num_blocks, sequence.num_tokens - sequence.num_computed, None)
-        room = self._room
-        hits = cache.prefixes.find(sequence)
-        num_missing = (num_full if tables.is_offload else num_blocks) - len(hits)
+            # Some to spare for each running row, or the sequence would have to give way again at once.
+            num_host, num_spare = self._mover.num_to_fill(sequence), len(running) * len(groups)
+            num_room = num_host if tables.is_offload else self._mover.num_missing(sequence) + num_spare
+            return NO_HITS, _Wanted(num_room, num_host, num_blocks, sequence.num_tokens - sequence.num_computed, None)
+        room, hits = self._room, cache.prefixes.find(sequence)
+        end, found, below = hits
+        num_missing = (num_full if tables.is_offload else num_blocks) - sum(len(taken(blocks)) for blocks in found)
         num_room = num_missing + room - self._room  # what was found and nobody held
         # Host blocks that it shares with a running sequence need no further room, and stream once for all.
-        num_shared = int((table[:, : len(hits)] == hits).any(axis=0).sum())
-        pool.release(hits)
-        below = cache.prefixes.find_below(sequence, len(hits))
-        tables.lifetimes.host_blocks.release(below)
-        num_tokens = sequence.num_tokens - (len(hits) + len(below)) * tables.block_size
-        next_key = cache.prefixes.key_behind(sequence, len(hits))
+        num_shared = sum(
+            int((table[number, :, end - len(blocks) : end] == np.array(blocks, dtype=float)).any(axis=0).sum())
+            for number, blocks in enumerate(found)
+        )
+        for blocks, of_host in zip(found, below, strict=True):
+            pool.release(taken(blocks))
+            tables.lifetimes.host_blocks.release(taken(of_host))
+        num_tokens = sequence.num_tokens - end * tables.block_size
+        next_key = cache.prefixes.key_behind(sequence, end)
         return hits, _Wanted(num_room, num_full - num_shared, num_blocks - num_shared, num_tokens, next_key)
 
     @property
     def _room(self) -> int:
         """Number of blocks of the home tier that nobody holds and nobody was promised."""
-        return self._cache.num_unpromised_host if self._tables.is_offload else self._tables.gpu_blocks.num_free
+        return self._cache.num_unpromised_host if self._tables.is_offload else self._cache.copies.gpu_room
 
     def _verdict(
         self,
@@ -155,18 +174,21 @@ class Admission:
         passed: Several[Sequence],
     ) -> Verdict:
         first = (*held, *passed)
-        num_promised = sum(one.max_num_tokens // self._tables.block_size for one in first)
+        num_promised = sum(self._tables.groups.most_full(one.max_num_tokens) for one in first)
         blocks = self._tables.lifetimes.host_blocks
+        # Whoever runs finds room for the blocks of a step that lie behind a window when it has run.
+        passing = min(self.chunk_blocks, self._tables.home[1].num_blocks // PASSING_SHARE) if running else 0
         if self._tables.is_offload:
             # Whoever runs goes on while memory is pinned for a newcomer, which is asked again in the next step.
-            blocks.wait_for(self._cache.num_reserved_host + wanted.num_room + num_promised, may_wait=not running)
+            num_room, num_tails = wanted.num_room + num_promised + passing, len(self._tables.groups) * (len(first) + 1)
+            blocks.wait_for(self._cache.num_reserved_host + num_room, may_wait=not running)
             self._tell()
-            if self._cache.copies.num_obtainable <= len(first) or wanted.num_room + num_promised > self._room:
+            if self._cache.copies.num_obtainable < num_tails or num_room > self._room:
                 return Verdict.REFUSED
             if self._keeps_throughput(wanted.num_own, len(running)):
                 return Verdict.ADMITTED
             return Verdict.HELD if first or self._is_held(sequence, wanted) else Verdict.ADMITTED
-        num_lacking = wanted.num_room + self._num_room_of(passed, len(running)) - self._room
+        num_lacking = wanted.num_room + self._num_room_of(passed, len(running)) + passing - self._room
         has_room = num_lacking <= 0
         if has_room and not held:
             return Verdict.ADMITTED
@@ -187,8 +209,8 @@ class Admission:
 
         Who gave way wants some for the others to grow, and whoever passes it is one of them.
         """
-        num_blocks = sum(self._tables.num_blocks(one.num_tokens) for one in passed)
-        return num_blocks + (num_running + 1) * any(one.kept_blocks is not None for one in passed)
+        num_blocks, num_groups = sum(map(self._tables.num_to_begin, passed)), len(self._tables.groups)
+        return num_blocks + (num_running + 1) * num_groups * any(one.kept_blocks is not None for one in passed)
 
     def _is_held(self, sequence: Sequence, wanted: _Wanted) -> bool:
         """Whether the head of the queue is held back once more."""
@@ -208,37 +230,50 @@ class Admission:
             return True
         return num_streamed * num_running <= self._cache.copies.num_streamed
 
-    def _take(self, sequence: Sequence, hits: list[int]) -> None:
+    def _take(self, sequence: Sequence, hits: Hits) -> None:
         """Give the sequence, for which there is room, its row and blocks."""
         cache, tables = self._cache, self._tables
-        table, pool = tables.home
-        is_kept = sequence.kept_blocks is not None
-        for block in hits:
-            pool.hold(block)
-        row, below = cache.take_row(sequence), []
-        table[row, : len(hits)] = hits
-        if tables.is_offload:
-            # Every host block that the sequence can ever fill is promised, so it is never preempted later.
-            num_full = sequence.num_computed // tables.block_size if is_kept else len(hits)
-            cache.reserve_host(sequence, sequence.max_num_tokens // tables.block_size - num_full)
-        if is_kept:
+        if sequence.kept_blocks is not None:
+            cache.take_row(sequence)
             self._mover.bring_back(sequence)
             cache.prefixes.publish_again(sequence)
             return
+        table, pool = tables.home
+        end, found, below = hits
+        for blocks, of_host in zip(found, below, strict=True):
+            for block in taken(blocks):
+                pool.hold(block)
+            for block in taken(of_host):
+                tables.lifetimes.host_blocks.hold(block)
+        row = cache.take_row(sequence)
+        for number, blocks in enumerate(found):
+            tables.begins[number, row] = end - len(blocks)
+            table[number, row, end - len(blocks) : end] = [NO_BLOCK if block is None else block for block in blocks]
+        cache.begin(sequence, end)
         if tables.is_offload:
-            self._take_copies(row, hits)
-        else:
-            num_blocks = tables.num_blocks(sequence.num_tokens)
-            tables.gpu[row, len(hits) : num_blocks] = tables.gpu_blocks.allocate(num_blocks - len(hits))
-            below = cache.prefixes.find_below(sequence, len(hits))
-            self._mover.bring_up(sequence, len(hits), below)
-        cache.begin(sequence, len(hits) + len(below))
+            # Every host block that the sequence can ever fill is promised, so it is never preempted later.
+            cache.promise_host(sequence)
+            self._take_copies(sequence, found)
+            return
+        for number, group in enumerate(tables.groups):
+            if group.window is None:
+                num_blocks = group.most_blocks(sequence.num_tokens)
+                tables.gpu[number, row, end:num_blocks] = tables.gpu_blocks.allocate(num_blocks - end)
+        pairs = []
+        for number, of_host in enumerate(below):
+            places = [end - len(of_host) + index for index, block in enumerate(of_host) if block is not None]
+            tables.gpu[number, row, places] = tables.gpu_blocks.allocate(len(places))
+            pairs += zip(tables.gpu[number, row, places].tolist(), taken(of_host), strict=True)
+        cache.promise_windows(sequence)
+        self._mover.bring_up(sequence, pairs)
 
-    def _take_copies(self, row: int, hits: list[int]) -> None:
-        """Take up what is left on the GPU of the blocks that were found, and promise the row a GPU block."""
-        copies = self._cache.copies
-        found = copies.find(hits)
-        self._tables.gpu[row, len(hits) - len(found) : len(hits)] = found
-        copies.note(row, first=len(hits) - len(found), num_computed=len(hits) * self._tables.block_size)
-        copies.promise_tail(row)
+    def _take_copies(self, sequence: Sequence, hits: list[list[int]]) -> None:
+        """Take up what is left on the GPU of the blocks that were found, and promise the row GPU blocks."""
+        copies, tables, firsts = self._cache.copies, self._tables, []
+        for number, (blocks, full) in enumerate(zip(hits, tables.full(sequence), strict=True)):
+            found = copies.find(full.start, blocks)
+            firsts.append(full.stop - len(found))
+            tables.gpu[number, sequence.row, firsts[-1] : full.stop] = found
+        copies.note(sequence, firsts)
+        copies.promise_tails(sequence)
         copies.limit()

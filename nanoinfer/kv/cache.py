@@ -1,7 +1,7 @@
 """Which KV blocks each sequence holds, on the GPU and on the host.
 
-A sequence's logical block s covers tokens [s * block_size, (s + 1) * block_size). It lies in the GPU pool, in the host
-pool, or not yet anywhere:
+In each group of layers a sequence's logical block s covers tokens [s * block_size, (s + 1) * block_size). It lies in
+the GPU pool, in the host pool, or not yet anywhere, and behind the group's window nowhere any more:
 
     resident mode   every block lies in the GPU pool
     offload mode    every full block lies in the host pool, the tail (the block that still grows) in the GPU pool; the
@@ -19,7 +19,7 @@ from __future__ import annotations
 import numpy as np
 
 from nanoinfer.kv.gpu_copies import GPUCopies
-from nanoinfer.kv.prefix_cache import PrefixCache
+from nanoinfer.kv.prefix_cache import PrefixCache, content_key
 from nanoinfer.kv.tables import BlockTables, present
 from nanoinfer.requests.sequence import Sequence
 from nanoinfer.step.plan import NO_BLOCK
@@ -38,13 +38,15 @@ class KVCache:
         free_rows: rows without a sequence.
         num_reserved_host: host blocks that are promised and not handed out yet.
         num_reserved_splits: blocks that all rows together can ever attend to.
+        sizes: the tokens of a block in each group, each once.
     """
 
     def __init__(self, tables: BlockTables, copies: GPUCopies, *, enable_prefix_caching: bool) -> None:
         self.tables, self.copies = tables, copies
         self.prefixes = PrefixCache(tables, enable_prefix_caching)
-        self.free_rows = list(range(len(tables.gpu) - 1, -1, -1))
+        self.free_rows = list(range(tables.num_rows - 1, -1, -1))
         self.num_reserved_host = self.num_reserved_splits = 0
+        self.sizes = {group.block_size for group in tables.groups}
 
     @property
     def num_unpromised_host(self) -> int:
@@ -52,8 +54,14 @@ class KVCache:
         lifetimes = self.tables.lifetimes
         return lifetimes.host_blocks.num_free + lifetimes.num_deferred_host - self.num_reserved_host
 
-    def reserve_host(self, sequence: Sequence, count: int) -> None:
-        """Promise the sequence `count` host blocks."""
+    def promise_host(self, sequence: Sequence) -> None:
+        """Promise the sequence what it needs of host blocks to become as long as it may, beside those that it has."""
+        self.cancel_reserved(sequence)
+        count, tables = 0, self.tables
+        for number, (group, full) in enumerate(zip(tables.groups, tables.full(sequence), strict=True)):
+            num_held = int((tables.host[number, sequence.row, full.start : full.stop] != NO_BLOCK).sum())
+            num_coming = sequence.max_num_tokens // group.block_size - full.stop
+            count += max(0, min(group.most_full(sequence.max_num_tokens) - num_held, num_coming))
         sequence.num_reserved_host = count
         self.num_reserved_host += count
 
@@ -65,7 +73,7 @@ class KVCache:
     def take_row(self, sequence: Sequence) -> int:
         sequence.row = self.free_rows.pop()
         self.tables.versions[sequence.row] += 1
-        self.num_reserved_splits += self.tables.num_blocks(sequence.max_num_tokens)
+        self.num_reserved_splits += self.tables.num_splits(sequence.max_num_tokens)
         return sequence.row
 
     def begin(self, sequence: Sequence, num_hits: int) -> None:
@@ -80,16 +88,33 @@ class KVCache:
 
     def max_chunk(self, sequence: Sequence, wanted: int) -> int:
         """Return for how many of the next `wanted` tokens the admitted sequence has, or can get, GPU blocks now."""
-        row = sequence.row
-        first, tokens_in_tail = divmod(sequence.num_computed, self.tables.block_size)
-        held = int((self.tables.gpu[row, first:] != NO_BLOCK).sum()) + (row in self.tables.rows_without_tail)
-        return min(wanted, (held + max(0, self.copies.num_obtainable)) * self.tables.block_size - tokens_in_tail)
+        tables, row, begin = self.tables, sequence.row, sequence.num_computed
+        if wanted <= 0:
+            return 0
+        size = min(group.block_size for group in tables.groups)
+        ends = np.arange(begin // size + 1, -(-(begin + wanted) // size) + 1) * size
+        lacking, on_host = np.zeros((2, len(ends)), dtype=np.int64)
+        for number, group in enumerate(tables.groups):
+            first, last = begin // group.block_size, -(-int(ends[-1]) // group.block_size)
+            on_host += np.maximum(ends // group.block_size - np.maximum(group.first_needed_by(ends), first), 0)
+            missing = np.cumsum(tables.gpu[number, row, first:last] == NO_BLOCK)
+            of_ends = missing[(ends - 1) // group.block_size - first]
+            lacking += np.maximum(of_ends - tables.promised[number, row], 0)
+        num_fitting = int(np.searchsorted(lacking, max(0, self.copies.num_obtainable), side="right"))
+        if (
+            sequence.num_reserved_host and tables.windowed
+        ):  # what the step's rows see before it and behind it lies there at once
+            room = sequence.num_reserved_host + max(0, self.num_unpromised_host)
+            num_fitting = min(num_fitting, np.count_nonzero(np.maximum.accumulate(on_host) <= room))
+        return min(wanted, int(ends[num_fitting - 1]) - begin) if num_fitting else 0
 
     def without_slot(self, sequences: list[Sequence]) -> list[Sequence]:
         """Return the admitted sequences whose last token begins a block that they do not have yet; usually few."""
         rows = np.array([sequence.row for sequence in sequences], dtype=np.int64)
         last = np.array([sequence.num_tokens for sequence in sequences], dtype=np.int64) - 1
-        lacking = self.tables.gpu[rows, last // self.tables.block_size] == NO_BLOCK
+        lacking = np.zeros(len(rows), dtype=bool)
+        for number, group in enumerate(self.tables.groups):
+            lacking |= self.tables.gpu[number, rows, last // group.block_size] == NO_BLOCK
         return [sequences[i] for i in np.flatnonzero(lacking)]
 
     def grow(self, sequence: Sequence, end: int) -> None:
@@ -98,45 +123,97 @@ class KVCache:
         Raises:
             MemoryError: too few free blocks; ask `max_chunk` before.
         """
-        row = sequence.row
-        first = sequence.num_computed // self.tables.block_size
-        missing = first + np.flatnonzero(self.tables.gpu[row, first : self.tables.num_blocks(end)] == NO_BLOCK)
-        if len(missing) == 0:
+        tables, row, missing = self.tables, sequence.row, []
+        for number, group in enumerate(tables.groups):
+            first, last = sequence.num_computed // group.block_size, -(-end // group.block_size)
+            missing.append(first + np.flatnonzero(tables.gpu[number, row, first:last] == NO_BLOCK))
+        if not (count := sum(map(len, missing))):
             return
-        self.tables.rows_without_tail.discard(row)
-        self.tables.gpu[row, missing] = self.copies.take(len(missing))
-        self.tables.versions[row] += 1
+        tables.promised[:, row] = np.maximum(tables.promised[:, row] - [len(places) for places in missing], 0)
+        taken = np.array(self.copies.take(count), dtype=np.int32)
+        for number, places in enumerate(missing):
+            tables.gpu[number, row, places], taken = taken[: len(places)], taken[len(places) :]
+        tables.versions[row] += 1
 
-    def take_promised(self, sequence: Sequence, end: int) -> list[tuple[int, int]]:
-        """Take a promised host block for each block that becomes full when `end` tokens are computed.
+    def take_promised(self, sequence: Sequence, end: int) -> list[list[tuple[int, int]]]:
+        """Take a host block for each block that becomes full when `end` tokens are computed, in offload mode.
+
+        Those that no later token sees get one only where that is at the cost of nothing that is cached.
 
         Returns:
-            (GPU block, host block) pairs to write through; empty where nothing is promised, as in resident mode.
+            For each group (GPU block, host block) pairs to write through.
         """
-        row = sequence.row
-        full = range(sequence.num_computed // self.tables.block_size, end // self.tables.block_size)
-        if not full or not sequence.num_reserved_host:
-            return []
-        host_blocks = self.take_host(len(full))
-        sequence.num_reserved_host -= len(full)
-        self.num_reserved_host -= len(full)
-        self.tables.host[row, full.start : full.stop] = host_blocks
-        return [(int(self.tables.gpu[row, s]), block) for s, block in zip(full, host_blocks, strict=True)]
+        tables, row, pairs = self.tables, sequence.row, []
+        for number, group in enumerate(tables.groups):
+            full = range(sequence.num_computed // group.block_size, end // group.block_size)
+            first = min(group.first_needed(end), self.prefixes.end_blocks(sequence, number).start)
+            num_needed = len(range(max(full.start, first), full.stop))
+            host_blocks = tables.lifetimes.host_blocks
+            num_spare = max(0, min(host_blocks.num_spare, self.num_unpromised_host))
+            count = min(len(full), num_needed + num_spare)
+            taken = self.take_host(count) if count else []
+            num_promised = min(num_needed, sequence.num_reserved_host)
+            sequence.num_reserved_host -= num_promised
+            self.num_reserved_host -= num_promised
+            places = full[len(full) - count :]
+            tables.host[number, row, places.start : places.stop] = taken
+            pairs.append([(int(tables.gpu[number, row, s]), block) for s, block in zip(places, taken, strict=True)])
+        return pairs
 
     def commit(self, sequence: Sequence, end: int) -> None:
         """Note that the tokens up to `end` have their KV, or will have by the time that later work reads it."""
-        row = sequence.row
-        was_full, is_full = sequence.num_computed // self.tables.block_size, end // self.tables.block_size
+        tables, row, was = self.tables, sequence.row, sequence.num_computed
         sequence.num_computed = end
-        if was_full == is_full:
+        has_filled = any(was // size != end // size for size in self.sizes)
+        if has_filled:
+            self.prefixes.publish(sequence)
+        has_left = self.leave_windows(sequence)
+        if not (has_filled or has_left):
             return
-        self.prefixes.publish(sequence)
-        if self.tables.host[row, was_full] == NO_BLOCK:
-            return  # the GPU's block is the only one, so it is no copy that can be dropped
-        self.copies.note(row, int(self.copies.residency.first[row]), end)
-        if self.copies.lacks_tail(sequence):
-            self.copies.promise_tail(row)
-        self.copies.limit()
+        if not sequence.num_reserved_host and not present(tables.host[:, row]):
+            self.promise_windows(sequence)  # the GPU's blocks are the only ones: no copies that can be dropped
+        else:
+            self.promise_host(sequence)
+            self.copies.note(sequence, [int(self.copies.residency.first[line]) for line in self.copies.lines([row])])
+            self.copies.promise_tails(sequence)
+            self.copies.limit()
+
+    def leave_windows(self, sequence: Sequence) -> bool:
+        """Give back the blocks that no later token of the sequence sees. Return whether there are any.
+
+        The prompt's next turn wants those before its end; others are evicted before anything else that is cached.
+        """
+        tables, row, has_left = self.tables, sequence.row, False
+        for number in tables.windowed:
+            begin, first = int(tables.begins[number, row]), tables.groups[number].first_needed(sequence.num_computed)
+            if first <= begin:
+                continue
+            has_left = True
+            wanted = self.prefixes.end_blocks(sequence, number).start
+            for table, pool in ((tables.gpu, tables.gpu_blocks), (tables.host, tables.lifetimes.host_blocks)):
+                pool.note_spent(present(table[number, row, begin : min(first, wanted)]))
+            keys = self.prefixes.contents(sequence)
+            for place in range(
+                max(begin, wanted), min(first, len(keys))
+            ):  # copies of what the host has, in offload mode
+                if (block := int(tables.gpu[number, row, place])) != NO_BLOCK:
+                    tables.gpu_blocks.publish(block, content_key(keys[place], number))
+            passed = number, row, slice(begin, first)
+            on_gpu, on_host = present(tables.gpu[passed]), present(tables.host[passed])
+            tables.gpu[passed] = tables.host[passed] = NO_BLOCK
+            tables.begins[number, row] = first
+            tables.versions[row] += bool(on_gpu)
+            tables.lifetimes.release_gpu(on_gpu)
+            tables.lifetimes.release_host(on_host)
+        return has_left
+
+    def promise_windows(self, sequence: Sequence) -> None:
+        """Promise the row GPU blocks, in resident mode, with which it can go on where a window bounds what it holds."""
+        tables, row = self.tables, sequence.row
+        for number in tables.windowed:
+            most = tables.groups[number].most_blocks(sequence.max_num_tokens)
+            num_held = int((tables.gpu[number, row, tables.begins[number, row] :] != NO_BLOCK).sum())
+            tables.promised[number, row] = max(0, most - num_held)
 
     def release(self, sequence: Sequence, *, leave_copies: bool = False) -> None:
         """Give back the row and every block of an admitted sequence.
@@ -148,19 +225,31 @@ class KVCache:
         assert row is not None, "only an admitted sequence holds blocks"
         if leave_copies:
             self.copies.leave(row)
-        on_gpu, on_host = present(self.tables.gpu[row]), present(self.tables.host[row])
-        # Of copies a row keeps the newest, so the oldest are evicted first. Of a beginning the last is evicted first.
-        self.tables.lifetimes.release_gpu(on_gpu[::-1] if on_host else on_gpu)
-        self.tables.lifetimes.release_host(on_host)
-        self.tables.gpu[row] = NO_BLOCK
-        self.tables.host[row] = NO_BLOCK
-        self.tables.versions[row] += 1
+        tables = self.tables
+        self._renew_windows(sequence)
+        for gpu, host in zip(tables.gpu[:, row], tables.host[:, row], strict=True):
+            on_gpu, on_host = present(gpu), present(host)
+            # Of copies a row keeps the newest, so the oldest are evicted first. Of a beginning the last goes first.
+            tables.lifetimes.release_gpu(on_gpu[::-1] if on_host else on_gpu)
+            tables.lifetimes.release_host(on_host)
+        tables.gpu[:, row] = tables.host[:, row] = NO_BLOCK
+        tables.begins[:, row] = tables.promised[:, row] = 0
+        tables.versions[row] += 1
         self.cancel_reserved(sequence)
-        self.num_reserved_splits -= self.tables.num_blocks(sequence.max_num_tokens)
+        self.num_reserved_splits -= tables.num_splits(sequence.max_num_tokens)
         sequence.row = None
-        self.tables.rows_without_tail.discard(row)
-        self.copies.residency.clear(row)
+        self.copies.clear(row)
         self.free_rows.append(row)
+
+    def _renew_windows(self, sequence: Sequence) -> None:
+        """Have what the sequence has given back and its next turn wants evicted no earlier than what it holds."""
+        pool = self.tables.home[1]
+        for number in self.tables.windowed:
+            for place in self.prefixes.end_blocks(sequence, number):
+                if place < self.tables.begins[number, sequence.row] and place < len(sequence.block_keys):
+                    block = pool.published(content_key(sequence.block_keys[place], number))
+                    if block is not None:
+                        pool.renew(block)
 
     def recover(self, running: list[Sequence], others: list[Sequence]) -> None:
         """Empty every row but those of the `running` sequences, and forget all promises: the numbers may contradict.
@@ -168,16 +257,18 @@ class KVCache:
         others: sequences that wait or have ended. What has no kept blocks is computed anew.
         """
         self.num_reserved_host = 0
-        self.num_reserved_splits = sum(self.tables.num_blocks(sequence.max_num_tokens) for sequence in running)
+        self.num_reserved_splits = sum(self.tables.num_splits(sequence.max_num_tokens) for sequence in running)
         for sequence in [*running, *others]:
             sequence.num_reserved_host = 0
         for sequence in others:
             sequence.row = None
             if not sequence.is_finished and sequence.kept_blocks is None:
                 sequence.num_computed = sequence.num_cached = 0
-        free = np.setdiff1d(np.arange(len(self.tables.gpu)), [sequence.row for sequence in running])
-        self.tables.gpu[free] = self.tables.host[free] = NO_BLOCK
+        tables = self.tables
+        free = np.setdiff1d(np.arange(tables.num_rows), [sequence.row for sequence in running])
+        tables.gpu[:, free] = tables.host[:, free] = NO_BLOCK
+        tables.begins[:, free] = 0
+        tables.promised[:] = 0
         self.free_rows = free[::-1].tolist()
-        self.tables.rows_without_tail.clear()
         for row in free.tolist():
-            self.copies.residency.clear(row)
+            self.copies.clear(row)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from collections.abc import Sequence as Several
+
 import numpy as np
 
 from nanoinfer.kv.residency import MAX_PROMOTED, Residency, promotion_margin
@@ -16,22 +19,32 @@ class GPUCopies:
     Args:
         max_resident_blocks: full blocks that the host has and that may stay on the GPU, too; None: as many as there is
             room for.
-        window: the widest sliding window of the layers that have one, in tokens.
 
     Attributes:
-        residency: which full blocks of each row the host has, and which of these lie on the GPU, too.
+        residency: which full blocks of each line the host has, and which of these lie on the GPU, too. Row r has line
+            g * number of rows + r in group g.
     """
 
-    def __init__(self, tables: BlockTables, max_resident_blocks: int | None, window: int | None) -> None:
-        self.residency = Residency(tables.gpu, tables.host, joins=window is None)
-        self.window = window
+    def __init__(self, tables: BlockTables, max_resident_blocks: int | None) -> None:
+        num_groups, num_rows, width = tables.gpu.shape
+        lines = num_groups * num_rows, width
+        self._gpu, self._host = tables.gpu.reshape(lines), tables.host.reshape(lines)
+        self.residency = Residency(self._gpu, self._host, tables.begins.reshape(-1))
         self._tables, self._max_resident_blocks = tables, max_resident_blocks
+
+    def line(self, number: int, row: int) -> int:
+        return number * self._tables.num_rows + row
+
+    def lines(self, rows: Iterable[int]) -> list[int]:
+        """Return the lines of rows in all groups."""
+        rows = list(rows)
+        return [self.line(number, row) for number in range(len(self._tables.groups)) for row in rows]
 
     @property
     def gpu_room(self) -> int:
         """Number of GPU blocks that can be handed out with nothing dropped. Does not depend on how fast copies are."""
         tables = self._tables
-        return tables.gpu_blocks.num_free + tables.lifetimes.num_deferred_gpu - len(tables.rows_without_tail)
+        return tables.gpu_blocks.num_free + tables.lifetimes.num_deferred_gpu - int(tables.promised.sum())
 
     @property
     def num_obtainable(self) -> int:
@@ -47,11 +60,11 @@ class GPUCopies:
     @property
     def num_streamed(self) -> int:
         """Number of host blocks that a step of all rows streams: those of which some row has no GPU copy."""
-        num_streamed, first = self.residency.num_streamed, self.residency.first
+        num_streamed = self.residency.num_streamed
         if not num_streamed or not self._tables.lifetimes.host_blocks.num_shared:
             return num_streamed
-        streams = np.arange(first.max()) < first[:, None]
-        return int(np.count_nonzero(np.bincount(self._tables.host[:, : first.max()][streams])))
+        streams = self.residency.streams
+        return int(np.count_nonzero(np.bincount(self._host[:, : streams.shape[1]][streams])))
 
     @property
     def resident_share(self) -> float:
@@ -70,32 +83,38 @@ class GPUCopies:
         """Drop up to `count` GPU copies of full blocks, all of which the host has, too."""
         if count <= 0 or not (dropped := self.residency.drop(min(count, self.num_resident))):
             return
-        rows, places = np.array(dropped, dtype=np.int64).reshape(-1, 2).T
-        self._tables.lifetimes.release_gpu(self._tables.gpu[rows, places].tolist())
-        self._tables.gpu[rows, places] = NO_BLOCK
-        self._tables.versions[rows] += 1
+        lines, places = np.array(dropped, dtype=np.int64).reshape(-1, 2).T
+        self._tables.lifetimes.release_gpu(self._gpu[lines, places].tolist())
+        self._gpu[lines, places] = NO_BLOCK
+        self._tables.versions[lines % self._tables.num_rows] += 1
 
     def limit(self) -> None:
         """Drop what is above `max_resident_blocks`."""
         if self._max_resident_blocks is not None:
             self.drop(self.num_resident - self._max_resident_blocks)
 
-    def promise_tail(self, row: int) -> None:
-        """Promise the row, which has no partly filled block, a GPU block for when it grows."""
-        self._tables.rows_without_tail.add(row)
-        self.drop(-self.gpu_room)
+    def promise_tails(self, sequence: Sequence, *, drops: bool = True) -> None:
+        """Promise the row a GPU block in each group in which it lacks the one into which its next token goes.
 
-    def lacks_tail(self, sequence: Sequence) -> bool:
-        """Whether the sequence lacks the block behind its last full one, into which the next token goes."""
-        tail = sequence.num_computed // self._tables.block_size
-        return tail == self._tables.gpu.shape[1] or self._tables.gpu[sequence.row, tail] == NO_BLOCK
+        drops: whether copies are dropped now where there is no room for that.
+        """
+        tables, row = self._tables, sequence.row
+        for number, group in enumerate(tables.groups):
+            tail = sequence.num_computed // group.block_size
+            lacks_tail = tail == tables.gpu.shape[2] or tables.gpu[number, row, tail] == NO_BLOCK
+            tables.promised[number, row] = lacks_tail
+        if drops:
+            self.drop(-self.gpu_room)
 
-    def note(self, row: int, first: int, num_computed: int) -> None:
-        """Note that the row's full blocks from `first` on lie on the GPU; those that a window reads stay longest."""
-        full = window = num_computed // self._tables.block_size
-        if self.window is not None:
-            window = max(0, num_computed - self.window + 1) // self._tables.block_size
-        self.residency.set(row, first, full, window)
+    def note(self, sequence: Sequence, firsts: Several[int]) -> None:
+        """Note for each group that the row's full blocks from this one on lie on the GPU."""
+        for number, (full, first) in enumerate(zip(self._tables.full(sequence), firsts, strict=True)):
+            self.residency.set(self.line(number, sequence.row), max(first, full.start), full.stop)
+
+    def clear(self, row: int) -> None:
+        """Note that the row holds no full blocks."""
+        for line in self.lines([row]):
+            self.residency.clear(line)
 
     def promote(self, rows: list[int]) -> dict[int, int] | None:
         """Allocate GPU blocks for full blocks that stream in this step, where there is room, and note them as resident.
@@ -111,36 +130,41 @@ class GPUCopies:
         """
         if not self.residency.num_streamed:
             return None
-        joined = self.residency.join(rows)
-        for row, block, gpu_block in joined:
+        lines, num_groups = self.lines(rows), len(self._tables.groups)
+        joined = self.residency.join(lines)
+        for line, block, gpu_block in joined:
             self._tables.gpu_blocks.hold(gpu_block)
-            self._tables.gpu[row, block] = gpu_block
-            self._tables.versions[row] += 1
-        count = min(MAX_PROMOTED, self.gpu_room - promotion_margin(len(rows)))
+            self._take_over(line, block, gpu_block)
+        count = min(MAX_PROMOTED * num_groups, self.gpu_room - promotion_margin(len(rows)) * num_groups)
         if self._max_resident_blocks is not None:
             count = min(count, self._max_resident_blocks - self.num_resident)
         if count <= 0:
             return {} if joined else None
-        promoted = self.residency.promote(count, rows)
-        new = iter(self.take(len({int(self._tables.host[place]) for place in promoted})))
+        promoted = self.residency.promote(count, lines)
+        new = iter(self.take(len({int(self._host[place]) for place in promoted})))
         result: dict[int, int] = {}
-        for row, block in promoted:
-            host_block = int(self._tables.host[row, block])
+        for line, block in promoted:
+            host_block = int(self._host[line, block])
             if host_block in result:
                 self._tables.gpu_blocks.hold(result[host_block])
             else:
                 result[host_block] = next(new)
-            self._tables.gpu[row, block] = result[host_block]
-            self._tables.versions[row] += 1
+            self._take_over(line, block, result[host_block])
         return result if joined or promoted else None
 
-    def find(self, host_blocks: list[int]) -> list[int]:
+    def _take_over(self, line: int, block: int, gpu_block: int) -> None:
+        self._gpu[line, block] = gpu_block
+        self._tables.versions[line % self._tables.num_rows] += 1
+
+    def find(self, begin: int, host_blocks: list[int]) -> list[int]:
         """Take up the GPU copies of the last of these host blocks, held by running sequences or left by ended ones.
+
+        begin: the place of the first of them.
 
         Stop at the first block, from the end, that has no copy: a row keeps its newest blocks.
         """
         tables, copies = self._tables, []
-        for place, host_block in reversed(list(enumerate(host_blocks))):
+        for place, host_block in reversed(list(enumerate(host_blocks, begin))):
             copy = self.residency.copy(place, host_block)
             if copy is not None:
                 tables.gpu_blocks.hold(copy)
@@ -162,9 +186,8 @@ class GPUCopies:
 
     def leave(self, row: int) -> None:
         """Publish the row's GPU blocks, each under the content of the host block that it is a copy of."""
-        if self.window is not None:
-            return  # blocks that came back through the ring lack layers whose window had moved on
-        for block in range(int(self.residency.first[row]), int(self.residency.full[row])):
-            content = self._tables.lifetimes.host_blocks.key(int(self._tables.host[row, block]))
-            if content is not None:
-                self._tables.gpu_blocks.publish(int(self._tables.gpu[row, block]), content)
+        for line in self.lines([row]):
+            for block in range(int(self.residency.first[line]), int(self.residency.full[line])):
+                content = self._tables.lifetimes.host_blocks.key(int(self._host[line, block]))
+                if content is not None:
+                    self._tables.gpu_blocks.publish(int(self._gpu[line, block]), content)

@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from nanoinfer.kv.cache import KVCache
+from nanoinfer.kv.prefix_cache import content_key
 from nanoinfer.kv.tables import present
 from nanoinfer.kv.transfers import MAX_GROUP, Transfers
 from nanoinfer.requests.sequence import Sequence
@@ -67,7 +68,7 @@ class Mover:
         self._cache, self._tables, self._copies = cache, cache.tables, cache.copies
         self._memory, self._offload = memory, offload
         self._open_host, self._blocks = open_host, cache.tables.lifetimes.host_blocks
-        self.transfers = Transfers(cache.tables, offload, layout.num_layers)
+        self.transfers = Transfers(cache.tables, offload, layout.num_places)
         self._may_spill = may_spill
         self.away: list[Sequence] = []
         self._arriving: dict[Sequence, int] = {}  # with the number of the group that they wait for
@@ -90,10 +91,27 @@ class Mover:
         self._blocks.wait_for(num_blocks, may_wait=False)
 
     def _on_host(self, sequence: Sequence) -> list[int | None]:
-        """Return for each block of a resident sequence that has KV the host block with its content, or None."""
-        contents = self._cache.prefixes.contents(sequence)
-        found = [self._blocks.published(content) for content in contents]
-        return found + [None] * (self._tables.num_blocks(sequence.num_computed) - len(found))  # nobody else has these
+        """Return for each of its `_places` the host block with the content of a resident sequence's block, or None."""
+        return [None if content is None else self._blocks.published(content) for content in self._contents(sequence)]
+
+    def _places(self, sequence: Sequence) -> list[tuple[int, int]]:
+        """Return (group, logical block) of each block of a sequence that has KV which a later token sees."""
+        num_computed = sequence.num_computed
+        return [
+            (number, place)
+            for number, group in enumerate(self._tables.groups)
+            for place in range(group.first_needed(num_computed), -(-num_computed // group.block_size))
+        ]
+
+    def _contents(self, sequence: Sequence) -> list[bytes | None]:
+        """Return what each of these blocks holds, None where nobody else has it."""
+        keys = self._cache.prefixes.contents(sequence)
+        return [
+            content_key(keys[place], number) if place < len(keys) else None for number, place in self._places(sequence)
+        ]
+
+    def _is_full(self, sequence: Sequence, number: int, place: int) -> bool:
+        return (place + 1) * self._tables.groups[number].block_size <= sequence.num_computed
 
     def give_way(self, sequence: Sequence) -> None:
         """Have the computed KV of a resident sequence moved to the host, and give back its row and blocks.
@@ -107,7 +125,7 @@ class Mover:
         tables, pool = self._tables, self._blocks
         assert not tables.is_offload, "offload mode promises every block at admission, so nobody has to give way"
         kept = self._on_host(sequence)
-        blocks = tables.gpu[sequence.row, : len(kept)].tolist()
+        blocks = [int(tables.gpu[number, sequence.row, place]) for number, place in self._places(sequence)]
         for block in kept:
             if block is not None:
                 pool.hold(block)
@@ -124,23 +142,22 @@ class Mover:
             kept[place] = block
         self.transfers.store([(blocks[place], kept[place]) for place in missing])
         self._memory.keep_row(sequence.row, sequence.sequence_id)
-        for block, content in zip(kept, self._cache.prefixes.contents(sequence), strict=False):
-            pool.publish(block, content)
+        for block, content in zip(kept, self._contents(sequence), strict=True):
+            if content is not None:
+                pool.publish(block, content)
         sequence.kept_blocks = kept
         self.away.append(sequence)
         self._cache.release(sequence)
 
-    def _num_full(self, sequence: Sequence) -> int:
-        return sequence.num_computed // self._tables.block_size
-
     def num_missing(self, sequence: Sequence) -> int:
         """Return how many GPU blocks a sequence that gave way needs to come back in resident mode."""
         num_there = sum(self._equal_to(block) is not None for block in sequence.kept_blocks)
-        return self._tables.num_blocks(sequence.num_tokens) - num_there
+        return self._tables.num_to_begin(sequence) - num_there
 
     def num_to_fill(self, sequence: Sequence) -> int:
         """Return how many host blocks, besides those that it has, a sequence that gave way can ever fill."""
-        return sequence.max_num_tokens // self._tables.block_size - self._num_full(sequence)
+        groups = self._tables.groups
+        return groups.most_full(sequence.max_num_tokens) - groups.num_full(sequence.num_computed)
 
     def _equal_to(self, kept: int) -> int | None:
         """Return the block of the home tier with the content of a kept block that some sequence holds, or None."""
@@ -153,46 +170,52 @@ class Mover:
 
         In offload mode the host's full blocks stay where they are. The sequence may run when it `has_arrived`.
         """
-        tables, row, kept = self._tables, sequence.row, sequence.kept_blocks
-        num_full, (home, pool) = self._num_full(sequence), tables.home
+        cache, tables, row = self._cache, self._tables, sequence.row
+        kept, (home, pool) = dict(zip(self._places(sequence), sequence.kept_blocks, strict=True)), tables.home
         self._memory.bring_row_back(row, sequence.sequence_id)
-        table = [self._equal_to(block) for block in kept[:num_full]]
+        for number, group in enumerate(tables.groups):
+            tables.begins[number, row] = group.first_needed(sequence.num_computed)
+        full = {at: self._equal_to(block) for at, block in kept.items() if self._is_full(sequence, *at)}
         if tables.is_offload:
-            home[row, :num_full] = [own if equal is None else equal for own, equal in zip(kept, table, strict=False)]
-            for block in home[row, :num_full].tolist():
-                pool.hold(block)
-            self._copies.note(row, first=num_full, num_computed=sequence.num_computed)
-            if len(kept) > num_full:
-                tables.gpu[row, num_full] = self._copies.take(1)[0]
-                self.transfers.load([(int(tables.gpu[row, num_full]), kept[num_full])], holds_gpu=False)
-            else:
-                self._copies.promise_tail(row)
+            for (number, place), equal in full.items():
+                home[number, row, place] = kept[number, place] if equal is None else equal
+                pool.hold(int(home[number, row, place]))
+            cache.promise_host(sequence)
+            self._copies.note(sequence, [blocks.stop for blocks in tables.full(sequence)])
+            tails = [at for at in kept if at not in full]
+            for (number, place), block in zip(tails, self._copies.take(len(tails)), strict=True):
+                tables.gpu[number, row, place] = block
+            self._copies.promise_tails(sequence)
+            pairs = [(int(tables.gpu[number, row, place]), kept[number, place]) for number, place in tails]
+            self.transfers.load(pairs, holds_gpu=False)
         else:
-            for block in table:
-                if block is not None:
-                    pool.hold(block)
-            num_wanted = tables.num_blocks(sequence.num_tokens)
-            table += [None] * (num_wanted - num_full)
-            missing = [place for place, block in enumerate(table) if block is None]
-            for place, block in zip(missing, pool.allocate(len(missing)), strict=True):
-                table[place] = block
-            home[row, :num_wanted] = table
-            self.transfers.load([(table[place], kept[place]) for place in missing if place < len(kept)])
+            wanted = set(kept)
+            for number, group in enumerate(tables.groups):
+                if group.window is None:
+                    wanted |= {(number, place) for place in range(group.most_blocks(sequence.num_tokens))}
+            shared = {at: block for at, block in full.items() if block is not None}
+            for block in shared.values():
+                pool.hold(block)
+            missing = sorted(wanted - shared.keys())
+            new = dict(zip(missing, pool.allocate(len(missing)), strict=True))
+            for (number, place), block in (shared | new).items():
+                home[number, row, place] = block
+            cache.promise_windows(sequence)
+            self.transfers.load([(new[at], block) for at, block in kept.items() if at in new])
         self.expect(sequence)
 
-    def bring_up(self, sequence: Sequence, first: int, host_blocks: list[int]) -> None:
-        """Have host blocks, which the caller took up, moved to those of an admitted sequence from place `first` on."""
-        on_gpu = self._tables.gpu[sequence.row, first : first + len(host_blocks)].tolist()
-        self.transfers.load(list(zip(on_gpu, host_blocks, strict=True)))
-        for block, host_block in zip(on_gpu, host_blocks, strict=True):
+    def bring_up(self, sequence: Sequence, pairs: list[tuple[int, int]]) -> None:
+        """Have host blocks, which the caller took up, moved to a sequence's: (GPU block, host block) pairs."""
+        self.transfers.load(pairs)
+        for block, host_block in pairs:
             self._tables.gpu_blocks.publish(block, self._blocks.key(host_block))
-        self._blocks.release(host_blocks)
+        self._blocks.release(host_block for _, host_block in pairs)
         self.expect(sequence)
 
     def expect(self, sequence: Sequence) -> None:
         """Have an admitted sequence wait if blocks that it took up are on their way to the GPU."""
         loading = self.transfers.loading()
-        if loading and loading.intersection(present(self._tables.gpu[sequence.row])):
+        if loading and loading.intersection(present(self._tables.gpu[:, sequence.row])):
             self._arriving[sequence] = self.transfers.newest_load
 
     def has_arrived(self, sequence: Sequence) -> bool:
@@ -221,26 +244,29 @@ class Mover:
         It is at least what lets each come back that gave way, when those have ended and others wait as it does: what
         these have on the host they keep.
         """
-        num_filled = sum(sequence.max_num_tokens // self._tables.block_size for sequence in running)
+        num_filled = sum(self._tables.groups.most_full(sequence.max_num_tokens) for sequence in running)
         num_shared = self._tables.gpu_blocks.num_shared - self.transfers.num_shared
         return max(num_filled - num_shared, max(map(self.num_to_fill, self.away), default=0))
 
     # Down a tier
 
-    def send_down(self) -> None:
+    def send_down(self) -> bool:
         """Have the host have what the GPU will evict next in resident mode, where there is room for it and nothing else
         moves: what a prompt computed is brought back then, and not computed again. Nobody waits for it.
 
-        It takes host blocks that hold nothing, or what only the host has, which is older.
+        It takes host blocks that hold nothing, or what only the host has, which is older. Return whether more may be
+        sent soon.
         """
         tables, host = self._tables, self._blocks
         gpu = tables.gpu_blocks
-        if tables.is_offload or not host.num_planned or not gpu.num_cached or not self.transfers.is_idle:
-            return
+        if tables.is_offload or not host.num_planned or not gpu.num_cached:
+            return False
+        if not self.transfers.is_idle:
+            return True
         oldest = [block for block in gpu.next_evicted(MAX_LOOKED_AT) if host.published(gpu.key(block)) is None]
         oldest = oldest[:MAX_GROUP]
         if not oldest:
-            return
+            return False
         if self._may_spill:
             self._ask_for(len(oldest))
         older = takewhile(lambda block: gpu.published(host.key(block)) is None, host.next_evicted(len(oldest)))
@@ -250,6 +276,7 @@ class Mover:
         for on_gpu, on_host in zip(oldest, taken, strict=True):
             host.publish(on_host, gpu.key(on_gpu))
         host.release(taken)  # the transfer holds them
+        return bool(taken) or self._may_spill and host.num_blocks < host.num_possible
 
     # Recovery
 
@@ -292,16 +319,21 @@ class Mover:
 
     def _recover_row(self, sequence: Sequence) -> None:
         """Rebuild a row's promises and residency from its tables and the sequence's number of computed tokens."""
-        row, full = sequence.row, self._num_full(sequence)
-        if not self._tables.is_offload:
-            self._tables.host[row] = NO_BLOCK
-            self._copies.residency.clear(row)
+        tables, row = self._tables, sequence.row
+        for number, group in enumerate(tables.groups):
+            tables.begins[number, row] = begin = group.first_needed(sequence.num_computed)
+            tables.gpu[number, row, :begin] = tables.host[number, row, :begin] = NO_BLOCK
+        if not tables.is_offload:
+            tables.host[:, row] = NO_BLOCK
+            self._copies.clear(row)
+            self._cache.promise_windows(sequence)
             return
-        self._tables.host[row, full:] = NO_BLOCK
-        self._cache.reserve_host(sequence, sequence.max_num_tokens // self._tables.block_size - full)
-        missing = np.flatnonzero(self._tables.gpu[row, :full] == NO_BLOCK)
-        first = int(missing[-1]) + 1 if len(missing) else 0
-        self._tables.gpu[row, :first] = NO_BLOCK
-        self._copies.note(row, first, sequence.num_computed)
-        if self._copies.lacks_tail(sequence):
-            self._tables.rows_without_tail.add(row)
+        firsts = []
+        for number, full in enumerate(tables.full(sequence)):
+            tables.host[number, row, full.stop :] = NO_BLOCK
+            missing = np.flatnonzero(tables.gpu[number, row, full.start : full.stop] == NO_BLOCK)
+            firsts.append(full.start + (int(missing[-1]) + 1 if len(missing) else 0))
+            tables.gpu[number, row, : firsts[-1]] = NO_BLOCK
+        self._cache.promise_host(sequence)
+        self._copies.note(sequence, firsts)
+        self._copies.promise_tails(sequence, drops=False)

@@ -9,11 +9,32 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 
-from nanoinfer.kv.tables import BlockTables
+from nanoinfer.kv.tables import BlockTables, present
 from nanoinfer.requests.sequence import Sequence
+from nanoinfer.step.plan import NO_BLOCK
+from offload import BlockPool
+
+
+class Hits(NamedTuple):
+    """A beginning that was found: what whoever goes on behind so many blocks needs of each group.
+
+    Attributes:
+        blocks: of the home tier; None: it has evicted that one.
+        below: of the host tier, where the home tier has none and is not that one.
+    """
+
+    end: int
+    blocks: list[list[int | None]]
+    below: list[list[int | None]]
+
+
+def taken(blocks: Iterable[int | None]) -> list[int]:
+    """Return the blocks that are there."""
+    return [block for block in blocks if block is not None]
 
 
 class PrefixCache:
@@ -31,17 +52,29 @@ class PrefixCache:
         self._tables, self._block_size, self._is_enabled = tables, tables.block_size, is_enabled
         self.num_queried_tokens = self.num_hit_tokens = 0
 
-    def find(self, sequence: Sequence) -> list[int]:
+    def find(self, sequence: Sequence) -> Hits:
         """Take up and return the published blocks of the longest known prefix. At least one token stays to compute."""
-        if not self._may_find(sequence):
-            return []
-        hits, (_, pool) = [], self._tables.home
-        for key in self._keys(sequence, (sequence.num_tokens - 1) // self._block_size):
-            block = pool.lookup(key)
-            if block is None:
-                break
-            hits.append(block)
-        return hits
+        end, (_, pool), below = self._longest(sequence), self._tables.home, self._below
+        keys = [
+            [content_key(sequence.block_keys[place], number) for place in self.needs(number, end)]
+            for number in range(len(self._tables.groups))
+        ]
+        blocks = [[pool.lookup(key) for key in of_group] for of_group in keys]
+        lacking = [
+            [None if block is not None else below.lookup(key) for key, block in zip(*both, strict=True)]
+            for both in zip(keys, blocks, strict=True)
+        ]
+        return Hits(end, blocks, lacking)
+
+    @property
+    def _below(self) -> BlockPool | None:
+        """The pool that has what the home tier has evicted, in resident mode."""
+        below = self._tables.lifetimes.host_blocks
+        return None if self._tables.home[1] is below or not below.key_of else below
+
+    def needs(self, number: int, end: int) -> range:
+        """Return the blocks of a group that whoever goes on behind `end` blocks needs: all, or those in the window."""
+        return range(self._tables.groups[number].first_needed(end * self._block_size), end)
 
     def find_below(self, sequence: Sequence, num_hits: int) -> list[int]:
         """Take up and return, in resident mode, host blocks with what comes next behind the hits that `find` found."""
@@ -57,11 +90,34 @@ class PrefixCache:
         return found
 
     def num_found(self, sequence: Sequence) -> int:
-        """Return how many blocks `find` would find. Takes none up."""
+        """Return how many blocks the longest known prefix has. Takes none up."""
+        return self._longest(sequence, is_quick=True)
+
+    def _longest(self, sequence: Sequence, is_quick: bool = False) -> int:
+        """Return as `num_found`; is_quick: of a beginning the end is taken to have gone first."""
         if not self._may_find(sequence):
             return 0
-        keys, (_, pool) = self._keys(sequence, (sequence.num_tokens - 1) // self._block_size), self._tables.home
-        return bisect_left(keys, True, key=lambda key: pool.published(key) is None)  # of a beginning the end goes first
+        keys, tables = self._keys(sequence, (sequence.num_tokens - 1) // self._block_size), self._tables
+        whole = [number for number in range(len(tables.groups)) if number not in tables.windowed]
+
+        def lacks(key: bytes) -> bool:
+            return not all(self._is_known(key, number) for number in whole)
+
+        if is_quick and self._below is None:
+            end = bisect_left(keys, True, key=lacks)
+        else:
+            end = next((place for place, key in enumerate(keys) if lacks(key)), len(keys))
+        while end:
+            places = ((place, number) for number in tables.windowed for place in self.needs(number, end))
+            lacking = [place for place, number in places if not self._is_known(keys[place], number)]
+            if not lacking:
+                return end
+            end = max(lacking)  # an end between needs the missing block, too
+        return 0
+
+    def _is_known(self, key: bytes, number: int) -> bool:
+        key, below = content_key(key, number), self._below
+        return self._tables.home[1].published(key) is not None or below is not None and below.published(key) is not None
 
     def is_coming(self, sequence: Sequence, running: Iterable[Sequence]) -> bool:
         """Whether a running sequence is about to compute the first block of a waiting one that cannot be found yet."""
@@ -77,13 +133,14 @@ class PrefixCache:
         """Return the key of the first block that `find` did not find, or None if it found all that may be shared."""
         if not self._may_find(sequence) or num_hits == (sequence.num_tokens - 1) // self._block_size:
             return None
-        return self._keys(sequence, num_hits + 1)[-1]
+        return content_key(self._keys(sequence, num_hits + 1)[-1], 0)
 
     def begin(self, sequence: Sequence, num_hits: int) -> None:
         """Count an admitted sequence of which `num_hits` blocks were found, and so are published already."""
         sequence.num_published = num_hits
         if self._may_find(sequence) and not sequence.is_ahead:
-            self._tables.home[1].note_wanted(self._tables.home[0][sequence.row, :num_hits].tolist())
+            table, pool = self._tables.home
+            pool.note_wanted(present(table[:, sequence.row, :num_hits]))
             self.num_queried_tokens += sequence.num_tokens
             self.num_hit_tokens += num_hits * self._block_size
 
@@ -95,7 +152,9 @@ class PrefixCache:
         """Publish the full blocks of an admitted sequence that prefill has computed, for equal beginnings to share."""
         (table, pool), contents = self._tables.home, self.contents(sequence)
         for s in range(sequence.num_published, len(contents)):
-            pool.publish(int(table[sequence.row, s]), contents[s])
+            for number, block in enumerate(table[:, sequence.row, s].tolist()):
+                if block != NO_BLOCK:
+                    pool.publish(block, content_key(contents[s], number))
         sequence.num_published = len(contents)
 
     def contents(self, sequence: Sequence) -> list[bytes]:
@@ -116,3 +175,12 @@ class PrefixCache:
             tokens = np.asarray(sequence.token_ids[begin : begin + self._block_size], dtype=np.int32).tobytes()
             keys.append(hashlib.blake2b((keys[-1] if keys else b"") + tokens, digest_size=16).digest())
         return keys[:count]
+
+    def end_blocks(self, sequence: Sequence, number: int) -> range:
+        """Return the blocks of a group that the next turn needs: those before the last published end of the prompt."""
+        return self.needs(number, len(sequence.prompt_token_ids) // self._block_size)
+
+
+def content_key(key: bytes, number: int) -> bytes:
+    """Return what a block of a group holds, given the digest of all tokens up to its end."""
+    return key + bytes([number])

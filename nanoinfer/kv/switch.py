@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import warnings
 
-import numpy as np
-
 from nanoinfer.common.units import format_size
 from nanoinfer.kv.cache import KVCache
 from nanoinfer.kv.mover import Mover
@@ -41,7 +39,9 @@ class Switch:
         lifetimes = self._tables.lifetimes
         self._mover.transfers.finish()
         self.check_offload(sequences)
-        full = {sequence.row: sequence.num_computed // self._tables.block_size for sequence in sequences}
+        tables, full = self._tables, {}
+        for sequence in sequences:
+            full |= {(number, sequence.row): blocks for number, blocks in enumerate(tables.full(sequence))}
         host_blocks, pairs = self._host_blocks_for(full)
         try:
             for begin in range(0, len(pairs), STORE_GROUP):
@@ -52,22 +52,21 @@ class Switch:
             self._offload.recover(lifetimes.operation)
             lifetimes.host_blocks.release(host_blocks.values())
             raise
-        for row, count in full.items():
-            self._tables.host[row, :count] = [host_blocks[block] for block in self._tables.gpu[row, :count].tolist()]
+        for line, blocks in full.items():
+            at = (*line, slice(blocks.start, blocks.stop))
+            tables.host[at] = [host_blocks[block] for block in tables.gpu[at].tolist()]
         # From here on every full block lies on the host.
         self._tables.is_offload, self._tables.home = True, (self._tables.host, lifetimes.host_blocks)
-        for row in full:
-            for block in present(self._tables.host[row]):
+        for line in full:
+            for block in present(tables.host[line]):
                 lifetimes.host_blocks.hold(block)
         lifetimes.host_blocks.release(host_blocks.values())
         for sequence in sequences:
-            row = sequence.row
-            self._cache.reserve_host(sequence, sequence.max_num_tokens // self._tables.block_size - full[row])
-            self._copies.note(row, first=0, num_computed=sequence.num_computed)
-            self._tables.versions[row] += 1
+            self._cache.promise_host(sequence)
+            self._copies.note(sequence, [0] * len(tables.groups))
+            tables.versions[sequence.row] += 1
         for sequence in sequences:
-            if self._copies.lacks_tail(sequence):
-                self._copies.promise_tail(sequence.row)
+            self._copies.promise_tails(sequence)
             self._cache.prefixes.publish_again(sequence)
         self._copies.limit()
 
@@ -84,19 +83,21 @@ class Switch:
         because = None if blocks.failure is None else str(blocks.failure)
         self._check_room("offload", "can grow to", self._mover.num_host_blocks(sequences), "host", num_free, because)
 
-    def _host_blocks_for(self, full: dict[int, int]) -> tuple[dict[int, int], list[tuple[int, int]]]:
-        """Take up a host block for each of the first `full[row]` blocks of each row; a shared block gets one.
+    def _host_blocks_for(self, full: dict[tuple[int, int], range]) -> tuple[dict[int, int], list[tuple[int, int]]]:
+        """Take up a host block for each full block of each group and row; a shared block gets one.
 
         Return them by GPU block, and (GPU block, host block) pairs of those whose content is not there yet. The oldest
         blocks come first, a stretch of each row in turn: they are dropped first, and whoever drops them waits for their
         copies.
         """
-        longest = max(full.values(), default=0)
-        stretches = [
-            self._tables.gpu[row, begin : min(begin + STORE_GROUP, count)].tolist()
+        longest = max(map(len, full.values()), default=0)
+        parts = (
+            (*line, slice(part.start, part.stop))
             for begin in range(0, longest, STORE_GROUP)
-            for row, count in full.items()
-        ]
+            for line, blocks in full.items()
+            if (part := blocks[begin : begin + STORE_GROUP])
+        )
+        stretches = [self._tables.gpu[part].tolist() for part in parts]
         key, found = self._tables.gpu_blocks.key, {}
         for block in dict.fromkeys(block for stretch in stretches for block in stretch):
             found[block] = None if key(block) is None else self._blocks.lookup(key(block))
@@ -126,36 +127,33 @@ class Switch:
         self._mover.transfers.finish()
         self.check_resident(sequences)
         self._drain()
-        there, tables = self._gpu_copies(sequences), {}
+        there, tables, own = self._gpu_copies(sequences), self._tables, {}
         copies = dict(there)
         for sequence in sequences:
             row = sequence.row
-            tables[row] = self._tables.gpu[row].copy()
-            for place in self._missing(sequence).tolist():
-                host_block = int(self._tables.host[row, place])
+            own[row] = tables.gpu[:, row].copy()
+            for number, place in self._missing(sequence):
+                host_block = int(tables.host[number, row, place])
                 if host_block in copies:
-                    self._tables.gpu_blocks.hold(copies[host_block])
-                    tables[row][place] = copies[host_block]
+                    tables.gpu_blocks.hold(copies[host_block])
+                    own[row][number, place] = copies[host_block]
                 else:
-                    tables[row][place] = self._tables.gpu_blocks.allocate(1)[0]
+                    own[row][number, place] = tables.gpu_blocks.allocate(1)[0]
                     if host_block != NO_BLOCK:
-                        copies[host_block] = int(tables[row][place])
+                        copies[host_block] = int(own[row][number, place])
         pairs = [(copy, block) for block, copy in copies.items() if block not in there]
-        if self._copies.window is not None:  # blocks that came back through the ring lack layers: all are loaded again
-            for row, table in tables.items():
-                on_host = np.flatnonzero(self._tables.host[row] != NO_BLOCK)
-                pairs += zip(table[on_host].tolist(), self._tables.host[row, on_host].tolist(), strict=True)
-        self._offload.load(list(dict.fromkeys(pairs)), self._tables.lifetimes.begin())
-        for row, table in tables.items():  # only now do the new blocks have content: either mode may read them
-            self._tables.gpu[row] = table
-            self._tables.versions[row] += 1
-        self._tables.is_offload, self._tables.home = False, (self._tables.gpu, self._tables.gpu_blocks)
+        self._offload.load(pairs, tables.lifetimes.begin())
+        for row, table in own.items():  # only now do the new blocks have content: either mode may read them
+            tables.gpu[:, row] = table
+            tables.versions[row] += 1
+        tables.is_offload, tables.home = False, (tables.gpu, tables.gpu_blocks)
+        tables.promised[:] = 0
         for sequence in sequences:
-            self._tables.lifetimes.release_host(present(self._tables.host[sequence.row]))
-            self._tables.host[sequence.row] = NO_BLOCK
+            tables.lifetimes.release_host(present(tables.host[:, sequence.row]))
+            tables.host[:, sequence.row] = NO_BLOCK
             self._cache.cancel_reserved(sequence)
-            self._copies.residency.clear(sequence.row)
-        self._tables.rows_without_tail.clear()
+            self._copies.clear(sequence.row)
+            self._cache.promise_windows(sequence)
         self._drain()
         for sequence in sequences:
             self._cache.prefixes.publish_again(sequence)
@@ -167,23 +165,35 @@ class Switch:
 
     def check_resident(self, sequences: list[Sequence]) -> None:
         """Raise what `switch_to_resident` would raise, without changing anything or waiting for copies."""
-        missing = [self._tables.host[sequence.row, self._missing(sequence)] for sequence in sequences]
-        on_host = {block for blocks in missing for block in present(blocks)}
-        needed = len(on_host - self._gpu_copies(sequences).keys()) + sum(int((b == NO_BLOCK).sum()) for b in missing)
+        host, groups = self._tables.host, self._tables.groups
+        missing = [int(host[number, one.row, place]) for one in sequences for number, place in self._missing(one)]
+        on_host = {block for block in missing if block != NO_BLOCK}
+        needed = len(on_host - self._gpu_copies(sequences).keys()) + missing.count(NO_BLOCK)
+        for sequence in sequences:  # what they are promised then
+            needed += sum(
+                group.most_blocks(sequence.max_num_tokens) - group.most_blocks(sequence.num_tokens)
+                for group in groups
+                if group.window is not None
+            )
         num_free = self._tables.gpu_blocks.num_free + self._tables.lifetimes.num_deferred_gpu
         self._check_room("resident", "still need", needed, "GPU", num_free)
 
     def _gpu_copies(self, sequences: list[Sequence]) -> dict[int, int]:
         """Return a GPU copy of each host block of the sequences that has one, by host block."""
         rows = [sequence.row for sequence in sequences]
-        gpu, host = self._tables.gpu[rows], self._tables.host[rows]
+        gpu, host = self._tables.gpu[:, rows], self._tables.host[:, rows]
         is_copy = (gpu != NO_BLOCK) & (host != NO_BLOCK)
         return dict(zip(host[is_copy].tolist(), gpu[is_copy].tolist(), strict=True))
 
-    def _missing(self, sequence: Sequence) -> np.ndarray:
-        """Return the logical blocks of the sequence that do not lie on the GPU, up to its last token."""
-        on_gpu = self._tables.gpu[sequence.row, : self._tables.num_blocks(sequence.num_tokens)]
-        return np.flatnonzero(on_gpu == NO_BLOCK)
+    def _missing(self, sequence: Sequence) -> list[tuple[int, int]]:
+        """Return (group, logical block) of what does not lie on the GPU and a later token sees, up to the last one."""
+        tables, row = self._tables, sequence.row
+        return [
+            (number, place)
+            for number, group in enumerate(tables.groups)
+            for place in range(int(tables.begins[number, row]), -(-sequence.num_tokens // group.block_size))
+            if tables.gpu[number, row, place] == NO_BLOCK
+        ]
 
     def tell(self) -> None:
         """Warn, once, if offload mode has to do with less host memory than was planned."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from nanoinfer.requests.sequence import Sequence
 from nanoinfer.step.plan import NO_BLOCK
-from offload import BlockLifetimes
+from offload import BlockLifetimes, KVGroups
 
 
 class BlockTables:
@@ -16,35 +17,66 @@ class BlockTables:
     Args:
         lifetimes: who holds which block of either tier, and when released ones may be handed out again.
         max_num_seqs: number of rows.
-        max_blocks_per_seq: logical blocks of a row.
+        max_model_len: tokens of a row at most.
 
     Attributes:
-        gpu, host: [max_num_seqs, max_blocks_per_seq] int32, where each row's blocks lie (or `NO_BLOCK`).
+        groups: the groups of layers, each of which has blocks of its own.
+        block_size: tokens of the largest blocks; equal beginnings end at a multiple of it.
+        gpu, host: [groups, max_num_seqs, width] int32, where each row's blocks lie (or `NO_BLOCK`). What lies behind a
+            group's window is on neither tier.
+        begins: [groups, max_num_seqs] int64, the first block that the row's next token sees.
+        promised: [groups, max_num_seqs] int64, GPU blocks that a row is promised beside those that it has.
         versions: [max_num_seqs] int64, counts up whenever GPU blocks of the row come or go.
         gpu_blocks: who holds which block of the GPU pool.
         is_offload: whether the mode is offload mode.
         home: table and pool of the tier in which full blocks are published. Only `Switch` sets the two.
-        rows_without_tail: the rows to which a GPU block is promised; none in resident mode.
     """
 
-    def __init__(self, block_size: int, lifetimes: BlockLifetimes, max_num_seqs: int, max_blocks_per_seq: int) -> None:
-        self.block_size = block_size
-        self.gpu = np.full((max_num_seqs, max_blocks_per_seq), NO_BLOCK, dtype=np.int32)
-        self.host = np.full((max_num_seqs, max_blocks_per_seq), NO_BLOCK, dtype=np.int32)
+    def __init__(self, groups: KVGroups, lifetimes: BlockLifetimes, max_num_seqs: int, max_model_len: int) -> None:
+        self.groups, self._max_model_len = groups, max_model_len
+        self.block_size = max(group.block_size for group in groups)
+        shape = (len(groups), max_num_seqs, groups.table_width(max_model_len))
+        self.gpu = np.full(shape, NO_BLOCK, dtype=np.int32)
+        self.host = np.full(shape, NO_BLOCK, dtype=np.int32)
+        self.begins, self.promised = np.zeros((2, len(groups), max_num_seqs), dtype=np.int64)
         self.versions = np.zeros(max_num_seqs, dtype=np.int64)
         self.lifetimes, self.gpu_blocks = lifetimes, lifetimes.gpu_blocks
         self.is_offload, self.home = False, (self.gpu, self.gpu_blocks)
-        self.rows_without_tail: set[int] = set()
+        self.windowed = [number for number, group in enumerate(groups) if group.window is not None]
+
+    @property
+    def num_rows(self) -> int:
+        return self.gpu.shape[1]
 
     @property
     def all_rows_fit(self) -> bool:
         """Whether the GPU pool holds all rows, however long they grow."""
-        return self.gpu.size <= self.gpu_blocks.num_blocks
+        return self.num_rows * self.groups.most_blocks(self._max_model_len) <= self.gpu_blocks.num_blocks
 
-    def num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+    def num_to_begin(self, sequence: Sequence) -> int:
+        """Return the GPU blocks that a sequence must find to begin in resident mode with its tokens so far.
+
+        Where a window bounds what it holds these are as many as it can ever hold: blocks there come and go.
+        """
+        return sum(
+            group.most_blocks(sequence.num_tokens if group.window is None else sequence.max_num_tokens)
+            for group in self.groups
+        )
+
+    def num_splits(self, num_tokens: int) -> int:
+        """Return how many blocks a row of so many tokens attends to in a layer at most."""
+        return max(group.most_blocks(num_tokens) for group in self.groups)
+
+    def full(self, sequence: Sequence) -> list[range]:
+        """Return for each group the full blocks that an admitted sequence has, those behind the window left out."""
+        return [self.held(number, sequence, sequence.num_computed) for number in range(len(self.groups))]
+
+    def held(self, number: int, sequence: Sequence, end: int) -> range:
+        """Return the blocks of a group from the first that the sequence's row holds to the last full one at `end`."""
+        full = end // self.groups[number].block_size
+        return range(min(int(self.begins[number, sequence.row]), full), full)
 
 
-def present(row: np.ndarray) -> list[int]:
+def present(blocks: np.ndarray) -> list[int]:
     """Return the blocks in a part of a table."""
-    return row[row != NO_BLOCK].tolist()
+    return blocks[blocks != NO_BLOCK].tolist()

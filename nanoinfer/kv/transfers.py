@@ -46,12 +46,15 @@ class Transfers:
 
     Args:
         offload: copies.
-        num_layers: copies that a run of blocks takes.
+        num_places: copies that a run of blocks takes.
+
+    Attributes:
+        groups: those whose copies have not run, as far as is known.
     """
 
-    def __init__(self, tables: BlockTables, offload: OffloadEngine, num_layers: int) -> None:
-        self._tables, self._offload, self._num_layers = tables, offload, num_layers
-        self._groups: list[_Group] = []
+    def __init__(self, tables: BlockTables, offload: OffloadEngine, num_places: int) -> None:
+        self._tables, self._offload, self._num_places = tables, offload, num_places
+        self.groups: list[_Group] = []
         self._number = 0
 
     def store(self, pairs: list[tuple[int, int]], *, stays: bool = False) -> None:
@@ -65,40 +68,40 @@ class Transfers:
     def _add(self, pairs: list[tuple[int, int]], *, is_load: bool, holds_gpu: bool, stays: bool = False) -> None:
         begin = 0
         while begin < len(pairs):
-            end = min(begin + max(1, min(MAX_GROUP, MAX_COPIES // self._num_layers)), len(pairs))
+            end = min(begin + max(1, min(MAX_GROUP, MAX_COPIES // self._num_places)), len(pairs))
             group, begin = pairs[begin:end], end
             for on_gpu, on_host in group:
                 if holds_gpu:
                     self._tables.gpu_blocks.hold(on_gpu)
                 self._tables.lifetimes.host_blocks.hold(on_host)
             self._number += 1
-            num_copies = len(runs(group)) * self._num_layers
-            self._groups.append(_Group(self._number, group, num_copies, is_load, holds_gpu, stays))
+            num_copies = len(runs(group)) * self._num_places
+            self.groups.append(_Group(self._number, group, num_copies, is_load, holds_gpu, stays))
 
     @property
     def held(self) -> tuple[list[int], list[int]]:
         """GPU blocks and host blocks that are held here, each as often as it is."""
-        on_gpu = [on_gpu for group in self._groups if group.holds_gpu for on_gpu, _ in group.pairs]
-        return on_gpu, [on_host for group in self._groups for _, on_host in group.pairs]
+        on_gpu = [on_gpu for group in self.groups if group.holds_gpu for on_gpu, _ in group.pairs]
+        return on_gpu, [on_host for group in self.groups for _, on_host in group.pairs]
 
     @property
     def newest_load(self) -> int:
         """Number of the newest group on its way to the GPU; 0: there is none."""
-        return max((group.number for group in self._groups if group.is_load), default=0)
+        return max((group.number for group in self.groups if group.is_load), default=0)
 
     def has_arrived(self, number: int) -> bool:
         """Whether all groups to the GPU up to this number are there."""
-        return not any(group.is_load and group.number <= number for group in self._groups)
+        return not any(group.is_load and group.number <= number for group in self.groups)
 
     def loading(self) -> set[int]:
         """Return the GPU blocks whose content is on its way."""
-        return {on_gpu for group in self._groups if group.is_load for on_gpu, _ in group.pairs}
+        return {on_gpu for group in self.groups if group.is_load for on_gpu, _ in group.pairs}
 
     @property
     def num_leaving(self) -> int:
         """GPU blocks that are free once what is on its way to the host has left."""
         references = self._tables.gpu_blocks.references
-        leaving = [on_gpu for group in self._groups if not group.is_load for on_gpu, _ in group.pairs]
+        leaving = [on_gpu for group in self.groups if not group.is_load for on_gpu, _ in group.pairs]
         return sum(references(block) == 1 for block in leaving)
 
     @property
@@ -110,12 +113,12 @@ class Transfers:
 
     @property
     def is_idle(self) -> bool:
-        return not self._groups
+        return not self.groups
 
     def advance(self) -> None:
         """Enqueue what comes next, as much as a step may be kept waiting for."""
         num_copies = 0
-        for group in self._groups:
+        for group in self.groups:
             if not group.operation:
                 num_copies += group.num_copies
                 if MAX_COPIES < num_copies != group.num_copies:
@@ -124,10 +127,10 @@ class Transfers:
 
     def let_go(self) -> None:
         """Let go of the blocks whose copies have run."""
-        if not self._groups:
+        if not self.groups:
             return
         lifetimes, left = self._tables.lifetimes, []
-        for group in self._groups:
+        for group in self.groups:
             if group.operation and lifetimes.acknowledgements.has_run(*_part(group)):
                 if group.holds_gpu:
                     lifetimes.release_gpu([on_gpu for on_gpu, _ in group.pairs])
@@ -136,13 +139,13 @@ class Transfers:
                 lifetimes.release_host([on_host for _, on_host in group.pairs])
             else:
                 left.append(group)
-        self._groups = left
+        self.groups = left
         lifetimes.reclaim()
 
     def wait(self) -> None:
         """Enqueue all, and wait until the first of it has arrived: for who has nothing else to do."""
         self._enqueue_all()
-        for group in self._groups[:1]:
+        for group in self.groups[:1]:
             self._tables.lifetimes.acknowledgements.wait(*_part(group))
         self.let_go()
 
@@ -153,16 +156,16 @@ class Transfers:
 
     def run_all(self) -> None:
         """Wait until all copies have run, and let go of nothing: some may have been let go of, after an exception."""
-        if self._groups:
+        if self.groups:
             self._enqueue_all()
             self._offload.drain()
 
     def drop(self) -> None:
         """Forget all of it, after an exception; whoever calls rebuilds both pools."""
-        self._groups = []
+        self.groups = []
 
     def _enqueue_all(self) -> None:
-        for group in self._groups:
+        for group in self.groups:
             if not group.operation:
                 self._enqueue(group)
 

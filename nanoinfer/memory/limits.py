@@ -16,12 +16,12 @@ class TooSmall(ValueError):
 
 
 def min_blocks(config: EngineConfig, plan: MemoryPlan) -> int:
-    """Return the smallest useful GPU pool: scratch, one prefill chunk in flight, its tail and one decoding tail."""
-    chunk = -(-plan.max_num_batched_tokens // config.block_size)
+    """Return the smallest useful GPU pool: scratch, one prefill chunk in flight, its tails and those of a row."""
+    groups = plan.groups
     if config.may_offload:
-        return chunk + 3
+        return groups.chunk_blocks(plan.max_num_batched_tokens) + 2 * len(groups) + 1
     wanted = plan.max_model_len if config.max_model_len is not None else min(plan.max_model_len, config.block_size)
-    return -(-wanted // config.block_size) + 2
+    return groups.most_blocks(wanted) + len(groups) + 1
 
 
 def least_bytes(config: EngineConfig, plan: MemoryPlan) -> int:

@@ -41,9 +41,7 @@ class Measure:
     def __init__(self, config: EngineConfig, spec: ModelSpec, rates: Rates) -> None:
         self.config, self.spec, self.rates = config, spec, rates
         self.context = config.max_model_len or min(DEFAULT_CONTEXT, spec.max_position)
-        self._size = spec.layout.block_size
-        full_layers = sum(window is None for window in spec.windows)
-        self._streamed_block_bytes = full_layers * spec.layout.part_bytes
+        self._groups = spec.kv_groups
 
     def seconds(self, plan: Spent, num_requests: int) -> float:
         """Return how long it takes until so many requests are done, all of which are there from the beginning.
@@ -68,7 +66,7 @@ class Measure:
 
         A missing expert is waited for; KV and layers pass beside what is computed.
         """
-        passing = plan.streamed_bytes + self._kv_blocks(plan, rows, context) * self._streamed_block_bytes
+        passing = plan.streamed_bytes + self._kv_blocks(plan, rows, context) * self.spec.layout.block_bytes
         read = self._bytes_read(rows, context)
         seconds = max(passing / self.rates.link, read / self.rates.device)
         return seconds + self._missed_bytes(plan, rows) / self.rates.link + sparse_layers_seconds(self.spec)
@@ -83,20 +81,22 @@ class Measure:
 
     def _rows(self, plan: Spent, context: int) -> list[float]:
         """Return how many sequences of this length run at once, in each mode that there is."""
-        config, blocks, on_gpu = self.config, -(-context // self._size), plan.num_gpu_blocks - 1
+        config, groups, on_gpu = self.config, self._groups, plan.num_gpu_blocks - 1
+        blocks, full = groups.most_blocks(context), max(1, groups.most_full(context))
         if config.enable_cpu_offload is True:
-            return [plan.num_host_blocks / blocks]
+            return [plan.num_host_blocks / full]
         # Offload mode must hold whatever resident mode holds, or is not entered.
-        may_spill = config.may_offload and min(plan.max_model_len // self._size, on_gpu) <= plan.num_host_blocks
-        return [on_gpu / blocks, plan.num_host_blocks / blocks] if may_spill else [on_gpu / blocks]
+        longest = min(plan.max_model_len, groups.most_tokens(on_gpu))
+        may_spill = config.may_offload and groups.most_full(longest) <= plan.num_host_blocks
+        return [on_gpu / blocks, plan.num_host_blocks / full] if may_spill else [on_gpu / blocks]
 
     def _kv_blocks(self, plan: Spent, rows: float, context: int) -> float:
         """Return the full blocks that stay in host memory alone; of whole rows these are `num_streamed`."""
-        num_full, num_all = rows * (context // self._size), rows * -(-context // self._size)
+        num_full, num_all = rows * self._groups.num_full(context), rows * self._groups.num_blocks(context)
         room = plan.num_gpu_blocks - 1
         most = num_full
         if num_all > room and self.config.may_offload:
-            most = max(0, room - rows)
+            most = max(0, room - rows * len(self._groups))
         elif self.config.enable_cpu_offload is not True:
             return 0
         return max(0, num_full - (most if plan.max_resident_blocks is None else min(most, plan.max_resident_blocks)))
@@ -125,10 +125,10 @@ class Measure:
         if plan.embedding_bytes:
             passing += num_requests * tokens * spec.hidden_size * spec.dtype.itemsize
         # A step attends to all that came before it: what of that is not on the GPU passes in each of them.
-        blocks = self._kv_blocks(plan, rows, tokens) / rows
-        beyond = blocks * self._size
+        blocks, size = self._kv_blocks(plan, rows, tokens) / rows, spec.layout.block_size
+        beyond = blocks / max(1, sum(group.window is None for group in self._groups)) * size
         if beyond:
-            passing += num_requests * beyond * beyond / (2 * step_tokens) / self._size * self._streamed_block_bytes
+            passing += num_requests * beyond / (2 * step_tokens) * blocks * spec.layout.block_bytes
         launched = num_steps * len(spec.layers) * _LAUNCH_SECONDS
         return max(computed, passing / rates.link, launched) + waited
 

@@ -193,7 +193,7 @@ class Planner:
         fixed, least = sized.fixed_bytes - weights + landing, self.least_blocks(candidate.tokens)
         blocks = self._pool(sized, least, most_blocks(sized, weights - landing))
         host_blocks, lacks = self._host_blocks(sized, weights, fixed)
-        most = -(-sized.max_model_len // config.block_size) * sized.max_num_seqs
+        most = max(group.most_blocks(sized.max_model_len) for group in spec.kv_groups) * sized.max_num_seqs
         fewest = min(most, 2 * max(blocks, host_blocks) + sized.max_num_seqs)
         # Many rows may share one long beginning, and then attend to far more splits than there are blocks.
         splits = min(most, max(fewest, int(SHARED_SPLITS_SHARE * self.budget_bytes) // sized.split_bytes))
@@ -242,11 +242,12 @@ class Planner:
         return self._least[tokens]
 
     def _pool(self, sized: MemoryPlan, least: int, most: int) -> int:
-        config, max_blocks = self.config, -(-sized.max_model_len // self.config.block_size)
+        config, groups = self.config, self.spec.kv_groups
         if self.device.is_host or config.enable_cpu_offload is True:
             # A pool larger than all rows can fill is of no use: on the CPU it would take the user's own memory, and in
             # offload mode the host holds what does not fit.
-            useful = max_blocks * sized.max_num_seqs + sized.max_num_seqs + 2
+            rows = groups.most_blocks(sized.max_model_len) * sized.max_num_seqs + len(groups) * sized.max_num_seqs
+            useful = rows + groups.num_windowed_chunk(sized.max_num_batched_tokens) + 2
             most = min(most, max(useful, least))
         return min(most, config.num_gpu_blocks_override or most)
 
@@ -256,7 +257,9 @@ class Planner:
         if weights > max(0, self.host_room(fixed)):
             return 0, "host"
         if limit is None:
-            most = -(-sized.max_model_len // config.block_size) * sized.max_num_seqs
+            groups = self.spec.kv_groups
+            most = groups.most_blocks(sized.max_model_len) * sized.max_num_seqs
+            most += groups.num_windowed_chunk(sized.max_num_batched_tokens)
             return max(1, min(int((available - weights) * KV_SHARE) // sized.block_bytes, most)), None
         if weights and limit > available:
             return 0, "limit"
@@ -268,7 +271,7 @@ class Planner:
 
     @property
     def _least_host_blocks(self) -> int:
-        return -(-(self.config.max_model_len or self.config.block_size) // self.config.block_size)
+        return self.spec.kv_groups.most_blocks(self.config.max_model_len or self.config.block_size)
 
     def host_room(self, fixed: int) -> int:
         """Return the bytes of host memory that there are beside so many of the device's."""
@@ -282,7 +285,7 @@ class Planner:
     def _capacity(self, gpu_blocks: int, host_blocks: int) -> int:
         """Return the tokens that one sequence can have."""
         # Resident mode keeps a spare block, so that a preempted sequence can come back beside another one.
-        blocks, config = gpu_blocks - 1, self.config
+        blocks, config, groups = gpu_blocks - 1, self.config, self.spec.kv_groups
         if config.may_offload:
             blocks = host_blocks if config.enable_cpu_offload is True else max(blocks, host_blocks)
-        return max(0, blocks) * config.block_size
+        return groups.most_tokens(max(0, blocks))

@@ -127,7 +127,7 @@ class Proposer:
             yield {"max_num_batched_tokens": None}
         if self.experts_bytes and not memory.num_expert_slots:
             # With less of the host's memory fewer sequences run at once, for which experts in slots are faster.
-            kv_bytes = -(-now.context // config.block_size) * memory.block_bytes * now.batch
+            kv_bytes = memory.groups.num_blocks(now.context) * memory.block_bytes * now.batch
             yield {"host_memory_limit": f"{-(-(self.experts_bytes + kv_bytes) // GIB)}GiB"}
         if config.may_offload:
             yield {"enable_cpu_offload": False}

@@ -46,10 +46,11 @@ def refuse(planner: Planner, costs: Iterable[Cost]) -> ValueError:
 
 
 def _lacks_length(config: EngineConfig, plan: MemoryPlan) -> TooSmall:
-    wanted, longest = -(-config.max_model_len // config.block_size) * plan.block_bytes, plan.max_model_len
+    longest = plan.max_model_len
+    wanted, fit = (plan.groups.most_blocks(tokens) * plan.block_bytes for tokens in (config.max_model_len, longest))
     return TooSmall(
         f"max_model_len={config.max_model_len} needs a KV cache of {format_size(wanted)}, and "
-        f"{format_size(longest // config.block_size * plan.block_bytes)} fit: lower max_model_len to at most {longest} "
+        f"{format_size(fit)} fit: lower max_model_len to at most {longest} "
         f"or raise {'host_memory_limit' if config.may_offload else 'gpu_memory_limit'}"
     )
 
@@ -60,7 +61,7 @@ def _lacks_host_kv(config: EngineConfig, plan: MemoryPlan) -> TooSmall:
         config.host_memory_limit,
         plan.host_weight_bytes,
     )
-    num_bytes = -(-tokens // config.block_size) * plan.block_bytes
+    num_bytes = plan.groups.most_blocks(tokens) * plan.block_bytes
     beside = f" beside {format_size(streamed)} of weights" if streamed else ""
     return TooSmall(
         f"host_memory_limit={limit!r} is too small{beside}: the KV cache of {tokens} tokens takes "
@@ -102,7 +103,7 @@ def _lacks_gpu(config: EngineConfig, plan: MemoryPlan, also: str = "") -> ValueE
 
 def host_wanted(config: EngineConfig, plan: MemoryPlan, available_bytes: int) -> str:
     """Say how much host memory the weights that this plan streams need, and KV beside them."""
-    limit, blocks = config.host_memory_limit, -(-(config.max_model_len or config.block_size) // config.block_size)
+    limit, blocks = config.host_memory_limit, plan.groups.most_blocks(config.max_model_len or config.block_size)
     if not config.may_offload or config.enable_cpu_offload == "auto" and plan.num_gpu_blocks > blocks:
         blocks = 0
     share = KV_SHARE if limit is None else 1.0

@@ -87,7 +87,7 @@ class Search:
 
         The measure falls along it and then rises, but for steps: KV passes beside what is computed up to some amount.
         """
-        planner, size = self.planner, self.planner.config.block_size
+        planner, groups = self.planner, self.planner.spec.kv_groups
         tokens, last = family[0].tokens, len(family) - 1
         counts = {1, planner.sized(tokens).max_num_seqs}
 
@@ -103,7 +103,7 @@ class Search:
             return
         while begin < end and self._cost(family[begin]).lacks == "gpu":  # `first` went by an upper bound of blocks
             begin += 1
-        blocks = -(-self.measure.context // size) + 2
+        blocks = groups.most_blocks(self.measure.context) + 2
         marks = {begin, end, *(first(blocks * count) + more for count in counts for more in (0, 1))}
         marks |= {begin + (end - begin) * index // _GRID for index in range(1, _GRID)}
         seen = sorted(index for index in marks if begin <= index <= end)

@@ -20,7 +20,7 @@ def sized_plan(
     """Return the plan of a prefill step without a pool: all weights are on the GPU, and `slot_rows` as with slots."""
     layout, max_model_len = spec.layout, config.max_model_len or spec.max_position
     max_num_seqs = config.max_num_seqs or (256 if budget_bytes >= 32 * GIB else 64)
-    max_blocks = -(-max_model_len // layout.block_size)
+    max_blocks = spec.kv_groups.most_blocks(max_model_len)
     blocks_per_slot = min(slot_bytes // layout.part_bytes, max_blocks * max_num_seqs)
     resident = config.resident_kv_limit
     resident = None if resident is None else resident // layout.block_bytes
@@ -47,6 +47,7 @@ def sized_plan(
         graph_bytes=graph_bytes(spec, max_batch, max(token_counts, default=0)) if has_graphs else 0,
         ring_bytes=config.num_ring_slots * blocks_per_slot * layout.part_bytes,
         block_bytes=layout.block_bytes,
+        groups=spec.kv_groups,
         split_bytes=of_split,
         max_resident_blocks=resident,
     )

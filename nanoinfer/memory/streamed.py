@@ -11,8 +11,8 @@ from nanoinfer.models.base import ModelSpec
 
 def num_blocks(spec: ModelSpec, lengths: Sequence[int]) -> tuple[int, int]:
     """Return the KV blocks of rows of so many tokens: those that are full, and all."""
-    size = spec.layout.block_size
-    return sum(length // size for length in lengths), sum(-(-length // size) for length in lengths)
+    groups = spec.kv_groups
+    return sum(map(groups.num_full, lengths)), sum(map(groups.num_blocks, lengths))
 
 
 def num_streamed(config: EngineConfig, spec: ModelSpec, memory: MemoryPlan, lengths: Sequence[int]) -> int:
@@ -20,7 +20,7 @@ def num_streamed(config: EngineConfig, spec: ModelSpec, memory: MemoryPlan, leng
     num_full, num_all = num_blocks(spec, lengths)
     room, most = memory.num_gpu_blocks - 1, num_full  # one block is scratch
     if num_all > room and config.may_offload:
-        most = max(0, room - len(lengths))  # each row has a tail, which nothing but the GPU holds
+        most = max(0, room - len(lengths) * len(spec.kv_groups))  # each row has tails, which nothing but the GPU holds
     elif config.enable_cpu_offload is not True:
         return 0
     resident = most if memory.max_resident_blocks is None else min(most, memory.max_resident_blocks)
@@ -29,9 +29,7 @@ def num_streamed(config: EngineConfig, spec: ModelSpec, memory: MemoryPlan, leng
 
 def streamed_bytes(config: EngineConfig, spec: ModelSpec, memory: MemoryPlan, lengths: Sequence[int]) -> int:
     """Return what each decode step of rows of so many tokens moves over the link."""
-    full_layers = sum(window is None for window in spec.windows)
-    kv_bytes = num_streamed(config, spec, memory, lengths) * full_layers * spec.layout.part_bytes
-    return memory.streamed_bytes + kv_bytes
+    return memory.streamed_bytes + num_streamed(config, spec, memory, lengths) * spec.layout.block_bytes
 
 
 def missed_bytes(spec: ModelSpec, memory: MemoryPlan, num_rows: int, hit_rate: float | None = None) -> int:

@@ -11,7 +11,7 @@ from math import prod
 import torch
 
 from nanoinfer.kernels.attention.spec import AttentionSpec
-from offload import KVLayout
+from offload import KVGroups, KVLayout, KVPlace
 
 
 @dataclass(frozen=True)
@@ -162,24 +162,34 @@ class ModelSpec:
         return tuple(layer for layer in self.attention_layers if self.layers[layer].source is None)
 
     @cached_property
-    def kv_read(self) -> tuple[int, ...]:
-        """For each layer with attention the place in `kv_layers` of the one whose keys and values it reads."""
-        sources = (
-            layer if (source := self.layers[layer].source) is None else source for layer in self.attention_layers
-        )
-        return tuple(self.kv_layers.index(layer) for layer in sources)
-
-    @cached_property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer with attention. One that reads another's keys and values has the same."""
         return tuple(self.layers[layer].window for layer in self.attention_layers)
+
+    @cached_property
+    def kv_groups(self) -> KVGroups:
+        """The layers that keep keys and values, in groups that share blocks."""
+        return KVGroups.of([self.layers[layer].window for layer in self.kv_layers], self.attention.block_size)
+
+    @cached_property
+    def kv_read(self) -> tuple[KVPlace, ...]:
+        """Where each layer with attention reads keys and values: its own, or another layer's."""
+        places = dict(zip(self.kv_layers, self.kv_groups.places, strict=True))
+        sources = ((layer, self.layers[layer].source) for layer in self.attention_layers)
+        return tuple(places[layer if source is None else source] for layer, source in sources)
+
+    @cached_property
+    def kv_written(self) -> tuple[KVPlace | None, ...]:
+        """Where each layer with attention keeps keys and values; None: it reads another's."""
+        pairs = zip(self.attention_layers, self.kv_read, strict=True)
+        return tuple(place if layer in self.kv_layers else None for layer, place in pairs)
 
     @property
     def layout(self) -> KVLayout:
         """The sizes of the KV blocks."""
         attention = self.attention
         return KVLayout(
-            num_layers=len(self.kv_layers), block_size=attention.block_size, part_bytes=attention.part.num_bytes
+            num_places=self.kv_groups.num_places, block_size=attention.block_size, part_bytes=attention.part.num_bytes
         )
 
     def run_bytes(self, pieces: Sequence[int], has_head: bool) -> list[int]:

@@ -265,10 +265,9 @@ class Decoder(nn.Module):
 
     def pieces(self) -> list[Piece]:
         """Return what the engine runs: the layers, cut at each attention. It is called several times, on meta, too."""
-        attentions, kv_layers = self.spec.attention_layers, self.spec.kv_layers
+        attentions, spec = self.spec.attention_layers, self.spec
         begins, ends = [0, *(layer + 1 for layer in attentions)], [*attentions, len(self.layers)]
-        writes = (kv_layers.index(layer) if layer in kv_layers else None for layer in attentions)
-        own = (Cut(reads=read, writes=written) for read, written in zip(self.spec.kv_read, writes, strict=True))
+        own = (Cut(reads=read, writes=written) for read, written in zip(spec.kv_read, spec.kv_written, strict=True))
         cuts = self.streamed.cuts([*own, Cut()])
         return [self.piece(*each) for each in zip(begins, ends, cuts, strict=True)]
 
@@ -289,9 +288,9 @@ class Decoder(nn.Module):
 
     def kv_own(self) -> list[tuple[Tensor, ...]]:
         """Return for each layer with attention what the KV format wants of the layer whose keys and values it reads."""
-        found, kv_format = [], self.spec.attention.part.format
-        for place in self.spec.kv_read:
-            layer = self.spec.kv_layers[place]
+        found, kv_format, layers = [], self.spec.attention.part.format, self.spec.layers
+        for reader in self.spec.attention_layers:
+            layer = reader if layers[reader].source is None else layers[reader].source
             index, k_norm = self._rope_of_layer[layer], self.layers[layer].self_attn.k_norm
             rope = None if index is None else self.rope_tables[index]
             found.append(kv_format.own(rope, None if k_norm is None else k_norm.weight))
@@ -320,8 +319,8 @@ class Decoder(nn.Module):
         if end == len(self.layers):
             tensors.set_x(normed)
             return
-        kv = None if cut.writes is None else held.gpu_kv[cut.writes]
-        target = KVSlots(kv, tensors.slots, tensors.q, self.spec.attention.part)
+        kv = None if cut.writes is None else held.gpu_kv[cut.writes.place]
+        target = KVSlots(kv, tensors.slots[cut.reads.group], tensors.q, self.spec.attention.part)
         tensors.q = self.before_attention(end, normed, tensors.positions, target)
 
     # The calls

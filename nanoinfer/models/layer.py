@@ -71,9 +71,9 @@ class Traits:
 class KVSlots:
     """Where a layer's new keys, values and queries go.
 
-    kv: one layer of the GPU pool, as `KVPart.view` returns it; None: the layer makes none, and reads another's; slots:
-    [N] int32 or int64, block * block_size + offset, a negative one is skipped; q: [N, num_q_heads, head_dim], None: a
-    new tensor; part: how the blocks of kv lie, None: plain, as kv says.
+    kv: a place of the GPU pool's blocks, as `KVPart.view` returns it; None: the layer makes none, and reads another's;
+    slots: [N] int32 or int64, block * block_size + offset, a negative one is skipped; q: [N, num_q_heads, head_dim],
+    None: a new tensor; part: how the blocks of kv lie, None: plain, as kv says.
     """
 
     kv: Tensor | None

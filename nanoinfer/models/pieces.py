@@ -20,7 +20,7 @@ class Held:
     """What pieces find on the device at fixed addresses, beside the weights.
 
     Attributes:
-        gpu_kv: for each layer with attention what attention reads, see `KVPart.view`.
+        gpu_kv: for each place of a block what attention reads, see `KVPart.view`.
         states: layer -> its recurrent state of all rows.
     """
 

@@ -18,7 +18,7 @@ class StepTensors:
 
     Attributes:
         token_ids, given_positions: [N] int32 or int64.
-        slots: [N] int32 or int64, as in `KVSlots`.
+        slots: [groups of layers, N] int32 or int64, each as in `KVSlots`.
         num_live: [1] int32, how many rows are tokens. Padding is not a piece's to touch, where that matters.
         rows: [N] int32, the row of each token; None if no layer keeps a recurrent state.
         positions: [N], int64 from the first piece on.
@@ -68,9 +68,9 @@ class StepTensors:
         return self.q[begin : begin + count], self.attention[begin : begin + count]
 
     def input_rows(self, count: int, begin: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return token ids, positions and slots of `count` rows from `begin` on, where the first piece reads them."""
+        """Return token ids, positions and slots, [groups, count], of rows from `begin` on, as the first piece reads."""
         rows = slice(begin, begin + count)
-        return self.token_ids[rows], self.given_positions[rows], self.slots[rows]
+        return self.token_ids[rows], self.given_positions[rows], self.slots[:, rows]
 
 
 class FixedBuffers:

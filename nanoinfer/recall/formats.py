@@ -85,23 +85,29 @@ def prompt_logits(model: Decoder, token_ids: list[int]) -> Tensor:
     attention = spec.attention
     backend = make_backend("auto", attention, device, offload=False)
     num_blocks = -(-count // attention.block_size)
-    kv = attention.part.view(torch.zeros(num_blocks, attention.part.num_bytes, dtype=torch.uint8, device=device))
     is_shared = len(spec.kv_layers) < len(spec.windows)  # then a layer's are read again, by others
-    of_layer = [torch.zeros_like(kv) if is_shared else kv for _ in spec.kv_layers]
-    key_range = KeyRange.of_one(count, torch.arange(num_blocks, dtype=torch.int32, device=device)[None])
+    first_blocks = [number * num_blocks * is_shared for number in range(len(spec.kv_groups))]
+    shape = first_blocks[-1] + num_blocks, attention.part.num_bytes
+    pools = [
+        torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(spec.layout.num_places if is_shared else 1)
+    ]
+    of_place = [attention.part.view(pools[place * is_shared]) for place in range(spec.layout.num_places)]
+    blocks = torch.arange(num_blocks, dtype=torch.int32, device=device)
+    key_ranges = [KeyRange.of_one(count, (first + blocks)[None]) for first in first_blocks]
     states = RecurrentStates(spec, 1, device)
-    pieces = Pieces(model, Held(of_layer, states.of_layer))
+    pieces = Pieces(model, Held(of_place, states.of_layer))
     positions = torch.arange(count, device=device)
+    slots = torch.tensor(first_blocks, device=device)[:, None] * attention.block_size + positions
     rows = torch.zeros_like(positions, dtype=torch.int32)
     tensors = StepTensors(
-        torch.tensor(token_ids, device=device), positions, positions, torch.full_like(rows[:1], count), rows
+        torch.tensor(token_ids, device=device), positions, slots, torch.full_like(rows[:1], count), rows
     )
     tensors.reserve(spec)
     for index in range(len(pieces)):
         pieces.run(index, tensors)
         if index < len(spec.windows):
-            extra = spec.windows[index], pieces.sinks[index], pieces.own[index]
-            backend.prefill(tensors.q, of_layer[spec.kv_read[index]], key_range, None, tensors.attention, *extra)
+            (group, place), *extra = spec.kv_read[index], spec.windows[index], pieces.sinks[index], pieces.own[index]
+            backend.prefill(tensors.q, of_place[place], key_ranges[group], None, tensors.attention, *extra)
     return torch.cat([model.logits(some).cpu() for some in tensors.x.split(ROWS_AT_ONCE)])
 
 

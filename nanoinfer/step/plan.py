@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 
@@ -46,15 +47,18 @@ class StepPlan:
         chunks: prompts' tokens to compute.
         rows: [d] int32, the rows that decode; their tokens lie on the device.
         begins, ends: [d] int64; row i computes its tokens [begins[i], ends[i]), one token for now.
-        gpu_blocks, host_blocks: [members, width] int32, the members' block tables (or `NO_BLOCK`) when the step begins.
-        later_gpu_blocks: [d, width] int32, the decoding rows' GPU blocks when the step ends; None: as at its beginning.
-        changed_rows: [n, 3 + max_blocks_per_seq] int32, a line for each decoding row whose state on the device is out
-            of date: row, last token (or `ON_DEVICE`), length, and its GPU blocks (0, the scratch block, for none).
+        gpu_blocks, host_blocks: [groups, members, width] int32, the members' block tables (or `NO_BLOCK`) when the step
+            begins, for each group of layers.
+        later_gpu_blocks: [groups, d, width] int32, the decoding rows' GPU blocks when the step ends; None: as at its
+            beginning.
+        changed_rows: [n, 3 + groups * table width] int32, a line for each decoding row whose state on the device is out
+            of date: row, last token (or `ON_DEVICE`), length, and its GPU blocks in each group (0, the scratch block,
+            for none).
         sampling: the settings of rows that sample and whose settings on the device are out of date.
         sampled_rows: [s] int32, the rows that get a token, in the order of the tokens: chunks that end their prompt,
             then the decoding rows.
         num_logprobs: place in `sampled_rows` -> how many log-probabilities are wanted there.
-        write_through: (GPU block, host block) of each block that this step makes full.
+        write_through: for each group (GPU block, host block) of each block that this step makes full; empty: of none.
         promoted: host block -> GPU block that takes over its content as it passes through the ring.
         operation: number under which the step's copies are acknowledged; 0: no block of any row lies on the host, so
             the step has none, and none to wait for.
@@ -73,7 +77,7 @@ class StepPlan:
     sampling: tuple[tuple[int, RowSampling], ...]
     sampled_rows: np.ndarray
     num_logprobs: dict[int, int] = field(default_factory=dict)
-    write_through: tuple[tuple[int, int], ...] = ()
+    write_through: tuple[tuple[tuple[int, int], ...], ...] = ()
     promoted: dict[int, int] = field(default_factory=dict)
     operation: int = 0
     gone_host_blocks: tuple[int, ...] = ()
@@ -89,13 +93,15 @@ class StepPlan:
         sampled = self.sampled_rows.tolist()
         spans = [(chunk.row, chunk.begin, chunk.end) for chunk in self.chunks]
         spans += zip(self.rows.tolist(), self.begins.tolist(), self.ends.tolist(), strict=True)
-        for (row, begin, end), gpu, host in zip(spans, self.gpu_blocks, self.host_blocks, strict=True):
+        for member, (row, begin, end) in enumerate(spans):
             samples = ", then samples" if row in sampled else ""
-            lines.append(f"  row {row}: tokens {begin} to {end - 1}{samples}; blocks {_places(gpu, host)}")
+            tables = zip(self.gpu_blocks[:, member], self.host_blocks[:, member], strict=True)
+            blocks = " | ".join(_places(gpu, host) for gpu, host in tables)
+            lines.append(f"  row {row}: tokens {begin} to {end - 1}{samples}; blocks {blocks}")
         changes = (
             ("uploads rows", self.changed_rows[:, 0].tolist()),
             ("sets the sampling of rows", [row for row, _ in self.sampling]),
-            ("writes through", _pairs(self.write_through, "GPU {} to host {}")),
+            ("writes through", _pairs(chain(*self.write_through), "GPU {} to host {}")),
             ("keeps on the GPU", _pairs(self.promoted.items(), "host {} as GPU {}")),
         )
         lines += [f"  {what} {', '.join(map(str, values))}" for what, values in changes if values]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanoinfer.execution.memory_plan import MemoryPlan
+from nanoinfer.kv.admission import PASSING_SHARE
 from nanoinfer.models.base import SparseSpec
 from nanoinfer.verify.workload import Workload
 
@@ -65,8 +66,8 @@ def _places(workload: Workload, plan: MemoryPlan) -> list[Run]:
     # Two requests fill the pool exactly, and it overflows when one of them grows. In offload mode a prefill chunk, its
     # tail and the other request's tail must have room.
     num_crowded = min(2, workload.num_rows)
-    chunk = workload.prefill_tokens // workload.block_size
-    crowded = max(sum(workload.prompt_blocks[:num_crowded]), chunk + max(2, num_crowded))
+    chunk, tails = workload.groups.chunk_blocks(workload.prefill_tokens), len(workload.groups) * max(2, num_crowded)
+    crowded = max(sum(workload.prompt_blocks[:num_crowded]), chunk + tails)
     return [
         Run(
             "resident", "every KV block on the GPU", dict(enable_cpu_offload=False), min_gpu_blocks=workload.num_blocks
@@ -180,7 +181,9 @@ def _rows(count: int, padded: int | None = None) -> dict[str, Any]:
 
 def _smallest_pool(workload: Workload) -> int:
     """Return the blocks of a GPU pool, with the scratch block, that two prompts fill: it overflows when one grows."""
-    smallest = -(-workload.max_model_len // workload.block_size) + 2  # the smallest pool that an engine accepts
-    blocks = workload.prompt_blocks
-    sums = [1 + one + other for one, other in zip(blocks, blocks[1:], strict=False)]
-    return min((count for count in sums if count >= smallest), default=smallest)
+    groups = workload.groups
+    smallest = groups.most_blocks(workload.max_model_len) + len(groups) + 1  # the smallest pool that an engine accepts
+    blocks, passing = workload.first_blocks, groups.num_windowed_chunk(workload.prefill_tokens)
+    sums = (one + other for one, other in zip(blocks, blocks[1:], strict=False))
+    counts = (1 + blocks + min(passing, blocks // (PASSING_SHARE - 1)) for blocks in sums)
+    return min((count for count in counts if count >= smallest), default=smallest)

@@ -9,6 +9,7 @@ from typing import Any
 from nanoinfer.config import EngineConfig
 from nanoinfer.measure.run import Load, mixed_params, random_prompts
 from nanoinfer.memory.setup import Setup
+from offload import KVGroups
 
 # Prompt lengths as shares of the context. The first request decodes, and ends, while others are in prefill.
 LENGTH_SHARES = (0.25, 1.0, 0.5, 0.75)
@@ -20,7 +21,11 @@ MAX_PREFILL_TOKENS = 2048
 class Workload(Load):
     """Requests, in the order in which they come."""
 
-    block_size: int
+    groups: KVGroups
+
+    @property
+    def block_size(self) -> int:
+        return max(group.block_size for group in self.groups)
 
     @property
     def num_rows(self) -> int:
@@ -36,12 +41,20 @@ class Workload(Load):
     @property
     def num_blocks(self) -> int:
         """KV blocks that the running requests can need at once."""
-        return sum(-(-length // self.block_size) for length in sorted(self.lengths)[-self.num_rows :])
+        return sum(map(self.groups.most_blocks, sorted(self.lengths)[-self.num_rows :]))
 
     @property
     def prompt_blocks(self) -> list[int]:
         """KV blocks of each prompt."""
-        return [-(-len(prompt) // self.block_size) for prompt in self.prompts]
+        return [self.groups.most_blocks(len(prompt)) for prompt in self.prompts]
+
+    @property
+    def first_blocks(self) -> list[int]:
+        """KV blocks that each request wants on the GPU to begin: all that it ever holds where a window bounds them."""
+        return [
+            sum(group.most_blocks(len(prompt) if group.window is None else length) for group in self.groups)
+            for prompt, length in zip(self.prompts, self.lengths, strict=True)
+        ]
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -55,13 +68,13 @@ class Workload(Load):
 
 
 def make_workload(
-    vocab_size: int, num_requests: int, context: int, output_len: int, block_size: int, seed: int
+    vocab_size: int, num_requests: int, context: int, output_len: int, groups: KVGroups, seed: int
 ) -> Workload:
     """Make random prompts of several lengths up to `context` tokens. Every request fills a block while it decodes.
 
     Their parameters are those of `mixed_params`. The first request is the shortest and ends at half of `output_len`.
     """
-    shares = LENGTH_SHARES if num_requests > 1 else (1.0,)
+    shares, block_size = LENGTH_SHARES if num_requests > 1 else (1.0,), max(group.block_size for group in groups)
     lengths, params = [], []
     for i in range(num_requests):
         max_tokens = output_len if i else max(2, output_len // 2)
@@ -69,7 +82,7 @@ def make_workload(
         until_full = 1 + (i * (max_tokens - 2) // num_requests) % (block_size - 1)
         lengths.append(num_blocks * block_size - until_full)
         params.append(mixed_params(i, seed, max_tokens))
-    return Workload(random_prompts(vocab_size, lengths, seed), params, block_size)
+    return Workload(random_prompts(vocab_size, lengths, seed), params, groups)
 
 
 def choose_workload(
@@ -80,7 +93,7 @@ def choose_workload(
     shortest, longest = 2 * block_size, spec.max_position - output_len
 
     def workload(tokens: int) -> Workload:
-        return make_workload(spec.vocab_size, num_requests, tokens, output_len, block_size, seed)
+        return make_workload(spec.vocab_size, num_requests, tokens, output_len, spec.kv_groups, seed)
 
     if longest < shortest:
         raise ValueError(

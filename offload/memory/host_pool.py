@@ -15,7 +15,7 @@ from offload.memory.pinned import HostArena, PinError
 class HostPool:
     """Memory of blocks on the host. Who holds which block is counted elsewhere (`HostBlocks`).
 
-    Segment g holds `blocks_per_segment` blocks for all layers as `[num_layers, blocks_per_segment, part_bytes]` uint8.
+    Segment g holds `blocks_per_segment` blocks for all layers as `[num_places, blocks_per_segment, part_bytes]` uint8.
     Within a segment, neighbouring blocks of a layer are one contiguous range, so one copy moves a run of them. The last
     segment may hold fewer blocks than the others. A segment is usable as soon as it is pinned, even while later
     segments are not.
@@ -85,7 +85,7 @@ class HostPool:
         """Return a view of neighbouring blocks of one segment; wait until the segment is pinned.
 
         Returns:
-            `[num_layers, count, part_bytes]`.
+            `[num_places, count, part_bytes]`.
         """
         found = self._segments.get(segment)
         if found is None:
@@ -95,10 +95,10 @@ class HostPool:
             found = self._segments[segment] = memory.view(self.layout.pool_shape(num_blocks))
         return found[:, begin : begin + count]
 
-    def block(self, layer: int, block: int) -> torch.Tensor:
+    def block(self, place: int, block: int) -> torch.Tensor:
         """Return a view of one layer's part of a block, `[part_bytes]`."""
         segment, within = divmod(block, self.blocks_per_segment)
-        return self.run(segment, within, 1)[layer, 0]
+        return self.run(segment, within, 1)[place, 0]
 
     def borrow(self, count: int) -> list[int]:
         """Take pageable memory for `count` blocks more, and return their numbers.

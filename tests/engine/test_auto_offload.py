@@ -202,7 +202,9 @@ def test_a_block_below_shared_ones_is_not_reused_while_it_is_stored(path, oracle
         while requests["E"].first_token is None:
             engine.step()  # the next step is F's: no row that runs waits for the host's copies before it
         kv_cache, (d,) = engine.kv_cache, requests["D"].sequences
-        references = [kv_cache.tables.gpu_blocks.references(block) for block in kv_cache.tables.gpu[d.row, :3].tolist()]
+        references = [
+            kv_cache.tables.gpu_blocks.references(block) for block in kv_cache.tables.gpu[0, d.row, :3].tolist()
+        ]
         assert references == [1, 2, 2], "D's first block is its own, the next two are E's as well"
         engine.switch_mode("offload")
         requests["F"] = engine.add_request("F", prompts["F"], greedy(3))

@@ -177,7 +177,7 @@ def test_blocks_leave_as_sequences_grow_and_come_back_when_others_end(path_of):
         for sequence in engine.scheduler.running:
             is_sent = engine.planner.versions[sequence.row] == kv_cache.tables.versions[sequence.row]
             if watch.promoted and sequence.num_generated and is_sent:
-                held = kv_cache.tables.gpu[sequence.row]
+                held = kv_cache.tables.gpu[0, sequence.row]
                 assert rows.block_table[sequence.row].numpy()[held >= 0].tolist() == held[held >= 0].tolist()
                 num_checked += 1
 

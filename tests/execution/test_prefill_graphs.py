@@ -180,7 +180,7 @@ def test_nothing_in_the_padding_reaches_a_result(path, enable_cpu_offload, monke
 def test_padding_is_stored_nowhere_in_the_pool(path):
     """Not even in the scratch block, where it could do no harm today."""
     engine = engine_with_graphs(path)
-    pool = engine.runner.decode_program.resources.kv_of_layer
+    pool = engine.runner.decode_program.resources.kv_of_place
     pool[:, 0] = 7.0  # padding of decode, run before its capture, has left there what padding of ours would
     before = pool.clone()
     run(engine, [EVERY_LENGTH[16]], [FIRST_TOKEN])
@@ -197,12 +197,12 @@ def test_the_step_reads_token_0_at_position_0_without_a_slot_as_padding(path, mo
     def watched(num_tokens, places):
         tensors = begin(num_tokens, places)
         padding = slice(num_tokens, None)
-        seen.append([t[padding].tolist() for t in (tensors.token_ids, tensors.given_positions, tensors.slots)])
+        seen.append([t[..., padding].tolist() for t in (tensors.token_ids, tensors.given_positions, tensors.slots)])
         return tensors
 
     monkeypatch.setattr(pieces, "begin", watched)
     run(engine, [EVERY_LENGTH[21]], [FIRST_TOKEN])
-    assert seen == [[[0, 0], [0, 0], [-1, -1]]]
+    assert seen == [[[0, 0], [0, 0], [[-1, -1]]]]
 
 
 @pytest.mark.parametrize("counts", [[1, 2, 3], [7, 33], [64], [5, 5, 1, 61]], ids=str)

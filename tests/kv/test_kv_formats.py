@@ -51,6 +51,8 @@ def test_every_mode_gives_the_same_bits(paths, family, name, fuzz):
     wanted = run(engine_of(), PROMPTS, PARAMS)
     assert wanted != run(make_engine(paths[family]), PROMPTS, PARAMS), "nothing was stored in the format"
     for way, arguments in WAYS.items():
+        if family == "gemma3" and way == "auto":
+            arguments = arguments | dict(num_gpu_blocks_override=16)  # two groups of layers
         engine = engine_of(**arguments)
         assert run(engine, PROMPTS, PARAMS) == wanted, way
         assert engine.stats()["streamed_bytes"] > 0 or not arguments.get("enable_cpu_offload"), way
@@ -69,7 +71,7 @@ def test_who_gives_way_and_who_finds_a_prefix_has_the_same_bits(paths, family, n
     params = some_params(4, max_tokens=24)
     wanted = [run(make_engine(paths[family], kv_cache_dtype=name), [p], [q])[0] for p, q in zip(prompts, params)]
     engine = make_engine(paths[family], SimulatedRuntime(2), kv_cache_dtype=name)
-    give_back = shrink_gpu_pool(engine, 14)
+    give_back = shrink_gpu_pool(engine, 14 if family == "qwen3" else 18)
     assert run(engine, prompts, params) == wanted
     assert engine.stats()["num_preemptions"] > 0
     give_back()

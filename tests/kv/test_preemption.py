@@ -105,7 +105,7 @@ def test_a_row_that_is_used_again_at_the_same_length_reads_the_blocks_of_its_new
     def at_step(engine, step):
         (sequence,) = engine.scheduler.running or [None]
         if sequence is not None and step == 3:
-            row = engine.kv_cache.tables.gpu[sequence.row]
+            row = engine.kv_cache.tables.gpu[0, sequence.row]
             held.append({int(block) for block in row if block >= 0})
 
     for prompt in prompts:
@@ -135,7 +135,7 @@ def share_a_document(engine, alone, longest_end=5):
 def document_blocks(engine):
     """The blocks of the document in each running row, all of them the same: [rows, 6]."""
     table, _ = engine.kv_cache.tables.home
-    blocks = table[[sequence.row for sequence in engine.scheduler.running], :6]
+    blocks = table[0, [sequence.row for sequence in engine.scheduler.running], :6]
     assert (blocks == blocks[0]).all() and (blocks >= 0).all()
     return blocks
 

@@ -9,12 +9,11 @@ from nanoinfer.kv.residency import Residency
 
 
 class Naive:
-    """The same rules over sets: a row's blocks on the GPU, how many it has in all, and where its window begins."""
+    """The same rules over sets: a line's blocks on the GPU, and which it holds in all."""
 
     def __init__(self, num_rows: int) -> None:
         self.on_gpu: list[set[int]] = [set() for _ in range(num_rows)]
-        self.full = [0] * num_rows
-        self.window = [0] * num_rows
+        self.held = [range(0)] * num_rows
 
     @property
     def num_resident(self) -> int:
@@ -22,25 +21,22 @@ class Naive:
 
     @property
     def num_streamed(self) -> int:
-        return sum(self.full) - self.num_resident
+        return sum(map(len, self.held)) - self.num_resident
 
-    def set(self, row: int, first: int, full: int, window: int) -> None:
-        self.on_gpu[row] = set(range(first, full))
-        self.full[row], self.window[row] = full, min(window, full)
+    def set(self, row: int, begin: int, first: int, full: int) -> None:
+        self.on_gpu[row], self.held[row] = set(range(first, full)), range(begin, full)
 
     def drop_one(self) -> tuple[int, int]:
-        """The oldest block of the row that keeps most outside its window; inside, once no row has one outside."""
-        outside = [[block for block in blocks if block < w] for blocks, w in zip(self.on_gpu, self.window, strict=True)]
-        candidates = outside if any(outside) else [sorted(blocks) for blocks in self.on_gpu]
-        row = max(range(len(candidates)), key=lambda row: (len(candidates[row]), -row))
-        block = min(candidates[row])
+        """The oldest block of the line that keeps most."""
+        row = max(range(len(self.on_gpu)), key=lambda row: (len(self.on_gpu[row]), -row))
+        block = min(self.on_gpu[row])
         self.on_gpu[row].remove(block)
         return row, block
 
     def promote(self, count: int, rows: list[int]) -> list[tuple[int, int]]:
         promoted = []
         for row in sorted(rows, key=lambda row: (len(self.on_gpu[row]), row)):
-            streaming = sorted(set(range(self.full[row])) - self.on_gpu[row])
+            streaming = sorted(set(self.held[row]) - self.on_gpu[row])
             taken = streaming[max(0, len(streaming) - (count - len(promoted))) :]
             self.on_gpu[row].update(taken)
             promoted += [(row, block) for block in taken]
@@ -48,13 +44,14 @@ class Naive:
 
 
 def unshared(num_rows: int) -> Residency:
-    """No two rows have a block in common."""
+    """No two lines have a block in common."""
     table = np.arange(num_rows * 100).reshape(num_rows, 100)
-    return Residency(table, table)
+    return Residency(table, table, np.zeros(num_rows, dtype=np.int64))
 
 
 def assert_equal(residency: Residency, naive: Naive) -> None:
     assert (residency.num_resident, residency.num_streamed) == (naive.num_resident, naive.num_streamed)
+    assert residency.streams.sum() == naive.num_streamed
     for row, blocks in enumerate(naive.on_gpu):
         assert blocks == set(range(residency.first[row], residency.full[row])), f"row {row}"
 
@@ -64,26 +61,31 @@ def test_any_sequence_of_changes_equals_the_model_of_single_blocks(seed):
     generator = random.Random(seed)
     num_rows = generator.choice([1, 2, 5, 9])
     residency, naive = unshared(num_rows), Naive(num_rows)
-    num_dropped = num_promoted = num_in_window = 0
+    num_dropped = num_promoted = 0
+
+    def change_to(row: int, begin: int, first: int, full: int) -> None:
+        residency.begin[row] = begin
+        residency.set(row, first, full)
+        naive.set(row, begin, first, full)
+
     for _ in range(400):
         change = generator.choice(["set", "grow", "clear", "drop", "promote", "promote"])
         row = generator.randrange(num_rows)
         if change == "set":
             full = generator.randint(0, 12)
-            values = generator.randint(0, full), full, generator.randint(0, 14)
-            residency.set(row, *values)
-            naive.set(row, *values)
-        elif change == "grow":
-            values = int(residency.first[row]), int(residency.full[row]) + 1, int(residency.window[row]) + 1
-            residency.set(row, *values)
-            naive.set(row, *values)
+            first = generator.randint(0, full)
+            change_to(row, generator.randint(0, first), first, full)
+        elif change == "grow":  # and the window moves on, perhaps past what streams
+            begin = int(residency.begin[row]) + generator.randint(0, 1)
+            full = int(residency.full[row]) + 1
+            change_to(row, begin, max(begin, int(residency.first[row])), full)
         elif change == "clear":
+            residency.begin[row] = 0
             residency.clear(row)
             naive.set(row, 0, 0, 0)
         elif change == "drop":
             count = generator.randint(0, naive.num_resident)
             wanted = [naive.drop_one() for _ in range(count)]
-            num_in_window += sum(block >= naive.window[row] for row, block in wanted)
             assert residency.drop(count) == wanted
             num_dropped += count
         else:
@@ -93,25 +95,23 @@ def test_any_sequence_of_changes_equals_the_model_of_single_blocks(seed):
             assert residency.promote(count, rows) == wanted and len(wanted) <= count
             num_promoted += len(wanted)
         assert_equal(residency, naive)
-    assert num_dropped > 20 and num_promoted > 20 and num_in_window > 5
+    assert num_dropped > 20 and num_promoted > 20
 
 
-def test_the_blocks_of_every_window_go_last_and_the_fullest_row_gives_first():
-    residency = unshared(3)
-    residency.set(0, 0, 6, window=4)
-    residency.set(1, 0, 3, window=3)
-    residency.set(2, 0, 4, window=0)  # a sequence that its window covers
-    outside = [(0, 0), (0, 1), (1, 0), (0, 2), (1, 1), (0, 3), (1, 2)]
-    inside = [(2, 0), (2, 1), (0, 4), (2, 2), (0, 5), (2, 3)]
-    assert residency.drop(len(outside)) == outside
-    assert residency.drop(len(inside)) == inside
-    assert (residency.num_resident, residency.num_streamed) == (0, 13)
+def test_the_fullest_line_gives_first_and_what_a_window_has_passed_comes_back_to_none():
+    residency = unshared(2)
+    residency.begin[:] = 0, 3
+    residency.set(0, 0, 6)
+    residency.set(1, 3, 6)
+    assert residency.drop(7) == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 3), (0, 4), (1, 4)]
+    assert (residency.num_resident, residency.num_streamed) == (2, 7)
+    assert residency.promote(9, [1]) == [(1, 3), (1, 4)]
 
 
 def test_a_drop_and_a_promotion_undo_each_other():
     residency = unshared(2)
-    residency.set(0, 0, 5, 5)
-    residency.set(1, 2, 4, 4)
+    residency.set(0, 0, 5)
+    residency.set(1, 2, 4)
     dropped = residency.drop(4)
     assert sorted(residency.promote(4, [0, 1])) == sorted(dropped)
     assert (residency.num_resident, residency.num_streamed) == (7, 2)
@@ -120,14 +120,14 @@ def test_a_drop_and_a_promotion_undo_each_other():
 def test_only_the_rows_that_were_asked_for_are_promoted():
     residency = unshared(3)
     for row in range(3):
-        residency.set(row, 4, 4, 4)
+        residency.set(row, 4, 4)
     assert residency.promote(6, [2, 0]) == [(0, 0), (0, 1), (0, 2), (0, 3), (2, 2), (2, 3)]
     assert residency.promote(9, []) == [] and residency.first.tolist() == [0, 4, 2]
 
 
 def test_more_than_there_is_cannot_be_dropped():
     residency = unshared(1)
-    residency.set(0, 1, 3, 3)
+    residency.set(0, 1, 3)
     with pytest.raises(AssertionError, match="3 blocks to drop, 2 are there"):
         residency.drop(3)
 
@@ -140,12 +140,12 @@ def tables(*rows: tuple[list[int], list[int]]) -> tuple[np.ndarray, np.ndarray]:
     return tuple(np.array([row[i] for row in rows], dtype=np.int32) for i in (0, 1))
 
 
-def residency_of(*rows: tuple[list[int], list[int]], **arguments) -> Residency:
+def residency_of(*rows: tuple[list[int], list[int]]) -> Residency:
     """All blocks are full; those with a GPU block are noted as resident."""
     gpu, host = tables(*rows)
-    residency = Residency(gpu, host, **arguments)
+    residency = Residency(gpu, host, np.zeros(len(gpu), dtype=np.int64))
     for row, blocks in enumerate(gpu):
-        residency.set(row, int((blocks < 0).sum()), len(blocks), len(blocks))
+        residency.set(row, int((blocks < 0).sum()), len(blocks))
     return residency
 
 
@@ -161,7 +161,7 @@ def test_all_who_share_a_copy_drop_it_together():
 def test_a_copy_that_another_row_has_behind_older_blocks_waits_for_these():
     """Row 1 keeps most; dropping the shared block 7 from it alone would free nothing."""
     residency = residency_of(([-1, 7, 8, 9], [1, 2, 3, 4]), ([6, 7, -9, -9], [1, 2, 5, 6]))
-    residency.set(1, 0, 2, 2)
+    residency.set(1, 0, 2)
     assert residency.drop(1) == [(1, 0)]
     assert residency.drop(1) == [(0, 1), (1, 1)]
     assert residency.drop(2) == [(0, 2), (0, 3)]
@@ -182,9 +182,9 @@ def test_a_row_outside_of_the_step_gets_nothing_with_the_others():
 
 def test_a_row_takes_up_the_copies_that_others_have_and_makes_no_second_one():
     gpu, host = tables(([4, 5, 6, 7], [1, 2, 3, 4]), ([-1, -1, -1, -1], [1, 2, 3, 9]))
-    residency = Residency(gpu, host)
-    residency.set(0, 1, 4, 4)  # block 0 of row 0 has left, although the table still knows where it was
-    residency.set(1, 4, 4, 4)
+    residency = Residency(gpu, host, np.zeros(len(gpu), dtype=np.int64))
+    residency.set(0, 1, 4)  # block 0 of row 0 has left, although the table still knows where it was
+    residency.set(1, 4, 4)
     assert residency.join([1]) == [], "its newest block is its own"
     assert residency.promote(8, [1]) == [(1, 3)], "it can join behind that"
     gpu[1, 3] = 8
@@ -196,17 +196,11 @@ def test_a_row_takes_up_the_copies_that_others_have_and_makes_no_second_one():
 def test_a_block_that_is_not_full_yet_is_no_copy():
     """Its host block is known before the step that fills it."""
     gpu, host = tables(([4, 5], [1, 2]), ([-1, -1], [1, 2]))
-    residency = Residency(gpu, host)
-    residency.set(0, 0, 1, 1)
-    residency.set(1, 2, 2, 2)
+    residency = Residency(gpu, host, np.zeros(len(gpu), dtype=np.int64))
+    residency.set(0, 0, 1)
+    residency.set(1, 2, 2)
     assert residency.join([1]) == [] and residency.copy(1, 2) is None
     assert residency.copy(0, 1) == 4
-
-
-def test_with_windows_nothing_is_joined_but_what_comes_in_one_step_is_shared():
-    residency = residency_of(([4, 5], [1, 2]), ([-1, -1], [1, 2]), ([-1, -1], [1, 2]), joins=False)
-    assert residency.join([1, 2]) == [] and residency.copy(1, 2) is None
-    assert residency.promote(1, [1, 2]) == [(1, 1), (2, 1)]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -222,9 +216,9 @@ def test_every_drop_frees_a_copy_and_rows_keep_their_newest_blocks(seed):
         if generator.random() < 0.3:  # it computed its beginning itself, and found what follows
             rows[-1][0] = 2000 + row
     gpu, host = np.full((num_rows, length), -1), np.array(rows)
-    residency = Residency(gpu, host)
+    residency = Residency(gpu, host, np.zeros(len(gpu), dtype=np.int64))
     for row in range(num_rows):
-        residency.set(row, length, length, length)
+        residency.set(row, length, length)
     next_block, num_shared = 0, 0
 
     def copies() -> set[int]:

@@ -78,14 +78,18 @@ def check_references(engine) -> int:
     assert pool.num_shared == sum(pool.holders.values()) - len(pool.holders)
     if not kv_cache.tables.is_offload:
         return num_shared
-    first, full = kv_cache.copies.residency.first, kv_cache.copies.residency.full
-    for row in range(len(first)):
-        assert np.all(kv_cache.tables.gpu[row, : first[row]] == NO_BLOCK)
-        assert np.all(kv_cache.tables.gpu[row, first[row] : full[row]] != NO_BLOCK)
-        assert np.all(kv_cache.tables.host[row, : full[row]] != NO_BLOCK)
-    places = [(row, block) for row in range(len(first)) for block in range(first[row], full[row])]
-    assert kv_cache.copies.num_resident == len({int(kv_cache.tables.gpu[place]) for place in places})
-    streams = {int(kv_cache.tables.host[row, block]) for row in range(len(first)) for block in range(first[row])}
+    begin, first, full = kv_cache.tables.begins.ravel(), kv_cache.copies.residency.first, kv_cache.copies.residency.full
+    gpu, host = (table.reshape(len(first), -1) for table in (kv_cache.tables.gpu, kv_cache.tables.host))
+    for line in range(len(first)):
+        assert begin[line] <= first[line] or not full[line]
+        assert np.all(gpu[line, : first[line]] == NO_BLOCK)
+        assert np.all(gpu[line, first[line] : full[line]] != NO_BLOCK)
+        assert np.all(host[line, begin[line] : full[line]] != NO_BLOCK) and np.all(
+            host[line, : begin[line]] == NO_BLOCK
+        )
+    places = [(line, block) for line in range(len(first)) for block in range(first[line], full[line])]
+    assert kv_cache.copies.num_resident == len({int(gpu[place]) for place in places})
+    streams = {int(host[line, block]) for line in range(len(first)) for block in range(begin[line], first[line])}
     assert kv_cache.copies.num_streamed == len(streams)
     if engine.plan.max_resident_blocks is not None:
         assert kv_cache.copies.num_resident <= engine.plan.max_resident_blocks
@@ -219,7 +223,7 @@ class Link:
     def __init__(self, engine) -> None:
         self.steps, stream, run_step = [], engine.runner.offload.copy, engine.runner.offload.run
         self.planned_bytes = num_copies = 0
-        num_layers, copy = engine.runner.layout.num_layers, stream.copy
+        num_layers, copy = engine.runner.layout.num_places, stream.copy
 
         def counted_copy(*args):
             nonlocal num_copies
@@ -456,8 +460,8 @@ def test_a_row_takes_up_what_another_one_has_and_the_next_step_streams_less(path
     while kv_cache.copies.num_streamed or not engine.scheduler.running:
         engine.step()
     row = requests[1].sequences[0].row
-    kv_cache.tables.gpu_blocks.release(kv_cache.tables.gpu[row, :10].tolist())  # as if it had been out of the steps
-    kv_cache.tables.gpu[row, :10] = NO_BLOCK
+    kv_cache.tables.gpu_blocks.release(kv_cache.tables.gpu[0, row, :10].tolist())  # as if it had been out of the steps
+    kv_cache.tables.gpu[0, row, :10] = NO_BLOCK
     kv_cache.copies.residency.first[row] = 10
     link = Link(engine)
     engine.step()
@@ -468,7 +472,7 @@ def test_a_row_takes_up_what_another_one_has_and_the_next_step_streams_less(path
     )
     engine.step()
     on_device = engine.runner.decode_program.rows.block_table[row, :10]
-    assert on_device.tolist() == kv_cache.tables.gpu[row, :10].tolist()
+    assert on_device.tolist() == kv_cache.tables.gpu[0, row, :10].tolist()
     while engine.has_work:
         engine.step()
         check_references(engine)
@@ -523,7 +527,7 @@ def test_a_step_that_fails_leaves_no_block_without_content_to_rows_outside_of_it
             while True:
                 engine.step()
     assert request.sequences[0].row == row, "the prompt was in the step that failed"
-    assert kv_cache.copies.residency.first[row] == 10 or np.all(kv_cache.tables.gpu[row, :10] == NO_BLOCK)
+    assert kv_cache.copies.residency.first[row] == 10 or np.all(kv_cache.tables.gpu[0, row, :10] == NO_BLOCK)
     while engine.has_work:
         engine.step()
         check_references(engine)

@@ -324,8 +324,8 @@ def test_a_smaller_prefill_step_is_taken_where_less_streams_then(monkeypatch):
     given = dict(host_memory="64GiB", gpu_memory="14.5GiB", cpu_offload_gb=0, batch=1)
     short, long, longest, asked = (
         nanoinfer.plan("gpt-oss-20b", context=context, **given | more)
-        for context, more in ((8192, {}), (32768, {}), (65536, {}), (32768, dict(max_num_batched_tokens=8192)))
+        for context, more in ((8192, {}), (65536, {}), (131072, {}), (65536, dict(max_num_batched_tokens=8192)))
     )
     steps = [one.memory.max_num_batched_tokens for one in (short, asked, long, longest)]
-    assert steps[0] == steps[1] == 8192 > steps[2] >= steps[3]
+    assert steps[0] == steps[1] == 8192 > max(steps[2:])
     assert not short.streamed_bytes_per_step and long.ms_per_token < asked.ms_per_token / 2

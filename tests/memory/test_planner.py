@@ -39,14 +39,19 @@ def test_a_slow_device_bounds_the_step_instead_of_the_link():
     assert unknown.ms_per_token is None and "state device_gbps" in unknown.report()
 
 
-def test_layers_with_a_window_do_not_stream(tmp_path):
+def test_layers_with_a_window_stream_what_it_sees(tmp_path):
     path = make_checkpoint("gemma3", tmp_path, sliding_window=24)
     common = dict(gpu_memory="1GiB", host_memory="1GiB", context=400, batch=4, block_size=16, enable_cpu_offload=True)
     forecast = nanoinfer.plan(path, **common, resident_kv_limit=0, max_num_batched_tokens=64)
-    windows = json.loads((path / "config.json").read_text())["layer_types"]
-    share = windows.count("full_attention") / len(windows)
-    assert 0 < share < 1
-    assert forecast.streamed_bytes_per_step == 4 * (400 // 16) * forecast.memory.block_bytes * share
+    types = json.loads((path / "config.json").read_text())["layer_types"]
+    num_full, num_windowed = types.count("full_attention"), types.count("sliding_attention")
+    of_layer = forecast.memory.block_bytes // forecast.memory.groups.num_places
+    # Of 24 tokens before a row's 401st, those of its 400 tokens that lie in full blocks: 377 to 399.
+    assert (
+        num_full
+        and num_windowed
+        and forecast.streamed_bytes_per_step == 4 * of_layer * (25 * num_full + 2 * num_windowed)
+    )
 
 
 @pytest.mark.parametrize("offload", [True, "auto", False])

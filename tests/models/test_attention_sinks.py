@@ -45,7 +45,7 @@ def sunk_engine(path, runtime=None, **arguments):
 
 
 ENGINES = {
-    "gives way": dict(num_gpu_blocks_override=13, max_model_len=140),
+    "gives way": dict(num_gpu_blocks_override=23, max_model_len=140),
     "offload": dict(enable_cpu_offload=True, num_ring_slots=2, ring_slot_bytes=2 * LAYER_BLOCK_BYTES),
     "eager": dict(enforce_eager=True, max_num_batched_tokens=24),
 }

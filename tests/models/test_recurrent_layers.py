@@ -75,9 +75,9 @@ def toy_engine(path, runtime=None, **arguments):
 
 ENGINES = {
     "resident": {},
-    "gives way": dict(num_gpu_blocks_override=13, max_model_len=140),
+    "gives way": dict(num_gpu_blocks_override=21, max_model_len=140),
     "offload": OFFLOAD,
-    "offload by itself": OFFLOAD | dict(enable_cpu_offload="auto", num_gpu_blocks_override=13),
+    "offload by itself": OFFLOAD | dict(enable_cpu_offload="auto", num_gpu_blocks_override=18),
 }
 
 

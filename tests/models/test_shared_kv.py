@@ -19,10 +19,10 @@ KV_HEADS, HEAD_DIM = SMALL["num_kv_heads"], SMALL["head_dim"]
 OFFLOAD = dict(enable_cpu_offload=True, num_ring_slots=2, ring_slot_bytes=2 * LAYER_BLOCK_BYTES)
 ENGINES = {
     "resident": {},
-    "gives way": dict(num_gpu_blocks_override=13, max_model_len=140),
+    "gives way": dict(num_gpu_blocks_override=22, max_model_len=140),
     "streamed": OFFLOAD | dict(resident_kv_limit=0),
-    "partly kept": OFFLOAD | dict(num_gpu_blocks_override=13),
-    "offload by itself": OFFLOAD | dict(enable_cpu_offload="auto", num_gpu_blocks_override=13, max_model_len=140),
+    "partly kept": OFFLOAD | dict(num_gpu_blocks_override=18),
+    "offload by itself": OFFLOAD | dict(enable_cpu_offload="auto", num_gpu_blocks_override=18, max_model_len=140),
 }
 
 
@@ -114,7 +114,7 @@ def test_every_mode_has_the_bits_of_a_request_alone(path, alone, name, seed):
 def test_two_of_four_layers_are_kept_and_a_full_one_that_two_read_streams_twice(path):
     engine = toy_engine(path, **ENGINES["streamed"])
     spec = engine.runner.spec
-    assert spec.kv_layers == (0, 1) and spec.kv_read == (0, 1, 0, 1) and spec.layout.num_layers == 2
+    assert spec.kv_layers == (0, 1) and spec.kv_read == ((0, 0), (1, 0), (0, 0), (1, 0)) and spec.layout.num_places == 1
     run(engine, random_prompts(1, 60, 60), [SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)])
     before = engine.stats()["streamed_bytes"], engine.stats()["written_bytes"]
     assert before[1] == 3 * 2 * LAYER_BLOCK_BYTES, "each full block is written once"

@@ -5,7 +5,7 @@ import pytest
 from offload import HostBlocks, HostPool, KVLayout
 from offload.memory.pinned import PAGE_BYTES, HostArena, Pinner
 
-LAYOUT = KVLayout(num_layers=2, block_size=16, part_bytes=2048)
+LAYOUT = KVLayout(num_places=2, block_size=16, part_bytes=2048)
 PER_SEGMENT = max(4, PAGE_BYTES // LAYOUT.block_bytes)
 
 
@@ -31,7 +31,7 @@ def test_no_block_is_handed_out_that_the_last_segment_has_not(pool):
     blocks.wait_for(3 * PER_SEGMENT)
     assert blocks.num_blocks == pool.num_blocks
     for block in blocks.allocate(blocks.num_free):
-        for layer in range(LAYOUT.num_layers):
+        for layer in range(LAYOUT.num_places):
             pool.block(layer, block).fill_(block)
     for block in range(pool.num_blocks):
-        assert all((pool.block(layer, block) == block).all() for layer in range(LAYOUT.num_layers)), "they overlap"
+        assert all((pool.block(layer, block) == block).all() for layer in range(LAYOUT.num_places)), "they overlap"

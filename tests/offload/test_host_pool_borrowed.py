@@ -7,7 +7,7 @@ from offload import HostBlocks, HostPool, KVLayout
 from offload.memory import host_pool
 from offload.memory.pinned import PAGE_BYTES, HostArena
 
-LAYOUT = KVLayout(num_layers=2, block_size=16, part_bytes=PAGE_BYTES)
+LAYOUT = KVLayout(num_places=2, block_size=16, part_bytes=PAGE_BYTES)
 
 
 def opened(num_blocks: int, per_segment: int, **limits) -> HostPool:
@@ -27,7 +27,7 @@ def test_borrowed_memory_comes_with_the_blocks_and_goes_with_the_last_of_them():
     assert len({*own, *first, *second, 4}) == 9 and pool.borrowed_bytes == 4 * LAYOUT.block_bytes
     assert (blocks.num_used, len(blocks.borrowed), blocks.num_free) == (4, 4, 0)
     for block in own + first + second:
-        for layer in range(LAYOUT.num_layers):
+        for layer in range(LAYOUT.num_places):
             pool.block(layer, block).fill_(10 * block + layer)
     for block in own + first + second:
         assert all(torch.all(pool.block(layer, block) == 10 * block + layer) for layer in range(2)), "they overlap"

@@ -22,6 +22,7 @@ from offload import (
     Cut,
     HostPool,
     KVLayout,
+    KVPlace,
     Landing,
     OffloadEngine,
     Places,
@@ -34,7 +35,7 @@ from offload.blocks import GPU
 from offload.engine import MAX_UNREAD
 from offload.lifetimes import GPU_RULE, WRITES
 
-LAYOUT = KVLayout(num_layers=3, block_size=2, part_bytes=16)  # two tokens' keys, then their values, as float32
+LAYOUT = KVLayout(num_places=3, block_size=2, part_bytes=16)  # two tokens' keys, then their values, as float32
 NUM_SEEDS = 200
 
 
@@ -61,7 +62,7 @@ def numbers_in(memory: torch.Tensor) -> torch.Tensor:
 
 
 def plan_of(chunks: list[Chunk]) -> StreamPlan:
-    return StreamPlan((*[chunks] * LAYOUT.num_layers, ()))
+    return StreamPlan((*[chunks] * LAYOUT.num_places, ()))
 
 
 class ToySequence:
@@ -84,27 +85,27 @@ class Toy:
         self.gpu_blocks = BlockPool(6, first=1)
         host = HostPool(LAYOUT, num_blocks=12, blocks_per_segment=3, arena=PlainArena(4, 3 * LAYOUT.block_bytes))
         ring = Ring(self.runtime, LAYOUT, num_ring_slots, blocks_per_slot)
-        cuts = [*(Cut(reads=layer, writes=layer) for layer in range(LAYOUT.num_layers)), Cut()]
+        cuts = [*(Cut(reads=KVPlace(0, layer), writes=KVPlace(0, layer)) for layer in range(LAYOUT.num_places)), Cut()]
         places = Places(self.runtime, [])
         self.engine = OffloadEngine(self.runtime, pool, host, ring, self.compute_stream, cuts, places)
         self.lifetimes = BlockLifetimes(self.gpu_blocks, BlockPool(host.num_blocks), self.engine, self._poison)
         self.staging = Staging(self.runtime, 8, torch.float32)
         self.new_kv = torch.zeros(8)
-        self.sums = torch.zeros(LAYOUT.num_layers)
-        self.sums_host = torch.zeros(LAYOUT.num_layers)
+        self.sums = torch.zeros(LAYOUT.num_places)
+        self.sums_host = torch.zeros(LAYOUT.num_places)
         self.sums_read = self.runtime.event()
         self.sequences: list[ToySequence] = []
         self.num_started = 0
 
     def _poison(self, pool: str, blocks: list[int]) -> None:
-        for layer, block in itertools.product(range(LAYOUT.num_layers), blocks):
+        for layer, block in itertools.product(range(LAYOUT.num_places), blocks):
             if pool == GPU:
                 self.runtime.poison(self.compute_stream, self.gpu_kv[layer, block])
             else:
                 self.runtime.poison(self.engine.write, self.engine.host.block(layer, block))
 
     def run(self) -> None:
-        operation = self.lifetimes.begin([gpu_block for gpu_block, _ in self.write_through])
+        operation = self.lifetimes.begin([gpu_block for gpu_block, _ in self.full])
         self.engine.run(self, operation, self.lifetimes.take_gone())
 
     def store(self, pairs: list[tuple[int, int]]) -> None:
@@ -118,16 +119,20 @@ class Toy:
     # The step, as the engine sees it
 
     @property
+    def write_through(self) -> list[list[tuple[int, int]]]:
+        return [self.full]
+
+    @property
     def section_ends(self) -> tuple[int, ...]:
-        last = LAYOUT.num_layers
+        last = LAYOUT.num_places
         return tuple(range(last + 1)) if self.plan.transfers else (last,)
 
     def compute(self, section: int) -> None:
-        for layer in range(LAYOUT.num_layers) if len(self.section_ends) == 1 else [section]:
+        for layer in range(LAYOUT.num_places) if len(self.section_ends) == 1 else [section]:
             self._compute(layer)
 
     def _compute(self, layer: int) -> None:
-        if layer == LAYOUT.num_layers:
+        if layer == LAYOUT.num_places:
             return
         writes = [(sequence.tail, (sequence.num_tokens - 1) % 2) for sequence in self.sequences]
 
@@ -156,14 +161,14 @@ class Toy:
         streamed = [block for sequence in self.sequences for block in sequence.host]
         expected = self._expected()
         self.plan = self.ahead = plan_of(pack(streamed, self.engine.ring.blocks_per_slot))
-        self.write_through = []
+        self.full = []
         for sequence in self.sequences:
             sequence.num_tokens += 1
             if sequence.num_tokens % 2 == 0:
                 self.lifetimes.wait_for_host(1)
                 (host_block,) = self.lifetimes.host_blocks.allocate(1)
                 sequence.host.append(host_block)
-                self.write_through.append((sequence.tail, host_block))
+                self.full.append((sequence.tail, host_block))
         values = [kv_value(sequence.number, sequence.num_tokens - 1, 0) for sequence in self.sequences]
         self.staging.acquire()[: len(values)] = torch.tensor(values)
         self.staging.upload(self.compute_stream, self.new_kv)
@@ -192,7 +197,7 @@ class Toy:
     def _expected(self) -> torch.Tensor:
         """The sums over all full blocks as they stand before the step, from the formula alone."""
         sums = []
-        for layer in range(LAYOUT.num_layers):
+        for layer in range(LAYOUT.num_places):
             total, place = 0.0, 0
             for sequence in self.sequences:
                 for block in range(len(sequence.host)):
@@ -251,7 +256,7 @@ def test_each_wait_removed_is_noticed(rule):
 def test_a_step_that_copies_blocks_has_a_number():
     """Nobody could wait for its copies."""
     toy = Toy(seed=3, dropped_rule=None, num_ring_slots=2, blocks_per_slot=1)
-    toy.plan, toy.ahead, toy.write_through = plan_of([]), None, [(1, 0)]
+    toy.plan, toy.ahead, toy.full = plan_of([]), None, [(1, 0)]
     with pytest.raises(AssertionError, match="has a number"):
         toy.engine.run(toy, 0)
     assert not any(stream.queue for stream in toy.runtime.streams), "nothing was enqueued"
@@ -284,9 +289,9 @@ def test_who_fills_a_place_waits_for_what_read_it_behind_the_step_before(place):
             compute.run(lambda: None)
         compute.copy(found, engine.places.bytes[place])
         engine.hold_places()
-        brought = Bytes(torch.full((8,), 9, dtype=torch.uint8), Landing(place, until=LAYOUT.num_layers))
-        toy.plan = StreamPlan(((brought,), *[()] * LAYOUT.num_layers))
-        toy.ahead, toy.write_through = None, []
+        brought = Bytes(torch.full((8,), 9, dtype=torch.uint8), Landing(place, until=LAYOUT.num_places))
+        toy.plan = StreamPlan(((brought,), *[()] * LAYOUT.num_places))
+        toy.ahead, toy.full = None, []
         toy.run()
         toy.runtime.synchronize()
         assert torch.equal(found, content), f"seed {seed}"
@@ -296,8 +301,8 @@ def test_prefetch_crosses_the_step_boundary():
     toy = Toy(seed=3, dropped_rule=None, num_ring_slots=2, blocks_per_slot=1)
     host_blocks = toy.lifetimes.host_blocks.allocate(3)
     toy.plan = toy.ahead = plan_of(pack(host_blocks, 1))
-    toy.write_through = []
-    per_step = 3 * LAYOUT.num_layers
+    toy.full = []
+    per_step = 3 * LAYOUT.num_places
     for step in range(1, 4):
         toy.run()
         assert toy.engine.counters.num_fills == step * per_step + 2, "the next step's first chunks are filled already"
@@ -308,7 +313,7 @@ def test_a_freed_block_drops_the_prefetch_that_holds_it():
     toy = Toy(seed=3, dropped_rule=None, num_ring_slots=2, blocks_per_slot=1)
     host_blocks = toy.lifetimes.host_blocks.allocate(3)
     toy.plan = toy.ahead = plan_of(pack(host_blocks, 1))
-    toy.write_through = []
+    toy.full = []
     toy.run()
     toy.lifetimes.release_host(host_blocks[2:])
     toy.plan = toy.ahead = plan_of(pack(host_blocks[:2], 1))
@@ -409,7 +414,7 @@ def test_a_block_is_reused_only_when_it_has_been_stored():
             (block,) = toy.gpu_blocks.allocate(1)
             toy.compute_stream.run(lambda block=block: toy.gpu_kv[:, block].fill_(torch.nan))
         toy.runtime.synchronize()
-        for layer in range(LAYOUT.num_layers):
+        for layer in range(LAYOUT.num_places):
             for place in range(5):
                 stored = numbers_in(toy.engine.host.block(layer, place))
                 assert torch.equal(stored, content[layer, place + 1]), f"seed {seed}"
@@ -441,12 +446,12 @@ def test_prefetch_is_forgotten_when_a_step_fails_behind_it(place):
         toy = Toy(seed=3, dropped_rule=None, num_ring_slots=2, blocks_per_slot=1)
         host_blocks = toy.lifetimes.host_blocks.allocate(3)
         toy.plan = toy.ahead = plan_of(pack(host_blocks, 1))
-        toy.write_through = []
+        toy.full = []
         toy.run()
         original, counted = getattr(toy, place), itertools.count(1)
 
         def failing(*arguments, original=original, counted=counted, calls=calls):
-            if next(counted) == min(calls, LAYOUT.num_layers + 1 if place == "compute" else 9):
+            if next(counted) == min(calls, LAYOUT.num_places + 1 if place == "compute" else 9):
                 raise RuntimeError("out of luck")
             original(*arguments)
 
@@ -459,7 +464,7 @@ def test_prefetch_is_forgotten_when_a_step_fails_behind_it(place):
         setattr(toy, place, original)
         before = toy.engine.counters.num_fills
         toy.run()
-        assert toy.engine.counters.num_fills == before + 3 * LAYOUT.num_layers + 2, (
+        assert toy.engine.counters.num_fills == before + 3 * LAYOUT.num_places + 2, (
             "what a failed step prefetched was used"
         )
 
@@ -485,7 +490,7 @@ def test_events_that_nobody_asks_about_do_not_pile_up():
     toy = Toy(seed=3, dropped_rule=None, num_ring_slots=2, blocks_per_slot=1)
     host_blocks = toy.lifetimes.host_blocks.allocate(4)
     toy.plan = toy.ahead = plan_of(pack(host_blocks[:3], 1))
-    toy.write_through = [(1, host_blocks[3])]
+    toy.full = [(1, host_blocks[3])]
     toy.gpu_blocks.allocate(1)
     for _ in range(100):
         toy.run()

@@ -181,9 +181,9 @@ def assert_pools_as_before(engine: LLMEngine) -> None:
     assert lifetimes.num_deferred_gpu == lifetimes.num_deferred_host == 0
     for pool in (tables.gpu_blocks, lifetimes.host_blocks):
         assert pool.num_used == 0 and pool.num_free == pool.num_blocks
-    assert len(kv_cache.free_rows) == len(tables.gpu)
+    assert len(kv_cache.free_rows) == tables.num_rows
     assert not engine.mover.away and not lifetimes.host_blocks.borrowed, "somebody's KV is kept"
     assert offload.host.borrowed_bytes == 0
-    assert kv_cache.num_reserved_host == kv_cache.num_reserved_splits == 0 and not tables.rows_without_tail
+    assert kv_cache.num_reserved_host == kv_cache.num_reserved_splits == 0 and not tables.promised.any()
     assert kv_cache.copies.residency.num_resident == kv_cache.copies.residency.num_streamed == 0
-    assert np.all(tables.gpu == NO_BLOCK) and np.all(tables.host == NO_BLOCK)
+    assert np.all(tables.gpu == NO_BLOCK) and np.all(tables.host == NO_BLOCK) and not tables.begins.any()

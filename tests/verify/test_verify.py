@@ -23,7 +23,7 @@ from nanoinfer.verify import RunReport, Verdict, check, verify
 from nanoinfer.verify.report import Answer, compare
 from nanoinfer.verify.runs import WIDE_ROWS, make_runs
 from nanoinfer.verify.workload import make_workload
-from offload import CpuRuntime
+from offload import CpuRuntime, KVGroups
 
 MODELS = {
     "qwen3": dict(family="qwen3"),
@@ -242,7 +242,8 @@ def test_a_graph_that_differs_from_its_pieces_is_found_in_eager(paths, only, mon
 def test_a_wrong_block_from_the_prefix_cache_is_found(paths, only, monkeypatch):
     find = PrefixCache.find
     only("resident", "prefix", "n=2")
-    monkeypatch.setattr(PrefixCache, "find", lambda *args: find(*args)[::-1])
+    backwards = lambda hits: hits._replace(blocks=[blocks[::-1] for blocks in hits.blocks])  # noqa: E731
+    monkeypatch.setattr(PrefixCache, "find", lambda *args: backwards(find(*args)))
     # Long enough for both completions to find more than one block.
     assert verify(paths["qwen3"], **SMALL | dict(context=96, output_len=6)).line() == "DIFFERENT in prefix, n=2"
 
@@ -420,7 +421,7 @@ def test_more_logits_than_the_host_should_keep_are_refused(paths, monkeypatch):
 def test_requests_differ_in_length_and_fill_a_block_while_they_decode():
     for num_requests in (1, 2, 4, 9):
         for output_len in (4, 32, 100):
-            workload = make_workload(160, num_requests, 96, output_len, 16, 0)
+            workload = make_workload(160, num_requests, 96, output_len, KVGroups.of([None], 16), 0)
             for prompt, params in zip(workload.prompts, workload.params, strict=True):
                 assert 1 <= len(prompt) <= 96
                 steps = params.max_tokens - 1

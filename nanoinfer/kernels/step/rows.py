@@ -10,39 +10,51 @@ from torch import Tensor
 TILE = 1024
 
 
-@triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=["batch_rows"])
+@triton.jit(do_not_specialize=["width", "columns", "stride"], do_not_specialize_on_alignment=["batch_rows"])
 def step_inputs_kernel(
     batch_rows,  # [size] int32
     row_tokens,  # [rows] int64
     row_lengths,  # [rows] int32
-    block_table,  # [rows, width] int32
+    block_table,  # [rows, groups * columns] int32
     tokens,  # [size] int64
     lengths,  # [size] int32
     positions,  # [size] int64
-    slots,  # [size] int64
+    slots,  # [groups, size] int64
+    block_sizes,  # [groups] int32
     width,
-    BLOCK_SIZE: tl.constexpr,
+    columns,
+    stride,
 ):
-    index = tl.program_id(0)
+    index, group = tl.program_id(0), tl.program_id(1)
     row = tl.load(batch_rows + index).to(tl.int64)
     length = tl.load(row_lengths + row)
-    position = length - 1
-    block = tl.load(block_table + row * width + position // BLOCK_SIZE).to(tl.int64)
-    tl.store(tokens + index, tl.load(row_tokens + row))
-    tl.store(lengths + index, length)
-    tl.store(positions + index, position.to(tl.int64))
-    tl.store(slots + index, block * BLOCK_SIZE + position % BLOCK_SIZE)
+    position, block_size = length - 1, tl.load(block_sizes + group)
+    block = tl.load(block_table + row * width + group * columns + position // block_size).to(tl.int64)
+    if group == 0:
+        tl.store(tokens + index, tl.load(row_tokens + row))
+        tl.store(lengths + index, length)
+        tl.store(positions + index, position.to(tl.int64))
+    tl.store(slots + group * stride + index, block * block_size + position % block_size)
 
 
-def step_inputs(batch_rows: Tensor, state: tuple[Tensor, ...], inputs: tuple[Tensor, ...], block_size: int) -> None:
-    """Write for each batch row its token, its length with that token, and the token's position and slot.
+def step_inputs(batch_rows: Tensor, state: tuple[Tensor, ...], inputs: tuple[Tensor, ...], sizes: Tensor) -> None:
+    """Write for each batch row its token, its length with that token, and the token's position and slots.
 
-    batch_rows: [size] int32; state: the rows' tokens [rows] int64, lengths [rows] int32 and block table [rows, width]
-    int32; inputs, out: tokens, lengths, positions and slots, [size] each, the lengths int32 and the others int64.
+    batch_rows: [size] int32; state: the rows' tokens [rows] int64, lengths [rows] int32 and block tables [rows, width]
+    int32, those of all groups of layers side by side; inputs, out: tokens, lengths, positions, [size] each, and slots,
+    [groups, size], the lengths int32 and the others int64; sizes: [groups] int32, the tokens of a block.
     """
-    width = state[2].shape[1]
-    step_inputs_kernel[(len(batch_rows),)](
-        batch_rows, *state, *inputs, width, BLOCK_SIZE=block_size, num_warps=1, enable_fp_fusion=True
+    width, slots, num_groups = state[2].shape[1], inputs[3], len(sizes)
+    step_inputs_kernel[(len(batch_rows), num_groups)](
+        batch_rows,
+        *state,
+        *inputs,
+        sizes,
+        width,
+        width // num_groups,
+        slots.stride(0),
+        num_warps=1,
+        enable_fp_fusion=True,
     )
 
 

@@ -1,0 +1,152 @@
+"""Blocks behind a window are given back, on both tiers, and what the next turn wants of them is found."""
+
+import random
+
+import pytest
+from engines import SMALL, assert_pools_as_before, make_engine, random_prompts, run, some_params, switching
+from simulated import SimulatedRuntime
+from tiny_models import make_checkpoint
+
+from nanoinfer import SamplingParams
+from nanoinfer.kv.cache import KVCache
+from nanoinfer.kv.tables import present
+
+WINDOW = 40
+MODEL = SMALL | dict(num_layers=7, sliding_window=WINDOW)  # six of seven layers have the window, and six groups
+MODES = {
+    "resident": {},
+    "streamed": dict(enable_cpu_offload=True),
+    "partly kept": dict(enable_cpu_offload=True, resident_kv_limit=2**16),
+    "auto": dict(enable_cpu_offload="auto", num_gpu_blocks_override=90),
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return make_checkpoint("gemma3", tmp_path_factory.mktemp("model"), **MODEL)
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_row_holds_what_its_windows_see_and_no_more(path, mode):
+    """In decode: all blocks of the group without a window, ceil(window / tokens) + 1 of each with one."""
+    engine, most = make_engine(path, **MODES[mode]), 0
+    kv_cache, groups = engine.kv_cache, engine.kv_cache.tables.groups
+
+    def at_step(engine, step):
+        nonlocal most
+        tables = kv_cache.tables
+        for sequence in engine.scheduler.running:
+            for number, group in enumerate(groups):
+                held = {
+                    place
+                    for table in (tables.gpu, tables.host)
+                    for place, block in enumerate(table[number, sequence.row])
+                    if block >= 0
+                }
+                first = group.first_needed(sequence.num_computed)
+                assert not held or min(held) >= first, "a block behind the window is held"
+                if sequence.num_sampled and group.window is not None:
+                    assert len(held) <= -(-WINDOW // 16) + 1
+                    most = max(most, len(held))
+            for table, pool in ((tables.gpu, tables.gpu_blocks), (tables.host, tables.lifetimes.host_blocks)):
+                assert len(set(present(table))) <= pool.num_used
+
+    assert [len(group.layers) for group in groups] == [1] * 7 and groups[0].window is None
+    prompts = random_prompts(3, 60, 200, seed=4)
+    wanted = [run(make_engine(path), [prompt], [greedy(60)])[0] for prompt in prompts]
+    assert run(engine, prompts, [greedy(60)] * 3, at_step) == wanted
+    assert most == -(-WINDOW // 16) + 1
+    assert_pools_as_before(engine)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_chats_next_turn_finds_its_last_prompt(path, mode):
+    engine, prompt, last_end = make_engine(path, **MODES[mode]), [], 0
+    for message in random_prompts(5, 20, 90, seed=6):
+        before = engine.stats()["prefix_cache_hit_tokens"]
+        prompt = prompt + message
+        (outcome,) = run(engine, [prompt], [greedy(25)])
+        assert engine.stats()["prefix_cache_hit_tokens"] - before == last_end
+        assert outcome == run(make_engine(path, **MODES[mode]), [prompt], [greedy(25)])[0]
+        last_end = len(prompt) // 16 * 16
+        prompt = prompt + outcome[0][0]
+    assert_pools_as_before(engine)
+
+
+def test_questions_about_one_document_find_it(path):
+    (document,) = random_prompts(1, 150, 150, seed=8)
+    engine = make_engine(path)
+    for question in random_prompts(4, 3, 9, seed=9):
+        (outcome,) = run(engine, [document + question], [greedy(3)])
+    assert engine.stats()["prefix_cache_hit_tokens"] == 3 * 144 and outcome
+
+
+def test_a_long_prompts_given_back_blocks_go_before_anothers_conversation(path):
+    chat, long = random_prompts(1, 60, 60, seed=10)[0], random_prompts(1, 300, 300, seed=11)[0]
+    engine = make_engine(path, num_gpu_blocks_override=110)
+    run(engine, [chat, long], [greedy(4), greedy(4)])  # 19 blocks of the long prompt in each of seven groups: 133
+    before = engine.stats()["prefix_cache_hit_tokens"]
+    run(engine, [chat + [5] * 20], [greedy(4)])
+    assert engine.stats()["prefix_cache_hit_tokens"] - before == 48
+
+
+def workload(path, seed: int) -> None:
+    """A tree of prompts with shared beginnings, in some mode, with switches, preemption and small pools."""
+    generator = random.Random(seed)
+    mode = generator.choice(list(MODES))
+    arguments = MODES[mode] | dict(
+        max_num_batched_tokens=generator.choice([16, 48, 64]), capture_num_tokens=[], max_model_len=320,
+        max_num_seqs=generator.choice([2, 4]),
+    )  # fmt: skip
+    if mode != "auto" and generator.random() < 0.5:
+        arguments["num_gpu_blocks_override"] = generator.choice([75, 90])
+    trunk = random_prompts(1, 160, 160, seed=seed)[0]
+    prompts = []
+    for _ in range(6):
+        cut = generator.choice([0, 16, 64, 100, 130, 160])
+        prompts.append(trunk[:cut] + random_prompts(1, 1, 60, seed=generator.randrange(99))[0])
+    params = some_params(6, 40)
+    engine = make_engine(path, SimulatedRuntime(generator.choice([None, seed])), **arguments)
+    switches = switching({step: generator.choice(["offload", "resident"]) for step in (9, 21, 33)})
+
+    def at_step(engine, step):
+        if mode != "resident" and mode != "auto":
+            try:
+                switches(engine, step)
+            except ValueError:
+                pass  # no room
+
+    got = run(engine, prompts, params, at_step)
+    again = run(engine, prompts[::-1], params[::-1])[::-1]
+    wanted = [run(make_engine(path), [prompt], [param])[0] for prompt, param in zip(prompts, params, strict=True)]
+    assert got == wanted and again == wanted
+    assert_pools_as_before(engine)
+
+
+@pytest.mark.sampled("0", "1", "2", "3", "4", "5")
+@pytest.mark.parametrize("seed", range(1000))
+def test_trees_of_prompts_with_windows_have_the_bits_of_each_alone(path, seed):
+    workload(path, seed)
+
+
+def test_a_block_that_is_given_back_too_early_is_seen(path, monkeypatch):
+    """The proof of the tests above: a window that moves one block too far changes an answer, or is refused."""
+    leave = KVCache.leave_windows
+
+    def too_early(self, sequence):
+        computed = sequence.num_computed
+        sequence.num_computed += 16
+        try:
+            return leave(self, sequence)
+        finally:
+            sequence.num_computed = computed
+
+    prompts = random_prompts(2, 60, 200, seed=4)
+    wanted = [run(make_engine(path), [prompt], [greedy(30)])[0] for prompt in prompts]
+    monkeypatch.setattr(KVCache, "leave_windows", too_early)
+    with pytest.raises(AssertionError):
+        assert run(make_engine(path), prompts, [greedy(30)] * 2) == wanted
