@@ -289,6 +289,7 @@ class Scheduler:
             self._fail(victim, error)
             return
         victim.state = SequenceState.WAITING
+        self._may_send_down = True
         self.waiting.appendleft(victim)
         self.running.pop()
         self.num_preemptions += 1

@@ -51,6 +51,7 @@ def test_the_host_keeps_what_is_only_there_until_something_newer_comes(path):
     engine.runner.open_host_pool(False)
     engine.runner.offload.host.num_blocks = host.num_planned = 4
     host.wait_for(4)
+    run(engine, random_prompts(1, 3, 3), [greedy(1)])  # who comes and goes
     for _ in range(4):
         engine.scheduler.schedule()
     assert {host.key_of[block] for block in host.next_evicted(9)} == {gpu.key(b) for b in gpu.next_evicted(4)}
