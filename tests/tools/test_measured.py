@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -20,12 +21,22 @@ def load(name):
     return module
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/offload.md", "docs/planner.md", "docs/recall.md"])
-def test_the_tables_are_those_of_the_newest_record(name):
+MARK = re.compile(r"^<!-- measured: (.*) -->$", re.MULTILINE)
+PAGES = [path for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))) if MARK.search(path.read_text())]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=[path.stem for path in PAGES])
+def test_the_tables_are_those_of_the_newest_record(path):
     measured = load("measured")
-    record, text = measured.read_record(), (ROOT / name).read_text()
-    assert "<!-- measured: " in text
+    record, text = measured.read_record(), path.read_text()
     assert measured.fill_in(text, record) == text, "run python tools/measured.py"
+
+
+def test_every_mark_on_a_page_names_a_part():
+    """What is misspelt would stay as it is, whatever is measured."""
+    shown = {name for path in PAGES for name in MARK.findall(path.read_text())}
+    assert {"offload_steps", "resident", "serve", "sparse"} <= shown
+    assert [name for name in sorted(shown) if not hasattr(load("measured").PARTS, name)] == []
 
 
 def test_the_recall_figures_are_of_the_packaged_checkpoint():
