@@ -56,10 +56,12 @@ class Trial:
         """Return what the process says of a grammar."""
         asked, answer = json.dumps(what | self._tokens), ""
         with self._lock:
-            if self.process is not None and self.process is self._given_up:  # between the lock and here
+            has_ended = self.process is None or self.process.poll() is not None
+            # Between the lock and here; looked at behind whether it has ended, which it may have by being closed.
+            if self.process is not None and self.process is self._given_up:
                 self._end()
                 return dict(error=_CLOSED, path=None, grammar=None)
-            if self.process is None or self.process.poll() is not None:
+            if has_ended:
                 self._start()
             process = self.process
             timer = threading.Timer(_WAIT_SECONDS, process.kill)  # it ends by itself, where the system has such limits
