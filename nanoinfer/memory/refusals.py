@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from nanoinfer.common.units import enough, format_gib, format_size
+from nanoinfer.common.units import enough, format_size
 from nanoinfer.config import EngineConfig
 from nanoinfer.execution.memory_plan import MemoryPlan
 from nanoinfer.memory.limits import KV_SHARE, TooSmall, above_available, least_bytes, min_blocks
@@ -108,11 +108,11 @@ def host_wanted(config: EngineConfig, plan: MemoryPlan, available_bytes: int) ->
         blocks = 0
     share = KV_SHARE if limit is None else 1.0
     needed = enough(plan.host_weight_bytes + -int(-blocks * plan.block_bytes // share))
-    streamed = f"for the {format_gib(plan.host_weight_bytes)} GiB of weights that are streamed from there"
+    streamed = f"for the {format_size(plan.host_weight_bytes)} of weights that are streamed from there"
     if limit is None:
-        available = f"{format_gib(available_bytes)} GiB of host memory are available, too few"
+        available = f"{format_size(available_bytes)} of host memory are available, too few"
         return f'{available} {streamed}: free some, "{needed}" are enough'
     has = f'host_memory_limit={limit!r} is too small {streamed}: give at least "{needed}"'
     if available_bytes > limit:  # a plan for another machine knows the limit alone
-        has += f" of what is available, {format_gib(available_bytes)} GiB"
+        has += f" of what is available, {format_size(available_bytes)}"
     return has

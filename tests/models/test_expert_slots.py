@@ -210,7 +210,10 @@ def test_the_plan_has_what_the_pools_take(path_of, family):
         (dict(expert_slots=0), r"expert_slots=0"),
         (dict(expert_slots=4, resident_weights_limit=0), r"expert_slots=4 brings experts one by one"),
         (dict(expert_slots=4, cpu_offload_gb=0), r"expert_slots=4 brings experts one by one"),
-        (dict(expert_slots=4, host_memory_limit="1KiB"), r"of weights .*host memory"),
+        (
+            dict(expert_slots=4, host_memory_limit="1KiB"),
+            r"host_memory_limit='1KiB' is too small for the [\d.]+ MiB of weights .*: give at least \"1MiB\"",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(path_of, options, words):
