@@ -202,7 +202,7 @@ class KVCache:
             on_gpu, on_host = present(tables.gpu[passed]), present(tables.host[passed])
             tables.gpu[passed] = tables.host[passed] = NO_BLOCK
             tables.begins[number, row] = first
-            tables.versions[row] += bool(on_gpu)
+            tables.versions[row] += 1  # what was prefetched of a host block is worthless, too
             tables.lifetimes.release_gpu(on_gpu)
             tables.lifetimes.release_host(on_host)
         return has_left

@@ -184,6 +184,7 @@ def _smallest_pool(workload: Workload) -> int:
     groups = workload.groups
     smallest = groups.most_blocks(workload.max_model_len) + len(groups) + 1  # the smallest pool that an engine accepts
     blocks, passing = workload.first_blocks, groups.num_windowed_chunk(workload.prefill_tokens)
-    sums = (one + other for one, other in zip(blocks, blocks[1:], strict=False))
+    sums = [one + other for one, other in zip(blocks, blocks[1:], strict=False)]
+    sums = sums[1:] or sums  # the first request ends too early to grow
     counts = (1 + blocks + min(passing, blocks // (PASSING_SHARE - 1)) for blocks in sums)
     return min((count for count in counts if count >= smallest), default=smallest)

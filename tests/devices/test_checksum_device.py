@@ -31,7 +31,7 @@ def test_an_engine_gives_the_oracles_sums_in_every_mode(path_of, family, window)
     path = path_of(family, **(THREE if family == "qwen3" else SMALL), sliding_window=window)
     oracle, prompts = Oracle(path), random_prompts(5)
     params = [*some_params(3), *some_params(2, prompt_logprobs=2)]
-    options = [dict(enable_cpu_offload=True), dict(enable_cpu_offload="auto", num_gpu_blocks_override=11)]
+    options = [dict(enable_cpu_offload=True), dict(enable_cpu_offload="auto", num_gpu_blocks_override=22)]
     options += [SLOTS | dict(enable_cpu_offload=True)] if family == "qwen3_moe" else [dict(cpu_offload_gb=2e-5)]
     for number, one in enumerate(options):
         engine = make_engine(path, SimulatedRuntime(seed=number), **one)

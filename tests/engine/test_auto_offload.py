@@ -1,5 +1,6 @@
 """`enable_cpu_offload="auto"`: resident while everything fits, offload mode instead of preemption when it does not."""
 
+import json
 import re
 
 import pytest
@@ -47,8 +48,16 @@ def check_all(oracle: Oracle, prompts: list[list[int]], params: list[SamplingPar
         assert all(reason == "length" for _, _, reason in found)
 
 
-def auto_engine(path, num_gpu_blocks: int, seed: int | None = None, **arguments) -> LLMEngine:
-    """An engine in resident mode whose GPU pool has `num_gpu_blocks`, one of which is scratch."""
+def has_window(path) -> bool:
+    return json.loads((path / "config.json").read_text())["use_sliding_window"]
+
+
+def auto_engine(path, num_gpu_blocks: int, seed: int | None = None, rows: int = 4, **arguments) -> LLMEngine:
+    """An engine in resident mode whose GPU pool has `num_gpu_blocks`, one of which is scratch.
+
+    With a window there are three more for each row: what it holds in the group that has it.
+    """
+    num_gpu_blocks += (3 * rows + (rows > 1)) * has_window(path)
     arguments = dict(enable_cpu_offload="auto", num_gpu_blocks_override=num_gpu_blocks) | arguments
     engine = make_engine(path, SimulatedRuntime(seed), **(ARGUMENTS | arguments))
     assert engine.mode == "resident"
@@ -115,7 +124,7 @@ def test_a_prompt_that_the_gpu_pool_cannot_hold_runs_alone_and_behind_others(pat
     prompts = [*random_prompts(2, 5, 7, seed=2), random_prompts(1, 50, 50, seed=3)[0], *random_prompts(1, 3, 3)]
     params = [greedy(3), greedy(5), greedy(3), greedy(2)]
     for chosen in ([2], [2, 3], [0, 1, 2, 3]):
-        engine = auto_engine(path, 9)
+        engine = auto_engine(path, 9, rows=1)
         some = [prompts[i] for i in chosen], [params[i] for i in chosen]
         check_all(oracle, *some, run(engine, *some))
         assert engine.mode == "offload" and engine.scheduler.num_preemptions == 0
@@ -132,17 +141,20 @@ def test_where_the_host_is_too_small_requests_are_preempted_and_lose_nothing(pat
     assert_pools_as_before(engine)
 
 
-@pytest.mark.sampled("two kinds")
+@pytest.mark.sampled("one kind")
 def test_a_request_saved_by_a_preemption_comes_back_in_offload_mode(path, oracle):
     """Two of three are preempted for lack of host memory, and lie there; offload mode can begin once fewer run."""
     prompts, params = GROWING[:3], [greedy(18), greedy(30, temperature=1.0, seed=1), greedy(18)]
-    engine = auto_engine(path, 12, host_memory_limit=20 * BLOCK_BYTES)
+    limit = 20 * LAYER_BLOCK_BYTES if has_window(path) else 20 * BLOCK_BYTES
+    engine = auto_engine(path, 12, rows=1, host_memory_limit=limit)
     saved_in = []
     bring_back = engine.mover.bring_back
     engine.mover.bring_back = lambda sequence: saved_in.append(engine.mode) or bring_back(sequence)
-    with pytest.warns(UserWarning, match="so requests are preempted: .* the host has 0.02 MiB free"):
+    with pytest.warns(UserWarning, match="so requests are preempted: .* the host has 0.0\\d MiB free"):
         check_all(oracle, prompts, params, run(engine, prompts, params))
-    assert engine.scheduler.num_preemptions > 0 and "offload" in saved_in and engine.mode == "offload"
+    assert engine.scheduler.num_preemptions > 0 and saved_in
+    if not has_window(path):  # with a window both find room in resident mode once the first has ended
+        assert "offload" in saved_in and engine.mode == "offload"
     assert_pools_as_before(engine)
 
 
@@ -220,15 +232,16 @@ def test_a_released_host_block_that_is_taken_up_again_is_not_promised_to_others(
     prompt = random_prompts(1, 16, 16, seed=7)[0]
     run(engine, [[*prompt, 5]], [greedy(1)])
     lifetimes = engine.kv_cache.tables.lifetimes
-    assert lifetimes.num_deferred_host == 4, "the copies that read them have run"
+    num_groups = len(engine.kv_cache.tables.groups)
+    assert lifetimes.num_deferred_host == 4 * num_groups, "the copies that read them have run"
     first = engine.add_request("0", [*prompt, 6], greedy(3))
     engine.step()
-    assert lifetimes.num_deferred_host == 0, "they are held again"
+    assert lifetimes.num_deferred_host < num_groups, "they are held again, but for what lies behind a window"
     second = engine.add_request("1", [*prompt, 7], greedy(3))
     engine.step()
     while not (first.is_finished or second.is_finished):
         engine.step()
-    assert lifetimes.num_deferred_host == 0 or second.is_finished, "one row still holds the blocks"
+    assert lifetimes.num_deferred_host < num_groups or second.is_finished, "one row still holds the blocks"
     while engine.has_work:
         engine.step()
     free, deferred = lifetimes.host_blocks.num_free, lifetimes.num_deferred_host
@@ -282,7 +295,7 @@ def test_an_abort_in_the_step_that_enters_offload_mode_and_after_it(path, oracle
 
 
 def test_a_request_may_grow_to_what_the_host_holds_and_no_further(path):
-    engine = auto_engine(path, 9, host_memory_limit=20 * BLOCK_BYTES, max_model_len=None)
+    engine = auto_engine(path, 9, rows=1, host_memory_limit=20 * BLOCK_BYTES, max_model_len=None)
     limit = engine.plan.max_model_len
     assert limit >= 20 * 4 > engine.kv_cache.tables.gpu_blocks.num_blocks * 4
     before = engine.stats()

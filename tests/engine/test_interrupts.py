@@ -256,7 +256,7 @@ def test_an_exception_in_the_middle_of_a_recovery_leaves_nothing_behind(path, al
     player, found, once = found_in(mode, seed)
     causes = [line for line, _ in draw(found, 40 if fuzz else 2, seed=5) if line not in once]
     causes_of = lines_of_recovery(player, alone, causes)
-    lines = draw(dict.fromkeys(causes_of, 1), None if fuzz else NUM_SAMPLED // 2, seed=len(mode))
+    lines = draw(dict.fromkeys(causes_of, 1), None if fuzz else 4, seed=len(mode))
     lines = of_share(lines, share) if fuzz else lines
     attempts = [
         ([(random.Random(name(line)).choice(causes_of[line]), 1, None), (line, 1, "recover")], KeyboardInterrupt)

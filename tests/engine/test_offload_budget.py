@@ -197,14 +197,13 @@ def test_blocks_leave_as_sequences_grow_and_come_back_when_others_end(path_of):
     assert_pools_as_before(engine)
 
 
-def test_window_layers_never_stream_in_decode_while_their_blocks_fit(path_of):
-    engine = make_engine(path_of("gemma3"), **OFFLOAD)
-    give_back = shrink_gpu_pool(engine, 16)  # 4 rows with a tail and 2 blocks in the window each, and 4 more
+def test_layers_with_a_window_stream_what_it_sees_and_no_more(path_of):
+    """Of rows of seven blocks the layer with full attention streams all that are full, the other one the newest two."""
+    engine = make_engine(path_of("gemma3"), **OFFLOAD | dict(resident_kv_limit=0))
     watch = Watch(engine)
     run(engine, random_prompts(4, 23, 27, seed=6), [greedy(8)] * 4)
-    assert watch.filled["DecodeStep"][1] > 25, "the layer with full attention does not stream"
-    assert watch.filled["DecodeStep"][0] == 0
-    give_back()
+    windowed, full = watch.filled["DecodeStep"][0], watch.filled["DecodeStep"][1]
+    assert 0 < windowed < full / 2
     assert_pools_as_before(engine)
 
 
@@ -256,10 +255,15 @@ def test_a_shared_prefix_survives_switches_with_any_budget(path_of, family, pool
         return played
 
     wanted = play_with(resident_kv_limit=0)
+    pool += 24 * (family == "gemma3")  # three blocks for each row in the group that has a window
     budgets = [dict(num_gpu_blocks=pool), dict(resident_kv_limit=9 * BLOCK_BYTES)]
     for seed in (None, 1) if fuzz else (1,):
         for budget in budgets if fuzz else budgets[pool == 62 :][:1]:
-            assert play_with(seed, **budget) == wanted
+            played = play_with(seed, **budget)
+            if family == "gemma3":  # who finds its beginning on the host waits for that to arrive, in any order
+                assert played.outcomes == wanted.outcomes
+            else:
+                assert played == wanted
 
 
 @pytest.mark.parametrize("seed", [None, 0, 1])
@@ -319,11 +323,11 @@ def test_host_blocks_that_the_next_row_takes_up_again_are_not_promised_to_it_as_
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.sampled("1")
 def test_blocks_that_came_back_through_the_ring_serve_others_in_resident_mode_with_all_their_layers(path_of, seed):
-    """Layers whose window has moved on do not stream, so what comes back lacks them until the mode is switched."""
+    """Also those of a window that has moved on since, which one who comes later begins with."""
     first, other = random_prompts(2, 22, 22, seed=16)
     params = [greedy(16), greedy(4)]
     tokens = []
-    for num_gpu_blocks in (None, 10):
+    for num_gpu_blocks in (None, 13):
         engine = make_engine(path_of("gemma3"), SimulatedRuntime(seed), **OFFLOAD)
         give_back = shrink_gpu_pool(engine, num_gpu_blocks) if num_gpu_blocks else lambda: None
         watch = Watch(engine)

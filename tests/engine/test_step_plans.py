@@ -16,7 +16,7 @@ from nanoinfer.engine.planner import StepPlanner
 
 MODES = {
     "resident": dict(),
-    "preempted": dict(num_gpu_blocks_override=16),
+    "preempted": dict(num_gpu_blocks_override=18),
     "offload": dict(enable_cpu_offload=True, num_gpu_blocks_override=14, enable_prefix_caching=True),
     "auto": dict(enable_cpu_offload="auto", num_gpu_blocks_override=14),
     "mixed": dict(enable_cpu_offload=True, capture_num_tokens=[64], max_num_batched_tokens=80),
@@ -95,7 +95,8 @@ def test_rows_that_decode_in_turns_are_not_taken_for_each_other(path, mode, monk
     assert_pools_as_before(engine)
 
 
-def test_a_plan_can_be_read(path):
+def test_a_plan_can_be_read(tmp_path):
+    path = make_checkpoint("qwen3", tmp_path, **SMALL)
     engine, plans = make_engine(path, enable_cpu_offload=True, capture_num_tokens=[64], num_gpu_blocks_override=8), []
     begin_step = engine.planner.begin_step
     engine.planner.begin_step = lambda batch: plans.append(begin_step(batch)) or plans[-1]

@@ -183,22 +183,28 @@ def test_update_rows_writes_what_the_torch_code_writes():
     assert got[0][0] == before[0][0] and got[0][7] == lines[0, 1]
 
 
-@pytest.mark.parametrize("block_size", [16, 256])
-def test_step_inputs_are_those_of_the_torch_code_at_block_edges(block_size):
+@pytest.mark.parametrize("sizes", [[16], [256], [64, 16, 32]], ids=str)
+def test_step_inputs_are_those_of_the_torch_code_at_block_edges(sizes):
+    block_size, num_groups = sizes[0], len(sizes)
     lengths = int32(
         [1, 2, block_size - 1, block_size, block_size + 1, 2 * block_size, 2 * block_size + 1, 3 * block_size]
     )
     num_rows, size = len(lengths), 11  # some rows not at all, some twice, as padding is
     generator = torch.Generator().manual_seed(0)
-    table = torch.randint(1, 2**31 // block_size, (num_rows, 3), dtype=torch.int32, generator=generator)
+    columns = -(-3 * block_size // min(sizes))
+    table = torch.randint(1, 2**31 // max(sizes), (num_rows, num_groups * columns), generator=generator).int()
     state = torch.arange(num_rows) + 2**40, lengths, table
     batch_rows = int32([7, 6, 0, 5, 4, 3, 2, 1, 0, 0, 7])
 
     def outputs():
-        wide = [torch.full((size + 1,), -7) for _ in range(3)]
-        return wide[0], int32([-7] * (size + 1)), wide[1], wide[2]
+        wide = [torch.full((size + 1,), -7) for _ in range(2)]
+        return wide[0], int32([-7] * (size + 1)), wide[1], torch.full((num_groups, size + 1), -7)
 
     want, got = outputs(), outputs()
-    reference.step_inputs(batch_rows, state, tuple(tensor[:size] for tensor in want), block_size)
-    step_inputs(batch_rows, state, got, block_size)
+    reference.step_inputs(batch_rows, state, tuple(tensor[..., :size] for tensor in want), int32(sizes))
+    step_inputs(batch_rows, state, got, int32(sizes))
+    for row, slots in zip(batch_rows.tolist(), got[3][:, :size].T.tolist(), strict=True):
+        position = int(lengths[row]) - 1
+        blocks = [int(table[row, number * columns + position // of]) for number, of in enumerate(sizes)]
+        assert slots == [block * of + position % of for block, of in zip(blocks, sizes, strict=True)]
     assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))

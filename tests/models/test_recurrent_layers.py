@@ -156,7 +156,7 @@ def test_a_state_comes_back_to_a_row_only_behind_the_step_of_who_had_the_row_bef
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=2)
     prompts = random_prompts(2, 80, 90)
     wanted = run(toy_engine(path), prompts[1:], [params])[0]
-    engine = toy_engine(path, SimulatedRuntime(0), **ENGINES["gives way"])
+    engine = toy_engine(path, SimulatedRuntime(0), **ENGINES["gives way"] | dict(num_gpu_blocks_override=23))
     engine.add_request("first", prompts[0], params)
     second = engine.add_request("second", prompts[1], params)
     while not engine.scheduler.num_preemptions:

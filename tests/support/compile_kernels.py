@@ -307,10 +307,10 @@ def compile_attention(head_dim: int, kv_format: KVFormat, *, is_common: bool) ->
 
 def compile_step() -> None:
     wide = torch.zeros(4, dtype=torch.int64)
-    state = wide, ints(4), ints(4, 9)
-    step_rows.update_rows(ints(2, 12), state, -1)
+    state = wide, ints(4), ints(4, 10)
+    step_rows.update_rows(ints(2, 13), state, -1)
     vocab_size = 8_192 if is_brief else 151_936
-    step_rows.step_inputs(ints(4), state, (wide, ints(4), wide, wide), 256)
+    step_rows.step_inputs(ints(4), state, (wide, ints(4), wide, torch.stack([wide, wide])), ints(2))
     step_masks.apply_masks(zeros(2, vocab_size), ints(2, 1 + vocab_size // 32))
     merge.store_partials(zeros(4, 32, 128), floats(4, 32), ints(4, 4), ints(1), floats(4, 32, 128), floats(4, 32))
     state, rows = make_state([RowSampling(temperature=1.0)] * 2, vocab_size, sample)

@@ -12,7 +12,6 @@ from nanoinfer import EngineConfig, LLMEngine, SamplingParams
 from nanoinfer.attention.torch_backend import TorchBackend
 from nanoinfer.commands import main as cli
 from nanoinfer.common.exact import linear
-from nanoinfer.execution.block_copies import BlockCopies
 from nanoinfer.execution.mixed import MixedStep
 from nanoinfer.kv.prefix_cache import PrefixCache
 from nanoinfer.measure.logits import LogitsRecorder
@@ -23,7 +22,7 @@ from nanoinfer.verify import RunReport, Verdict, check, verify
 from nanoinfer.verify.report import Answer, compare
 from nanoinfer.verify.runs import WIDE_ROWS, make_runs
 from nanoinfer.verify.workload import make_workload
-from offload import CpuRuntime, KVGroups
+from offload import CpuRuntime, KVGroups, OffloadEngine
 
 MODELS = {
     "qwen3": dict(family="qwen3"),
@@ -250,10 +249,8 @@ def test_a_wrong_block_from_the_prefix_cache_is_found(paths, only, monkeypatch):
 
 def test_kv_that_comes_back_wrong_after_preemption_is_found(paths, only, monkeypatch):
     only("resident", "prefix", "preempted")
-    copy = BlockCopies.copy
-    monkeypatch.setattr(
-        BlockCopies, "copy", lambda self, source, to, pairs: copy(self, source, to, [] if to == "gpu" else pairs)
-    )
+    load = OffloadEngine.load
+    monkeypatch.setattr(OffloadEngine, "load", lambda self, pairs, operation: load(self, [], operation))
     assert verify(paths["qwen3"], **SMALL).line() == "DIFFERENT in preempted"
 
 
