@@ -82,7 +82,7 @@ class Scheduler:
         """Return the next step, with the blocks that it writes to already allocated; None when nothing can run."""
         transfers = self._mover.transfers
         if transfers.groups:
-            transfers.let_go()
+            transfers.end_step()
         for sequence in self.running:
             if sequence.state is SequenceState.RETURNING and self._mover.has_arrived(sequence):
                 sequence.state = _state(sequence)

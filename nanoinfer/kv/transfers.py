@@ -12,8 +12,12 @@ from offload.lifetimes import FILLS, LOAD_RULE, STORE_RULE, WRITES
 
 # To enqueue a copy takes some 4 us, and whoever runs waits for that: about 2 ms in a step.
 MAX_COPIES = 500
-# Blocks of a group: who waits for a few of them does not wait for all.
-MAX_GROUP = 16
+# Blocks and bytes of a group: who waits for a few of them does not wait for all.
+MAX_GROUP, GROUP_BYTES = 16, 64 * 2**20
+# Bytes on their way at a time. The copy engine takes one copy after the other, so a step's tokens, on their way to the
+# host, wait for what came before them: on an H100 all of 4.8 GB at once kept another row waiting for 70 ms. As much is
+# on its way as runs within a step, between these two.
+LEAST_BYTES, MOST_BYTES = 32 * 2**20, 512 * 2**20
 
 
 @dataclass(eq=False)
@@ -55,7 +59,7 @@ class Transfers:
     def __init__(self, tables: BlockTables, offload: OffloadEngine, num_places: int) -> None:
         self._tables, self._offload, self._num_places = tables, offload, num_places
         self.groups: list[_Group] = []
-        self._number = 0
+        self._number, self._block_bytes, self._most_bytes = 0, offload.layout.block_bytes, 4 * LEAST_BYTES
 
     def store(self, pairs: list[tuple[int, int]], *, stays: bool = False) -> None:
         """Move (GPU block, host block) pairs to the host; or copy them there, of cached blocks that stay so."""
@@ -68,7 +72,8 @@ class Transfers:
     def _add(self, pairs: list[tuple[int, int]], *, is_load: bool, holds_gpu: bool, stays: bool = False) -> None:
         begin = 0
         while begin < len(pairs):
-            end = min(begin + max(1, min(MAX_GROUP, MAX_COPIES // self._num_places)), len(pairs))
+            most = min(MAX_GROUP, MAX_COPIES // self._num_places, GROUP_BYTES // self._block_bytes)
+            end = min(begin + max(1, most), len(pairs))
             group, begin = pairs[begin:end], end
             for on_gpu, on_host in group:
                 if holds_gpu:
@@ -117,13 +122,27 @@ class Transfers:
 
     def advance(self) -> None:
         """Enqueue what comes next, as much as a step may be kept waiting for."""
-        num_copies = 0
+        num_copies, num_bytes = 0, self._num_bytes([group for group in self.groups if group.operation])
         for group in self.groups:
             if not group.operation:
-                num_copies += group.num_copies
-                if MAX_COPIES < num_copies != group.num_copies:
+                num_copies, of_group = num_copies + group.num_copies, self._num_bytes([group])
+                is_first = num_copies == group.num_copies
+                if MAX_COPIES < num_copies and not is_first or num_bytes and num_bytes + of_group > self._most_bytes:
                     break
                 self._enqueue(group)
+                num_bytes += of_group
+
+    def _num_bytes(self, groups: list[_Group]) -> int:
+        return sum(len(group.pairs) for group in groups) * self._block_bytes
+
+    def end_step(self) -> None:
+        """Let go of the blocks whose copies have run in the newest step, and have as much on its way as runs in one."""
+        was_moving = any(group.operation for group in self.groups)
+        self.let_go()
+        if was_moving:
+            have_run = not any(group.operation for group in self.groups)
+            most = 2 * self._most_bytes if have_run else self._most_bytes // 2
+            self._most_bytes = min(max(most, LEAST_BYTES), MOST_BYTES)
 
     def let_go(self) -> None:
         """Let go of the blocks whose copies have run."""
@@ -143,8 +162,8 @@ class Transfers:
         lifetimes.reclaim()
 
     def wait(self) -> None:
-        """Enqueue all, and wait until the first of it has arrived: for who has nothing else to do."""
-        self._enqueue_all()
+        """Enqueue what comes next, and wait until the first of it has arrived: for who has nothing else to do."""
+        self.advance()
         for group in self.groups[:1]:
             self._tables.lifetimes.acknowledgements.wait(*_part(group))
         self.let_go()

@@ -64,7 +64,7 @@ def test_a_refusal_states_both_speeds_and_pageable_segments_work():
         arena = HostArena(2, 16 * MIB, pinner=Refusing(torch.device("cuda", 0)))
         arena.wait()
         arena._thread.join()
-    assert len(calls) == 1 and not arena.segment(0).is_pinned()
+    assert len(calls) <= HostArena.num_register_threads and not arena.segment(0).is_pinned()
     arena.segment(1).fill_(3)
     assert bool((arena.segment(1).to("cuda", non_blocking=True) == 3).all())
     arena.close()

@@ -1,6 +1,7 @@
 """Blocks on their way between the tiers: order, groups, and who waits for whom, on streams in any order."""
 
 from contextlib import closing, suppress
+from types import SimpleNamespace
 
 import pytest
 from engines import BLOCK_BYTES, SMALL, assert_pools_as_before, make_engine, outcome, random_prompts, run
@@ -177,3 +178,30 @@ def test_an_interrupt_while_blocks_are_let_go_of_gives_none_back_twice(path, wan
             engine.step()
     assert interrupted and [outcome(request) for request in requests] == wanted
     assert_pools_as_before(engine)
+
+
+def test_as_much_is_on_its_way_as_runs_within_a_step(monkeypatch):
+    """Of 40 blocks of 64 MiB, over a link that moves so many in a step: others' tokens wait for no more than that."""
+    most, taken = [], []
+    tables = SimpleNamespace(
+        gpu_blocks=SimpleNamespace(hold=lambda block: None),
+        lifetimes=SimpleNamespace(
+            host_blocks=SimpleNamespace(hold=lambda block: None), begin=lambda: len(taken) + 1,
+            acknowledgements=SimpleNamespace(has_run=lambda kind, operation, rule: operation <= run_so_far),
+            release_gpu=lambda blocks: None, release_host=lambda blocks: None, reclaim=lambda: None,
+        ),
+    )  # fmt: skip
+    offload = SimpleNamespace(
+        layout=SimpleNamespace(block_bytes=transfers.GROUP_BYTES),
+        store=lambda pairs, operation: taken.append(operation),
+    )
+    for blocks_in_a_step in (1, 3):
+        moves, run_so_far = transfers.Transfers(tables, offload, 36), len(taken)
+        moves.store([(block, block) for block in range(0, 80, 2)])
+        while moves.groups:
+            moves.end_step()
+            moves.advance()
+            most.append(len(taken) - run_so_far)
+            run_so_far = min(run_so_far + blocks_in_a_step, len(taken))
+        assert max(most[4:]) <= 2 * blocks_in_a_step and sum(count >= blocks_in_a_step for count in most) >= 6
+        most.clear()
