@@ -16,6 +16,8 @@ from nanoinfer.memory.refusals import refuse
 # Among plans within CLOSE of the best one, the speed of a single request decides. Among those that are EQUAL for it,
 # the one that takes the least of the host's memory, and then the one with the largest steps.
 CLOSE, EQUAL = 1.05, 1.01
+# Where no number of requests is asked for, one alone takes at most so many times as long as by the best plan for it.
+AT_MOST_ALONE = 2.0
 # How many members of a family are looked at first, evenly spread; then those around the best one.
 _GRID = 6
 
@@ -63,6 +65,8 @@ class Search:
         config, count = self.planner.config, fitting[0].max_num_seqs
         if config.max_model_len is not None and config.max_num_seqs is not None:  # so many at once are asked for
             fitting = [cost for cost in fitting if self.measure.holds_all(cost)] or fitting
+        if config.max_num_seqs is None:  # it may be one that comes: many are not to be had at any price for it
+            fitting = _least(fitting, lambda cost: self.seconds(cost, 1), AT_MOST_ALONE)
         close = _least(fitting, lambda cost: self.seconds(cost, count), CLOSE)
         equal = _least(close, lambda cost: self.seconds(cost, 1), EQUAL)
         return min(equal, key=lambda cost: (cost.host_weight_bytes, -cost.max_num_batched_tokens))
