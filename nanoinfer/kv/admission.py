@@ -146,7 +146,10 @@ class Admission:
             return NO_HITS, _Wanted(num_room, num_host, num_blocks, sequence.num_tokens - sequence.num_computed, None)
         room, hits = self._room, cache.prefixes.find(sequence)
         end, found, below = hits
-        num_missing = (num_full if tables.is_offload else num_blocks) - sum(len(taken(blocks)) for blocks in found)
+        num_missing = (num_full if tables.is_offload else num_blocks) - sum(
+            len(taken(blocks)) if groups[number].window is None else sum(pool.references(b) == 1 for b in taken(blocks))
+            for number, blocks in enumerate(found)
+        )
         num_room = num_missing + room - self._room  # what was found and nobody held
         # Host blocks that it shares with a running sequence need no further room, and stream once for all.
         num_shared = sum(

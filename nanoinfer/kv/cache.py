@@ -20,7 +20,7 @@ import numpy as np
 
 from nanoinfer.kv.gpu_copies import GPUCopies
 from nanoinfer.kv.prefix_cache import PrefixCache, content_key
-from nanoinfer.kv.tables import BlockTables, present
+from nanoinfer.kv.tables import BlockTables, num_alone, present
 from nanoinfer.requests.sequence import Sequence
 from nanoinfer.step.plan import NO_BLOCK
 
@@ -59,7 +59,9 @@ class KVCache:
         self.cancel_reserved(sequence)
         count, tables = 0, self.tables
         for number, (group, full) in enumerate(zip(tables.groups, tables.full(sequence), strict=True)):
-            num_held = int((tables.host[number, sequence.row, full.start : full.stop] != NO_BLOCK).sum())
+            held = tables.host[number, sequence.row, full.start : full.stop]
+            # What another row holds, too, does not become free when this one leaves it behind a window.
+            num_held = len(present(held)) if group.window is None else num_alone(tables.lifetimes.host_blocks, held)
             num_coming = sequence.max_num_tokens // group.block_size - full.stop
             count += max(0, min(group.most_full(sequence.max_num_tokens) - num_held, num_coming))
         sequence.num_reserved_host = count
@@ -212,7 +214,7 @@ class KVCache:
         tables, row = self.tables, sequence.row
         for number in tables.windowed:
             most = tables.groups[number].most_blocks(sequence.max_num_tokens)
-            num_held = int((tables.gpu[number, row, tables.begins[number, row] :] != NO_BLOCK).sum())
+            num_held = num_alone(tables.gpu_blocks, tables.gpu[number, row, tables.begins[number, row] :])
             tables.promised[number, row] = max(0, most - num_held)
 
     def release(self, sequence: Sequence, *, leave_copies: bool = False) -> None:

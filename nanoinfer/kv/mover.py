@@ -151,13 +151,20 @@ class Mover:
 
     def num_missing(self, sequence: Sequence) -> int:
         """Return how many GPU blocks a sequence that gave way needs to come back in resident mode."""
-        num_there = sum(self._equal_to(block) is not None for block in sequence.kept_blocks)
+        whole = [number not in self._tables.windowed for number, _ in self._places(sequence)]
+        num_there = sum(
+            is_whole and self._equal_to(block) is not None
+            for is_whole, block in zip(whole, sequence.kept_blocks, strict=True)
+        )
         return self._tables.num_to_begin(sequence) - num_there
 
     def num_to_fill(self, sequence: Sequence) -> int:
         """Return how many host blocks, besides those that it has, a sequence that gave way can ever fill."""
-        groups = self._tables.groups
-        return groups.most_full(sequence.max_num_tokens) - groups.num_full(sequence.num_computed)
+        return sum(
+            group.most_full(sequence.max_num_tokens)
+            - (group.num_full(sequence.num_computed) if group.window is None else 0)
+            for group in self._tables.groups
+        )
 
     def _equal_to(self, kept: int) -> int | None:
         """Return the block of the home tier with the content of a kept block that some sequence holds, or None."""
@@ -246,6 +253,7 @@ class Mover:
         """
         num_filled = sum(self._tables.groups.most_full(sequence.max_num_tokens) for sequence in running)
         num_shared = self._tables.gpu_blocks.num_shared - self.transfers.num_shared
+        num_shared = 0 if self._tables.windowed else num_shared  # one may leave what another one goes on to hold
         return max(num_filled - num_shared, max(map(self.num_to_fill, self.away), default=0))
 
     # Down a tier

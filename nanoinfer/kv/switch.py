@@ -7,7 +7,7 @@ import warnings
 from nanoinfer.common.units import format_size
 from nanoinfer.kv.cache import KVCache
 from nanoinfer.kv.mover import Mover
-from nanoinfer.kv.tables import present
+from nanoinfer.kv.tables import num_alone, present
 from nanoinfer.requests.sequence import Sequence
 from nanoinfer.step.plan import NO_BLOCK
 from offload import OffloadEngine
@@ -170,11 +170,11 @@ class Switch:
         on_host = {block for block in missing if block != NO_BLOCK}
         needed = len(on_host - self._gpu_copies(sequences).keys()) + missing.count(NO_BLOCK)
         for sequence in sequences:  # what they are promised then
-            needed += sum(
-                group.most_blocks(sequence.max_num_tokens) - group.most_blocks(sequence.num_tokens)
-                for group in groups
-                if group.window is not None
-            )
+            lacking = [number for number, _ in self._missing(sequence)]
+            for number in self._tables.windowed:
+                held = num_alone(self._tables.gpu_blocks, self._tables.gpu[number, sequence.row])
+                most = groups[number].most_blocks(sequence.max_num_tokens)
+                needed += max(0, most - held - lacking.count(number))
         num_free = self._tables.gpu_blocks.num_free + self._tables.lifetimes.num_deferred_gpu
         self._check_room("resident", "still need", needed, "GPU", num_free)
 

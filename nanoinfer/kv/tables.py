@@ -6,7 +6,7 @@ import numpy as np
 
 from nanoinfer.requests.sequence import Sequence
 from nanoinfer.step.plan import NO_BLOCK
-from offload import BlockLifetimes, KVGroups
+from offload import BlockLifetimes, BlockPool, KVGroups
 
 
 class BlockTables:
@@ -80,3 +80,8 @@ class BlockTables:
 def present(blocks: np.ndarray) -> list[int]:
     """Return the blocks in a part of a table."""
     return blocks[blocks != NO_BLOCK].tolist()
+
+
+def num_alone(pool: BlockPool, blocks: np.ndarray) -> int:
+    """Return how many blocks in a part of a table have no other holder."""
+    return sum(pool.references(block) == 1 for block in present(blocks))
