@@ -96,7 +96,7 @@ class BlockPool:
 
     @property
     def num_spare(self) -> int:
-        """Blocks that can be handed out before any that others may want: free ones, for what is spent goes next."""
+        """Blocks that can be handed out with nothing evicted."""
         return len(self._free)
 
     def note_wanted(self, blocks: Iterable[int]) -> None:

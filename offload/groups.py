@@ -108,10 +108,6 @@ class KVGroups(tuple[KVGroup, ...]):
         pairs = {layer: KVPlace(i, place) for i, group in enumerate(self) for place, layer in enumerate(group.layers)}
         return tuple(pairs[layer] for layer in range(len(pairs)))
 
-    @property
-    def has_windows(self) -> bool:
-        return any(group.window is not None for group in self)
-
     def table_width(self, num_tokens: int) -> int:
         """Return how many columns hold the blocks of a row in each group."""
         return max((-(-num_tokens // group.block_size) for group in self), default=0)

@@ -69,12 +69,9 @@ class BlockTables:
 
     def full(self, sequence: Sequence) -> list[range]:
         """Return for each group the full blocks that an admitted sequence has, those behind the window left out."""
-        return [self.held(number, sequence, sequence.num_computed) for number in range(len(self.groups))]
-
-    def held(self, number: int, sequence: Sequence, end: int) -> range:
-        """Return the blocks of a group from the first that the sequence's row holds to the last full one at `end`."""
-        full = end // self.groups[number].block_size
-        return range(min(int(self.begins[number, sequence.row]), full), full)
+        ends = [sequence.num_computed // group.block_size for group in self.groups]
+        begins = self.begins[:, sequence.row].tolist()
+        return [range(min(begin, end), end) for begin, end in zip(begins, ends, strict=True)]
 
 
 def present(blocks: np.ndarray) -> list[int]:
