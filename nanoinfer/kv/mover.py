@@ -68,7 +68,7 @@ class Mover:
         self._cache, self._tables, self._copies = cache, cache.tables, cache.copies
         self._memory, self._offload = memory, offload
         self._open_host, self._blocks = open_host, cache.tables.lifetimes.host_blocks
-        self.transfers = Transfers(cache.tables, offload, layout.num_places)
+        self.transfers = Transfers(cache.tables, offload, layout)
         self._may_spill = may_spill
         self.away: list[Sequence] = []
         self._arriving: dict[Sequence, int] = {}  # with the number of the group that they wait for

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from nanoinfer.kv.tables import BlockTables
 from offload import OffloadEngine
-from offload.layout import runs
+from offload.layout import KVLayout, runs
 from offload.lifetimes import FILLS, LOAD_RULE, STORE_RULE, WRITES
 
 # To enqueue a copy takes some 4 us, and whoever runs waits for that: about 2 ms in a step.
@@ -50,16 +50,16 @@ class Transfers:
 
     Args:
         offload: copies.
-        num_places: copies that a run of blocks takes.
+        layout: the copies that a run of blocks takes, and its bytes.
 
     Attributes:
         groups: those whose copies have not run, as far as is known.
     """
 
-    def __init__(self, tables: BlockTables, offload: OffloadEngine, num_places: int) -> None:
-        self._tables, self._offload, self._num_places = tables, offload, num_places
+    def __init__(self, tables: BlockTables, offload: OffloadEngine, layout: KVLayout) -> None:
+        self._tables, self._offload, self._num_places = tables, offload, layout.num_places
         self.groups: list[_Group] = []
-        self._number, self._block_bytes, self._most_bytes = 0, offload.layout.block_bytes, 4 * LEAST_BYTES
+        self._number, self._block_bytes, self._most_bytes = 0, layout.block_bytes, 4 * LEAST_BYTES
 
     def store(self, pairs: list[tuple[int, int]], *, stays: bool = False) -> None:
         """Move (GPU block, host block) pairs to the host; or copy them there, of cached blocks that stay so."""

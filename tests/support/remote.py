@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from operator import attrgetter
 from types import SimpleNamespace
@@ -71,10 +71,12 @@ def executing_process() -> Iterator:
     connection, theirs = context.Pipe()
     process = context.Process(target=execute_engines, args=(theirs,), daemon=True)
     process.start()
+    theirs.close()  # the process has its own: where it dies, whoever waits for it is told
     try:
         yield connection
     finally:
-        connection.send(None)
+        with suppress(BrokenPipeError):
+            connection.send(None)
         process.join(20)
 
 
