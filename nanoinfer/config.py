@@ -96,7 +96,8 @@ class EngineConfig:
             of them could be left without room, and would fail. None: what `max_num_seqs` sequences can need, but at
             most 60 % of the available memory; without offloading, as much as the system gives.
         block_size: tokens per KV block, a multiple of 16. One block is one split of the attention, so a different block
-            size changes the rounding of the results.
+            size changes the rounding of the results. Layers that keep more bytes of a token than others have smaller
+            blocks. None: 256, and more where some layers' blocks would have fewer than 64.
         enable_cpu_offload: True starts in offload mode: host memory holds every full KV block, the GPU keeps as many as
             the budget allows and the rest streams through the ring. "auto" starts in resident mode and enters offload
             mode by itself when the GPU pool is full, instead of preempting requests.
@@ -143,7 +144,7 @@ class EngineConfig:
     expert_slots: int | None = None
     num_gpu_blocks_override: int | None = None
     host_memory_limit: int | str | None = None
-    block_size: int = 256
+    block_size: int | None = None
     enable_cpu_offload: bool | str = False
     num_ring_slots: int = 4
     ring_slot_bytes: int | str | None = None
@@ -213,8 +214,9 @@ class EngineConfig:
         for name in counts:
             if getattr(self, name) is not None:
                 self._count(name, minimum=1)
-        self._count("block_size", minimum=16)
-        self._check("block_size", self.block_size % 16 == 0, "a multiple of 16, such as 256")
+        if self.block_size is not None:
+            self._count("block_size", minimum=16)
+            self._check("block_size", self.block_size % 16 == 0, "a multiple of 16, such as 256")
         self._count("num_ring_slots", minimum=2, reason=": one slot is filled while another is read")
         self._count("seed", minimum=0)
         gib, share = self.cpu_offload_gb, self.gpu_memory_utilization

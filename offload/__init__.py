@@ -5,7 +5,7 @@ This package does not know what a model is. `OffloadEngine` runs a step that its
 
 from offload.blocks import BlockPool
 from offload.engine import OffloadCounters, OffloadEngine, OffloadStep
-from offload.groups import KVGroup, KVGroups
+from offload.groups import KVGroup, KVGroups, KVKind
 from offload.host_blocks import HostBlocks
 from offload.layout import KVLayout
 from offload.lifetimes import BlockLifetimes

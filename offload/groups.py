@@ -1,8 +1,8 @@
-"""Which layers share blocks: those of one window, as many to a group as the pools have places for a block.
+"""Which layers share blocks: those of one kind, as many to a group as the pools have places for a block.
 
 A block holds `block_size` tokens for the layers of one group. A part of it, one layer's, has the same bytes in every
-group, so all groups take their blocks from one pool. A row keeps all its blocks in a group without a window, and the
-newest alone in a group with one.
+group, so all groups take their blocks from one pool: layers whose tokens take more bytes have fewer in a block. A row
+keeps all its blocks in a group without a window, and the newest alone in a group with one.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,19 +24,31 @@ MAX_EMPTY = 0.2
 """The share of the places of groups with a window that may have no layer: fewer groups, so fewer tables and copies."""
 
 
+class KVKind(NamedTuple):
+    """What layers have in common that share blocks.
+
+    window: in tokens; None: full attention. block_size: tokens of a block; all kinds of one shape have the same. shape:
+    number of the shape of a token's keys and values.
+    """
+
+    window: int | None
+    block_size: int
+    shape: int = 0
+
+
 @dataclass(frozen=True)
 class KVGroup:
     """Layers whose keys and values lie in the same blocks.
 
     Attributes:
         layers: counted among those that keep keys and values; the one at index p lies at place p of a block.
-        window: of all of them, in tokens; None: full attention.
-        block_size: tokens of a block.
+        window, block_size, shape: of all of them, as in `KVKind`.
     """
 
     layers: tuple[int, ...]
     window: int | None
     block_size: int
+    shape: int = 0
 
     def first_needed(self, position: int) -> int:
         """Return the first block with a key that a query at this position sees; later ones see no earlier block."""
@@ -72,30 +85,36 @@ class KVGroups(tuple[KVGroup, ...]):
     """The groups of a model, those without a window first."""
 
     @classmethod
-    def of(cls, windows: Sequence[int | None], block_size: int) -> KVGroups:
+    def of(cls, kinds: Sequence[KVKind]) -> KVGroups:
         """Divide layers into groups, each kind in the layers' order.
 
         The number of places is chosen so that a token takes the fewest bytes in the groups without a window; then so
         that there are as few groups as possible, with few empty places (`MAX_EMPTY`).
 
-        windows: of each layer that keeps keys and values.
+        kinds: of each layer that keeps keys and values.
         """
-        counts = Counter(windows)
+        counts = Counter(kinds)
+        windowed = [kind for kind in counts if kind.window is not None]
+        num_windowed = sum(counts[kind] for kind in windowed)
 
-        def cost(num_places: int) -> tuple[int, bool, int]:
-            num_groups = {window: -(-count // num_places) for window, count in counts.items()}
-            growing = num_groups.get(None, 0) * num_places
-            windowed = sum(num for window, num in num_groups.items() if window is not None) * num_places
-            num_empty = windowed - (len(windows) - counts[None])
-            return growing, num_empty > MAX_EMPTY * windowed, sum(num_groups.values())
+        def cost(num_places: int) -> tuple[float, bool, int]:
+            num_groups = {kind: -(-count // num_places) for kind, count in counts.items()}
+            growing = sum(num_places * num / kind.block_size for kind, num in num_groups.items() if kind.window is None)
+            places = num_places * sum(num_groups[kind] for kind in windowed)
+            return growing, places - num_windowed > MAX_EMPTY * places, sum(num_groups.values())
 
-        num_places = min(range(1, len(windows) + 1), key=cost, default=1)
+        num_places = min(range(1, len(kinds) + 1), key=cost, default=1)
         groups = []
-        for window in sorted(counts, key=lambda one: (one is not None, one or 0)):
-            layers = [layer for layer, own in enumerate(windows) if own == window]
+        for kind in sorted(counts, key=lambda one: (one.window is not None, one.window or 0, one.shape)):
+            layers = [layer for layer, own in enumerate(kinds) if own == kind]
             parts = (layers[begin : begin + num_places] for begin in range(0, len(layers), num_places))
-            groups += [KVGroup(tuple(part), window, block_size) for part in parts]
+            groups += [KVGroup(tuple(part), *kind) for part in parts]
         return cls(groups)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of the largest blocks."""
+        return max(group.block_size for group in self)
 
     @property
     def num_places(self) -> int:

@@ -9,17 +9,16 @@ from dataclasses import dataclass
 class KVLayout:
     """Sizes of the KV cache, shared by the GPU pool, the host pool and the ring.
 
-    A block holds `block_size` consecutive tokens of one sequence for the layers of a group, of which each has a *place*
-    in it. Its part for one layer is `part_bytes` neighbouring bytes: one copy moves it, and neighbouring blocks of a
-    place lie next to each other, so a run of blocks moves in one copy as well. What the bytes mean is for those to know
-    who compute with them.
+    A block holds consecutive tokens of one sequence, `KVGroup.block_size` of them, for the layers of a group, of which
+    each has a *place* in it. Its part for one layer is `part_bytes` neighbouring bytes: one copy moves it, and
+    neighbouring blocks of a place lie next to each other, so a run of blocks moves in one copy as well. What the bytes
+    mean is for those to know who compute with them.
 
     Attributes:
         part_bytes: of one block in one layer, the least that crosses the link at a time.
     """
 
     num_places: int
-    block_size: int
     part_bytes: int
 
     @property

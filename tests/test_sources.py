@@ -34,7 +34,7 @@ WRITERS = {
     "num_reserved_host": "nanoinfer/kv/cache.py",
     "kept_blocks": "nanoinfer/kv/mover.py",
     "num_published": "nanoinfer/kv/prefix_cache.py",
-    "block_keys": "nanoinfer/kv/prefix_cache.py",
+    "digests": "nanoinfer/kv/prefix_cache.py",
     "token_ids": "nanoinfer/requests/request.py",
     "logprobs": "nanoinfer/requests/request.py",
     "cumulative_logprob": "nanoinfer/requests/request.py",

@@ -13,7 +13,7 @@ import torch
 from nanoinfer import LLM
 from nanoinfer.config import EngineConfig
 from nanoinfer.measure.run import Row, free_memory, measure, release
-from nanoinfer.memory.floors import kv_bytes, measure_floors
+from nanoinfer.memory.floors import measure_floors
 from nanoinfer.memory.setup import Specs
 from nanoinfer.models.shapes import UNLIMITED, write_shape
 from nanoinfer.weights.load import read_checkpoint
@@ -106,7 +106,7 @@ def token_bytes(shape: str) -> int:
     with tempfile.TemporaryDirectory() as directory:
         config = EngineConfig(model=str(write_shape(shape, directory)))
         spec = Specs(read_checkpoint(config.model)).of(config)
-    return kv_bytes(spec, [1])
+    return spec.kv_bytes(1)
 
 
 def figures(row: Row) -> dict:

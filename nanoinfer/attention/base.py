@@ -18,6 +18,7 @@ store its running state between two buffers and load it again.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -152,21 +153,21 @@ class AttentionBackend(ABC):
     def check(cls, spec: AttentionSpec, device: torch.device | str, offload: bool) -> None:
         """Raise ValueError if this backend cannot run the model in this mode. The message names a backend that can."""
 
-    def partials(self, capacity: int) -> Partials:
-        """Return an uninitialised workspace for ``capacity`` partials."""
-        out, lse, weight = self._uninitialised(capacity)
+    def partials(self, capacity: int, memory: Sequence[Tensor] | None = None) -> Partials:
+        """Return an uninitialised workspace for ``capacity`` partials. memory: as for ``Backends``; None: its own."""
+        out, lse, weight = self._views(capacity, memory)
         return Partials(out=out, lse=lse, weight=weight)
 
-    def prefill_state(self, num_tokens: int) -> PrefillState:
+    def prefill_state(self, num_tokens: int, memory: Sequence[Tensor] | None = None) -> PrefillState:
         """Return an uninitialised state for ``num_tokens`` queries: the first key range has load_state 0."""
-        acc, m, l = self._uninitialised(num_tokens)
+        acc, m, l = self._views(num_tokens, memory)
         return PrefillState(acc=acc, m=m, l=l)
 
-    def _uninitialised(self, size: int) -> list[Tensor]:
+    def _views(self, size: int, memory: Sequence[Tensor] | None) -> list[Tensor]:
         """Return a float32 tensor of the heads' values, and two of a number for each head."""
-        heads = (size, self.spec.num_q_heads)
-        shapes = ((*heads, self.spec.head_dim), heads, heads)
-        return [torch.empty(shape, dtype=torch.float32, device=self.device) for shape in shapes]
+        values, *numbers = Backends([self]).memory(size) if memory is None else memory
+        count = self.spec.num_q_heads
+        return [self.spec.heads_of(values, size), *(one[: size * count].view(size, count) for one in numbers)]
 
     def check_sinks(self, sinks: Tensor | None) -> None:
         """Assert that sinks are given where the model has some: without them the result would be another, unnoticed."""
@@ -235,3 +236,23 @@ class AttentionBackend(ABC):
         Raises NotImplementedError if the backend has no such decode.
         """
         raise NotImplementedError(f"attention backend {self.name!r} decodes by splits: use decode_partial and merge")
+
+
+class Backends(tuple[AttentionBackend, ...]):
+    """The backend of each shape that attention has in a model: one class. Layers take turns in one workspace."""
+
+    def partials(self, capacity: int) -> list[Partials]:
+        """Return for each shape an uninitialised workspace for ``capacity`` partials."""
+        memory = self.memory(capacity)
+        return [one.partials(capacity, memory) for one in self]
+
+    def prefill_state(self, num_tokens: int) -> list[PrefillState]:
+        """Return for each shape an uninitialised state for ``num_tokens`` queries."""
+        memory = self.memory(num_tokens)
+        return [one.prefill_state(num_tokens, memory) for one in self]
+
+    def memory(self, size: int) -> list[Tensor]:
+        """Return flat float32 tensors with room for the values of all heads of ``size`` rows, and two numbers each."""
+        sizes = [(one.spec.q_size, one.spec.num_q_heads, one.spec.num_q_heads) for one in self]
+        options = dict(dtype=torch.float32, device=self[0].device)
+        return [torch.empty(size * max(of_shapes), **options) for of_shapes in zip(*sizes, strict=True)]

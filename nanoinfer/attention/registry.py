@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 
 import torch
 
-from nanoinfer.attention.base import AttentionBackend, AttentionSpec
+from nanoinfer.attention.base import AttentionBackend, AttentionSpec, Backends
 from nanoinfer.common.errors import choose
 from nanoinfer.devices.registry import device_of
 
@@ -15,6 +16,11 @@ _CLASSES = {
     "torch": "nanoinfer.attention.torch_backend:TorchBackend",
     "flash_attn": "nanoinfer.attention.flash_attn_backend:FlashAttnBackend",
 }
+
+
+def make_backends(name: str, specs: Sequence[AttentionSpec], device: torch.device | str, offload: bool) -> Backends:
+    """Build the named backend for each of these shapes; see `make_backend`."""
+    return Backends(make_backend(name, spec, device, offload) for spec in specs)
 
 
 def make_backend(name: str, spec: AttentionSpec, device: torch.device | str, offload: bool) -> AttentionBackend:

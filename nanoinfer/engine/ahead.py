@@ -40,7 +40,7 @@ class Ahead:
     """
 
     def __init__(self, engine: LLMEngine) -> None:
-        self._engine, self._size = engine, engine.config.block_size
+        self._engine, self._size = engine, engine.kv_cache.tables.block_size
         self._waiting: list[list[int]] = []  # whole blocks; the newest is last
         self._part: _Part | None = None
         self._names = map("ahead-{}".format, itertools.count())
@@ -116,7 +116,7 @@ class Ahead:
 
     def _found(self, wanted: list[int]) -> int:
         (sequence,) = self._request(wanted).sequences
-        return self._engine.kv_cache.prefixes.num_found(sequence) * self._size
+        return self._engine.kv_cache.prefixes.num_found(sequence)
 
     def _most_tokens(self, num_left: int, num_tokens: int) -> int:
         """Return how many of the tokens that are left of `num_tokens` a step computes in time, in whole blocks."""

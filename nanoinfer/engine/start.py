@@ -68,7 +68,7 @@ def build(config: EngineConfig, runtime: Runtime | None) -> BuiltEngine:
     if runtime is None:
         runtime = device.runtime()
     model, plan = _loaded(setup, plan)
-    runner = ModelRunner(config, plan, runtime, model, setup.backend, memory_before)
+    runner = ModelRunner(config, plan, runtime, model, setup.backends, memory_before)
     kv = kv_side(config, runner)
     return BuiltEngine(config, runner, tokenizer=tokenizer, end_token_ids=end_ids, sampling_defaults=defaults, **kv)
 

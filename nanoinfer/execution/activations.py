@@ -100,15 +100,16 @@ class Activations:
         resources, model, plan = self.resources, self.resources.model, self.resources.plan
         device, spec, layout = resources.runtime.device, model.spec, resources.layout
         resources.landings.clear()
-        kv = spec.attention.part.view(torch.zeros(layout.pool_shape(1)[1:], dtype=torch.uint8, device=device))
-        held = Held([kv] * layout.num_places, RecurrentStates(spec, 1, device).of_layer)
-        pieces = Pieces(model, held)
+        memory = torch.zeros(layout.pool_shape(1)[1:], dtype=torch.uint8, device=device)
+        by_shape = [shape.part.view(memory) for shape in spec.attentions]
+        of_groups = [[by_shape[group.shape]] * layout.num_places for group in spec.kv_groups]
+        pieces = Pieces(model, Held(of_groups, RecurrentStates(spec, 1, device).of_layer))
         numbers = torch.arange(tokens, device=device)
-        slots = (numbers % layout.block_size).expand(len(spec.kv_groups), -1)
+        slots = torch.stack([numbers % group.block_size for group in spec.kv_groups])
         inputs = torch.zeros_like(numbers), numbers % plan.max_model_len, slots
         rows = torch.ones_like(numbers, dtype=torch.int32)
         tensors = StepTensors(*inputs, torch.full_like(rows[:1], tokens), rows)
-        hooks = self._hooks(kv, tokens)
+        hooks = self._hooks(by_shape, tokens)
         tensors.reserve(spec)
         for index in pieces.one_of_each_kind:
             pieces.run_with_hooks(index, tensors, hooks)
@@ -121,17 +122,22 @@ class Activations:
         score(model, normed.index_select(0, some), torch.zeros_like(some), *results)
         resources.landings.clear()  # of slices of the head, if it is streamed
 
-    def _hooks(self, kv: torch.Tensor, tokens: int) -> StepHooks:
-        """Return what the step does around pieces: one sequence of `tokens` tokens attends to one block."""
-        table = torch.zeros(1, -(-tokens // self.resources.layout.block_size), dtype=torch.int32, device=kv.device)
-        key_range = KeyRange.of_one(tokens, table)
-        backend, model = self.resources.backend, self.resources.model
-        state, windows = backend.prefill_state(tokens), model.spec.windows
+    def _hooks(self, by_shape: list[torch.Tensor], tokens: int) -> StepHooks:
+        """Return what the step does around pieces: one sequence of `tokens` tokens attends to one block.
+
+        by_shape: the block as layers of each shape of attention read it.
+        """
+        resources, model = self.resources, self.resources.model
+        width = resources.groups.table_width(tokens)
+        key_range = KeyRange.of_one(tokens, torch.zeros(1, width, dtype=torch.int32, device=by_shape[0].device))
+        states, spec = resources.backends.prefill_state(tokens), model.spec
         sinks, own = model.attention_sinks(), model.kv_own()
 
         def end_attention(layer: int, tensors: StepTensors) -> None:
-            extra = windows[layer], sinks[layer], own[layer]
-            backend.prefill(tensors.q, kv, key_range, state, tensors.attention, *extra)
+            shape = spec.layers[spec.attention_layers[layer]].shape
+            q, out = tensors.attention_rows(spec.attention_of[layer], tokens)
+            extra = spec.windows[layer], sinks[layer], own[layer]
+            resources.backends[shape].prefill(q, by_shape[shape], key_range, states[shape], out, *extra)
 
         nothing = dict.fromkeys(("begin", "attend", "end"), lambda *arguments: None)
         return SimpleNamespace(end_attention=end_attention, **nothing)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
+from nanoinfer.attention.base import Backends
 from nanoinfer.attention.torch_backend import TorchBackend
 from nanoinfer.execution.decode import DecodeProgram
 from nanoinfer.execution.memory_plan import MemoryPlan
@@ -43,7 +44,8 @@ def buffer_bytes(
     assert sizes.max_splits == 0
     # Plans of many contexts are compared, so count for one block and for two, and extrapolate: only tables depend on
     # the context, and they have a column for each block of a row.
-    num_columns, size = -(-sizes.max_model_len // spec.layout.block_size), spec.layout.block_size
+    size = min(group.block_size for group in spec.kv_groups)
+    num_columns = -(-sizes.max_model_len // size)
     options = batch_sizes, token_counts, num_ring_slots
     one, two = (
         _count(spec.without_weights, replace(sizes, max_model_len=columns * size), *options) for columns in (1, 2)
@@ -67,7 +69,7 @@ def _count(
         model=SimpleNamespace(
             spec=spec, pieces=list, attention_sinks=list, kv_own=list, streamed=SimpleNamespace(head_cuts=list)
         ),
-        backend=TorchBackend(spec.attention, "meta"),
+        backends=Backends(TorchBackend(shape, "meta") for shape in spec.attentions),
         layout=spec.layout,
         ring=Ring(runtime, spec.layout, num_ring_slots, sizes.blocks_per_slot),
         landings=Places(runtime, []),

@@ -69,7 +69,7 @@ class DecodeProgram:
         self._block_tables = torch.zeros(tables, dtype=torch.int32, device=device)
         self.batch = DeviceTable(resources.runtime, 4 + max_batch)
         self.num_live, self.batch_rows = self.batch.tensor[:1], self.batch.tensor[4:]
-        self.attention = DecodeAttention(resources, self._buffers.q, self._lengths, self._block_tables)
+        self.attention = DecodeAttention(resources, self._buffers.queries, self._lengths, self._block_tables)
         self.section_ends = resources.pieces.whole, resources.pieces.cut
         self.last: DecodeStep | None = None
 
@@ -120,7 +120,7 @@ class DecodeProgram:
 
     def copy_queries(self, q: torch.Tensor) -> None:
         """Copy the batch's queries, [rows, num_q_heads, head_dim], to where attention over ring slots reads them."""
-        self._buffers.q[: len(q)].copy_(q)
+        self._buffers.queries[: q.numel()].view_as(q).copy_(q)
 
     def prepare(self, size: int, whole_rows: bool) -> None:
         """Fill in the tokens, lengths, positions and slots of the batch."""
@@ -270,10 +270,13 @@ class _DecodeHooks:
         self.program.prepare(len(tensors), self.whole_rows)
 
     def attend(self, layer: int, tensors: StepTensors) -> None:
-        self.program.attention.begin(layer, tensors.q, tensors.attention, self.whole_rows)
+        self.program.attention.begin(layer, *self._rows(layer, tensors), self.whole_rows)
 
     def end_attention(self, layer: int, tensors: StepTensors) -> None:
-        self.program.attention.end(layer, tensors.attention, self.whole_rows)
+        self.program.attention.end(layer, self._rows(layer, tensors)[1], self.whole_rows)
+
+    def _rows(self, layer: int, tensors: StepTensors) -> tuple[torch.Tensor, torch.Tensor]:
+        return tensors.attention_rows(self.program.resources.model.spec.attention_of[layer], len(tensors))
 
     def end(self, tensors: StepTensors) -> None:
         """The head reads it where it is."""

@@ -19,7 +19,7 @@ class DecodeAttention:
     """Tables and workspace of the decode attention, and its launches. Layers without attention do not count.
 
     Args:
-        q: [max_batch, num_q_heads, head_dim], where attention over ring slots reads the queries.
+        queries: [max_batch * most of a token], where attention over ring slots reads q.
         lengths: [max_batch] int32, the rows' tokens.
         block_tables: [groups, max_batch, table width] int32, the rows' GPU blocks, for backends without fixed splits.
 
@@ -29,20 +29,22 @@ class DecodeAttention:
     """
 
     def __init__(
-        self, resources: Resources, q: torch.Tensor, lengths: torch.Tensor, block_tables: torch.Tensor
+        self, resources: Resources, queries: torch.Tensor, lengths: torch.Tensor, block_tables: torch.Tensor
     ) -> None:
-        runtime, ring, self._kv_of_place = resources.runtime, resources.ring, resources.kv_of_place
-        self._compute, self._backend, self._resources = resources.compute, resources.backend, resources
-        self._windows, self.planner = [group.window for group in resources.groups], SplitPlanner(resources)
+        runtime, ring, self._compute = resources.runtime, resources.ring, resources.compute
+        self._backends, self._groups = resources.backend_of_group, resources.groups
+        self._resources = resources
+        self.planner = SplitPlanner(resources)
         self._sinks, self._own, self._reads = resources.pieces.sinks, resources.pieces.own, resources.pieces.reads
-        self._q, self._lengths, self._block_tables = q, lengths, block_tables
-        self.whole_rows = not resources.backend.exact_splits
+        self._queries, self._lengths, self._block_tables = queries, lengths, block_tables
+        self.whole_rows = not resources.backends[0].exact_splits
         # At most MAX_TILES_APART tiles have a partial of their own; every other block has one partial, and a block that
         # several rows share has one for each.
         self._max_splits = most = resources.plan.max_splits + MAX_TILES_APART
-        self._partials: Partials = resources.backend.partials(most)
+        partials = resources.backends.partials(most)
+        self._partials: list[Partials] = [partials[group.shape] for group in resources.groups]
         # The host's tables, one set per group.
-        self.splits = [SplitTables(runtime, len(q), most) for _ in resources.groups]
+        self.splits = [SplitTables(runtime, len(lengths), most) for _ in resources.groups]
         self.records = [ChunkRecords(runtime, most) for _ in resources.groups]
         self._slot_records = torch.zeros(ring.num_ring_slots, 4 + 4 * most, dtype=torch.int32, device=runtime.device)
 
@@ -67,23 +69,24 @@ class DecodeAttention:
                 `out`, otherwise `end` does.
         """
         (group, place), lengths = self._reads[layer], self._lengths[: len(q)]
-        kv, window = self._kv_of_place[place], self._windows[group]
+        kv, window, backend = self._resources.kv_at(group, place), self._groups[group].window, self._backends[group]
         if whole_rows:
-            self._backend.decode_rows(q, kv, self._block_tables[group, : len(q)], lengths, out, window)
+            backend.decode_rows(q, kv, self._block_tables[group, : len(q)], lengths, out, window)
         else:
             work = self._work(self.splits[group].items, group, after_copy=False)
-            self._backend.decode_partial(q, kv, work, lengths, self._partials, window, self._own[layer])
+            backend.decode_partial(q, kv, work, lengths, self._partials[group], window, self._own[layer])
 
     def end(self, layer: int, out: torch.Tensor, whole_rows: bool) -> None:
         """Merge the partials of the GPU pool and of ring slots into `out`; arguments as in `begin`."""
         if not whole_rows:
-            splits = self.splits[self._reads[layer].group]
-            self._backend.merge(
-                self._partials,
+            group = self._reads[layer].group
+            splits = self.splits[group]
+            self._backends[group].merge(
+                self._partials[group],
                 splits.ranges[: len(out) + 1],
                 splits.partials_per_block,
                 out,
-                is_cut=self.planner.may_cut(len(out)),
+                is_cut=self.planner.may_cut(len(out), group),
                 sinks=self._sinks[layer],
             )
 
@@ -105,13 +108,14 @@ class DecodeAttention:
     def attend_slot(self, layer: int, ring_slot: int) -> None:
         """Attend to what the ring slot holds. layer: one of `slot_kinds`."""
         group = self._reads[layer].group
-        self._backend.decode_partial(
-            self._q,
-            self._resources.kv_of_slot[ring_slot],
+        backend = self._backends[group]
+        backend.decode_partial(
+            backend.spec.heads_of(self._queries, len(self._lengths)),
+            self._resources.slot_of(group, ring_slot),
             self._work(self._slot_records[ring_slot], group, after_copy=True),
             self._lengths,
-            self._partials,
-            self._windows[group],
+            self._partials[group],
+            self._groups[group].window,
             self._own[layer],
         )
 

@@ -64,7 +64,7 @@ class MixedStep(OffloadStep):
         self._compute.run(lambda: self._attend_gpu(layer))
 
     def end_attention(self, layer: int, tensors: StepTensors) -> None:
-        self._compute.run(lambda: self._attention.end(layer, self._rows[1], self._whole_rows))
+        self._compute.run(lambda: self._attention.end(layer, self._rows(layer)[1], self._whole_rows))
         self._prefill.end_attention(layer, tensors)
 
     def end(self, tensors: StepTensors) -> None:
@@ -78,11 +78,11 @@ class MixedStep(OffloadStep):
         self._decode.program.copy_inputs(*rows, whole_rows=self._whole_rows)
 
     def _attend_gpu(self, layer: int) -> None:
-        q, out = self._rows
+        q, out = self._rows(layer)
         self._attention.begin(layer, q, out, self._whole_rows)
         if self.chunks[self._resources.pieces.reads[layer].group]:
             self._decode.program.copy_queries(q)
 
-    @property
-    def _rows(self) -> tuple[Tensor, Tensor]:
-        return self._prefill.tensors.attention_rows(self._count, self._prefill.num_tokens)
+    def _rows(self, layer: int) -> tuple[Tensor, Tensor]:
+        shape = self._resources.model.spec.attention_of[layer]
+        return self._prefill.tensors.attention_rows(shape, self._count, self._prefill.num_tokens)

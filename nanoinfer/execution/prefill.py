@@ -217,6 +217,7 @@ class PrefillStep(OffloadStep):
         num_tokens: tokens of the chunks.
         chunks: for each group the KV chunks of each of its layers.
         tensors: what the pieces read and leave; dropped behind the last one.
+        states: for each shape of attention, what passes from one of its ranges to the next; None: there is one range.
         begun: [n] the rows whose sequence begins; none if no layer keeps a recurrent state.
         last: [n] index in the step of each token after which a token is sampled: the last tokens of chunks that end
             their prompt, then the tokens of decoding sequences.
@@ -257,7 +258,7 @@ class PrefillStep(OffloadStep):
     shares: np.ndarray | None = None
     last_normed: torch.Tensor = field(init=False)
     normed: torch.Tensor | None = None
-    state: PrefillState | None = None
+    states: list[PrefillState] | None = None
 
     def compute(self, section: int) -> None:
         resources = self.program.resources
@@ -278,7 +279,8 @@ class PrefillStep(OffloadStep):
     def end_attention(self, layer: int, tensors: StepTensors) -> None:
         resources = self.program.resources
         group, place = resources.pieces.reads[layer]
-        resources.compute.run(lambda: self._attend(layer, self.gpu_ranges[group], resources.kv_of_place[place]))
+        kv = resources.kv_at(group, place)
+        resources.compute.run(lambda: self._attend(layer, self.gpu_ranges[group], kv))
 
     def end(self, tensors: StepTensors) -> None:
         self.program.resources.compute.run(self._end)
@@ -290,14 +292,14 @@ class PrefillStep(OffloadStep):
     def _begin(self) -> None:
         resources = self.program.resources
         if any(self.chunks):
-            self.state = resources.backend.prefill_state(self.num_tokens)
+            self.states = resources.backends.prefill_state(self.num_tokens)
         self.tensors.reserve(resources.model.spec)
         resources.states.reset(self.begun)
 
     def _end(self) -> None:
         self.last_normed = self.tensors.x.index_select(0, self.last)
         self.normed = self.tensors.x if len(self.scored) else None
-        self.tensors = self.state = None
+        self.tensors = self.states = None
 
     def _attend_slot(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
         """Attend to a ring slot: once for each run of neighbouring sequences that read the chunk."""
@@ -317,10 +319,11 @@ class PrefillStep(OffloadStep):
                 query_rows=(int(self.lengths[:first].sum()), int(self.lengths[:last].sum())),
                 store_state=True,
             )
-            self._attend(layer, key_range, resources.kv_of_slot[ring_slot])
+            self._attend(layer, key_range, resources.slot_of(group, ring_slot))
 
     def _attend(self, layer: int, key_range: KeyRange, kv: torch.Tensor) -> None:
-        resources, (q, out) = self.program.resources, self.tensors.attention_rows(self.num_tokens)
-        window = resources.groups[resources.pieces.reads[layer].group].window
-        own = resources.pieces.own[layer]
-        resources.backend.prefill(q, kv, key_range, self.state, out, window, resources.pieces.sinks[layer], own)
+        resources, pieces = self.program.resources, self.program.resources.pieces
+        group = resources.groups[pieces.reads[layer].group]
+        backend, state = resources.backends[group.shape], None if self.states is None else self.states[group.shape]
+        q, out = self.tensors.attention_rows(backend.spec, self.num_tokens)
+        backend.prefill(q, kv, key_range, state, out, group.window, pieces.sinks[layer], pieces.own[layer])

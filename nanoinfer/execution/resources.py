@@ -7,7 +7,7 @@ from functools import cached_property
 
 import torch
 
-from nanoinfer.attention.base import AttentionBackend
+from nanoinfer.attention.base import AttentionBackend, Backends
 from nanoinfer.config import EngineConfig
 from nanoinfer.devices.base import Device
 from nanoinfer.devices.registry import device_of
@@ -15,6 +15,7 @@ from nanoinfer.execution.graphs import Graphs
 from nanoinfer.execution.memory_plan import MemoryPlan
 from nanoinfer.execution.pieces import Pieces
 from nanoinfer.execution.recurrent import RecurrentStates
+from nanoinfer.kernels.kv.base import KVPart
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.pieces import Held
 from offload import KVGroups, KVLayout, Places, Ring, Runtime, Stream
@@ -38,7 +39,7 @@ class Resources:
     runtime: Runtime
     compute: Stream
     model: Decoder
-    backend: AttentionBackend
+    backends: Backends
     layout: KVLayout
     ring: Ring
     landings: Places
@@ -52,18 +53,24 @@ class Resources:
 
     @cached_property
     def pieces(self) -> Pieces:
-        held = Held(self.kv_of_place, self.states.of_layer)
-        return Pieces(self.model, held, self.plan.slot_rows)
+        groups = () if self.gpu_kv is None else range(len(self.groups))
+        gpu_kv = [[self.kv_at(group, place) for place in range(self.layout.num_places)] for group in groups]
+        return Pieces(self.model, Held(gpu_kv, self.states.of_layer), self.plan.slot_rows)
+
+    def kv_at(self, group: int, place: int) -> torch.Tensor:
+        """Return a place of all blocks of the GPU pool, as the layers of this group read it."""
+        return self._part(group).view(self.gpu_kv[place])
+
+    def slot_of(self, group: int, ring_slot: int) -> torch.Tensor:
+        """Return the blocks of a ring slot, as the layers of this group read them."""
+        return self._part(group).view(self.ring.slots[ring_slot])
+
+    def _part(self, group: int) -> KVPart:
+        return self.model.spec.attentions[self.groups[group].shape].part
 
     @property
-    def kv_of_place(self) -> torch.Tensor | None:
-        """The GPU pool as those read it who compute: a place of all blocks at its index."""
-        return None if self.gpu_kv is None else self.model.spec.attention.part.view(self.gpu_kv)
-
-    @property
-    def kv_of_slot(self) -> torch.Tensor:
-        """The ring as those read it who compute: a slot's blocks at its index."""
-        return self.model.spec.attention.part.view(self.ring.slots)
+    def backend_of_group(self) -> list[AttentionBackend]:
+        return [self.backends[group.shape] for group in self.groups]
 
     @property
     def groups(self) -> KVGroups:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from nanoinfer.attention.base import AttentionBackend
+from nanoinfer.attention.base import Backends
 from nanoinfer.common.exact import num_threads, threads
 from nanoinfer.common.units import GIB
 from nanoinfer.config import EngineConfig
@@ -84,10 +84,10 @@ class ModelRunner:
         plan: MemoryPlan,
         runtime: Runtime,
         model: Decoder,
-        backend: AttentionBackend,
+        backends: Backends,
         memory_before: int = 0,
     ) -> None:
-        self.config, self.plan, self.runtime, self.model, self.backend = config, plan, runtime, model, backend
+        self.config, self.plan, self.runtime, self.model, self.backends = config, plan, runtime, model, backends
         self.spec, self.layout = spec, layout = model.spec, model.spec.layout
         self.compute: Stream = runtime.stream("compute")
         self.ring = Ring(runtime, self.layout, config.num_ring_slots, plan.blocks_per_slot)
@@ -95,13 +95,13 @@ class ModelRunner:
         self.landings = Places(runtime, model.streamed.landing_buffers)
         self.graphs = Graphs(runtime, self.compute)
         self._resources = Resources(
-            config, plan, runtime, self.compute, model, backend, layout, self.ring, self.landings, self.graphs
+            config, plan, runtime, self.compute, model, backends, layout, self.ring, self.landings, self.graphs
         )
         self._activations = Activations(self._resources, memory_before)
         self.product_checks: dict[str, list[int]] = {}  # as `check_products` returns
         self.device = device = device_of(runtime.device)
         self._num_threads = _num_threads(model) if device.is_host else None
-        self._has_graphs = not config.enforce_eager and (backend.graph_safe or not device.records_graphs)
+        self._has_graphs = not config.enforce_eager and (backends[0].graph_safe or not device.records_graphs)
         if plan.matrix_bytes:
             keep_matrices(model)
         if device.target.is_compiled:
@@ -160,7 +160,8 @@ class ModelRunner:
 
     def check_offload(self) -> None:
         """Raise ValueError if the attention backend cannot run offload mode."""
-        type(self.backend).check(self.backend.spec, self.runtime.device, offload=True)
+        for backend in self.backends:
+            type(backend).check(backend.spec, self.runtime.device, offload=True)
 
     def open_host_pool(self, all_at_once: bool) -> None:
         """Map the host pool, if it is needed for the first time.

@@ -149,7 +149,8 @@ class SplitPlanner:
     """Makes the lists of splits of decode steps."""
 
     def __init__(self, resources: Resources) -> None:
-        self._groups, self._backend = resources.groups, resources.backend
+        self._groups = resources.groups
+        self._tiles = [backend.tiles_per_block for backend in resources.backend_of_group]
         self._blocks_per_slot = resources.ring.blocks_per_slot
 
     def splits(
@@ -162,35 +163,36 @@ class SplitPlanner:
             gpu_blocks, host_blocks: the rows' block tables, [groups, rows, any number of blocks].
             lengths: [rows] tokens of each.
         """
-        partials_per_block = partial(self.partials_per_block, size)
         return [
-            split_lists(on_gpu, on_host, lengths, group.window, group.block_size, partials_per_block)
-            for group, on_gpu, on_host in zip(self._groups, gpu_blocks, host_blocks, strict=True)
+            split_lists(
+                on_gpu, on_host, lengths, group.window, group.block_size, partial(self.partials_per_block, size, number)
+            )
+            for number, (group, on_gpu, on_host) in enumerate(zip(self._groups, gpu_blocks, host_blocks, strict=True))
         ]
 
     def valid_up_to(self, size: int, lengths: np.ndarray) -> np.ndarray:
         """Return the length, [rows], up to which a row of the same blocks has the splits that it has at `lengths`."""
         ends = []
-        for group in self._groups:
+        for number, group in enumerate(self._groups):
             first, counts = visible_blocks(lengths, group.window, group.block_size)
-            span = group.block_size // self.partials_per_block(size, counts)
+            span = group.block_size // self.partials_per_block(size, number, counts)
             ends.append(-(-lengths // span) * span)
             if group.window is not None:
                 ends.append((first + 1) * group.block_size + group.window - 1)
         return np.min(ends, axis=0)
 
-    def partials_per_block(self, size: int, num_blocks: np.ndarray) -> np.ndarray:
-        """Return the partials per block of each row, given the number of blocks that it reads; both [rows].
+    def partials_per_block(self, size: int, number: int, num_blocks: np.ndarray) -> np.ndarray:
+        """Return the partials per block of each row in a group, given the number of blocks that it reads; both [rows].
 
         Short rows are cut into tiles so that more programs have work.
         """
-        tiles, is_short = self._backend.tiles_per_block, num_blocks <= SHORT_BLOCKS
-        cuts = self.may_cut(size) and np.sum(num_blocks[is_short]) * tiles <= MAX_TILES_APART
+        tiles, is_short = self._tiles[number], num_blocks <= SHORT_BLOCKS
+        cuts = self.may_cut(size, number) and np.sum(num_blocks[is_short]) * tiles <= MAX_TILES_APART
         return np.where(is_short & cuts, tiles, 1)
 
-    def may_cut(self, size: int) -> bool:
-        """Whether blocks of a padded batch may be cut. The merge of larger batches is compiled without tiles."""
-        return 1 < self._backend.tiles_per_block <= MAX_TILES_APART // size
+    def may_cut(self, size: int, number: int) -> bool:
+        """Whether a group's blocks may be cut in a padded batch. The merge of larger ones is compiled without tiles."""
+        return 1 < self._tiles[number] <= MAX_TILES_APART // size
 
     def chunks(self, lists: list[SplitLists], beside: Sequence[list[Chunk]] | None = None) -> list[list[Chunk]]:
         """Return for each group what streams for these splits, besides what passes for the same step's prompts."""

@@ -131,11 +131,11 @@ def apply_rope(x: Tensor, table: Tensor, positions: Tensor, *, interleaved: bool
 
 def norm_rope_store(
     qkv: Tensor,
-    weights: tuple[Tensor, Tensor] | None,
+    weights: tuple[Tensor, Tensor | None] | None,
     steps: HeadSteps,
     table: Tensor | None,
     positions: Tensor,
-    kv: Tensor,
+    kv: Tensor | None,
     slots: Tensor,
     q: Tensor,
     *,
@@ -143,8 +143,8 @@ def norm_rope_store(
     part: KVPart | None = None,
 ) -> None:
     """Apply norm and rotation to query and key heads; write queries to `q`, keys and values to their slots of `kv`."""
-    part = part_of(kv) if part is None else part
-    num_q_heads, num_kv_heads = q.shape[1], part.num_kv_heads
+    num_q_heads = q.shape[1]
+    num_kv_heads = (qkv.shape[1] - num_q_heads) // 2
     qk, v = qkv.split((num_q_heads + num_kv_heads, num_kv_heads), dim=1)
     if weights is not None and not steps.norm_last:
         qk = _norm_of_heads(qk, weights, num_q_heads, steps)
@@ -156,7 +156,8 @@ def norm_rope_store(
         qk = _norm_of_heads(qk, weights, num_q_heads, steps)
     rotated, k = qk.split((num_q_heads, num_kv_heads), dim=1)
     q.copy_(rotated if q_scales is None else rotated * q_scales.index_select(0, positions)[:, None, None])
-    part.store(k, v, kv, slots)
+    if kv is not None:
+        (part_of(kv) if part is None else part).store(k, v, kv, slots)
 
 
 def _norm_of_heads(qk: Tensor, weights: tuple[Tensor, Tensor], num_q_heads: int, steps: HeadSteps) -> Tensor:

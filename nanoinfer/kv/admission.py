@@ -21,7 +21,7 @@ from nanoinfer.step.plan import NO_BLOCK
 TOKENS_PER_TRY = 64
 # Sequences at the head of the queue that may be held back at a time, while others pass.
 MAX_HELD = 4
-NO_HITS = Hits(0, [], [])
+NO_HITS = Hits(0, [], [], [])
 # Of a pool, the most that is left to a step's blocks that lie behind a window when it has run: one in so many. Where
 # there are fewer than it wants, prompts are computed in smaller steps.
 PASSING_SHARE = 16
@@ -94,7 +94,7 @@ class Admission:
     def num_left(self, sequence: Sequence) -> int:
         """Return how many tokens a waiting sequence would have to compute if it were let in now."""
         num_found = self._cache.prefixes.num_found(sequence) if sequence.kept_blocks is None else 0
-        return sequence.num_tokens - max(sequence.num_computed, num_found * self._tables.block_size)
+        return sequence.num_tokens - max(sequence.num_computed, num_found)
 
     def admit(
         self,
@@ -145,7 +145,7 @@ class Admission:
             num_room = num_host if tables.is_offload else self._mover.num_missing(sequence) + num_spare
             return NO_HITS, _Wanted(num_room, num_host, num_blocks, sequence.num_tokens - sequence.num_computed, None)
         room, hits = self._room, cache.prefixes.find(sequence)
-        end, found, below = hits
+        end, needed, found, below = hits
         num_missing = (num_full if tables.is_offload else num_blocks) - sum(
             len(taken(blocks)) if groups[number].window is None else sum(pool.references(b) == 1 for b in taken(blocks))
             for number, blocks in enumerate(found)
@@ -153,13 +153,13 @@ class Admission:
         num_room = num_missing + room - self._room  # what was found and nobody held
         # Host blocks that it shares with a running sequence need no further room, and stream once for all.
         num_shared = sum(
-            int((table[number, :, end - len(blocks) : end] == np.array(blocks, dtype=float)).any(axis=0).sum())
-            for number, blocks in enumerate(found)
+            int((table[number, :, places.start : places.stop] == np.array(blocks, dtype=float)).any(axis=0).sum())
+            for number, (places, blocks) in enumerate(zip(needed, found, strict=True))
         )
         for blocks, of_host in zip(found, below, strict=True):
             pool.release(taken(blocks))
             tables.lifetimes.host_blocks.release(taken(of_host))
-        num_tokens = sequence.num_tokens - end * tables.block_size
+        num_tokens = sequence.num_tokens - end
         next_key = cache.prefixes.key_behind(sequence, end)
         return hits, _Wanted(num_room, num_full - num_shared, num_blocks - num_shared, num_tokens, next_key)
 
@@ -242,16 +242,17 @@ class Admission:
             cache.prefixes.publish_again(sequence)
             return
         table, pool = tables.home
-        end, found, below = hits
+        end, needed, found, below = hits
         for blocks, of_host in zip(found, below, strict=True):
             for block in taken(blocks):
                 pool.hold(block)
             for block in taken(of_host):
                 tables.lifetimes.host_blocks.hold(block)
         row = cache.take_row(sequence)
-        for number, blocks in enumerate(found):
-            tables.begins[number, row] = end - len(blocks)
-            table[number, row, end - len(blocks) : end] = [NO_BLOCK if block is None else block for block in blocks]
+        for number, (places, blocks) in enumerate(zip(needed, found, strict=True)):
+            tables.begins[number, row] = places.start
+            held = [NO_BLOCK if block is None else block for block in blocks]
+            table[number, row, places.start : places.stop] = held
         cache.begin(sequence, end)
         if tables.is_offload:
             # Every host block that the sequence can ever fill is promised, so it is never preempted later.
@@ -261,12 +262,13 @@ class Admission:
         for number, group in enumerate(tables.groups):
             if group.window is None:
                 num_blocks = group.most_blocks(sequence.num_tokens)
-                tables.gpu[number, row, end:num_blocks] = tables.gpu_blocks.allocate(num_blocks - end)
+                new = slice(end // group.block_size, num_blocks)
+                tables.gpu[number, row, new] = tables.gpu_blocks.allocate(new.stop - new.start)
         pairs = []
-        for number, of_host in enumerate(below):
-            places = [end - len(of_host) + index for index, block in enumerate(of_host) if block is not None]
-            tables.gpu[number, row, places] = tables.gpu_blocks.allocate(len(places))
-            pairs += zip(tables.gpu[number, row, places].tolist(), taken(of_host), strict=True)
+        for number, (places, of_host) in enumerate(zip(needed, below, strict=True)):
+            evicted = [place for place, block in zip(places, of_host, strict=True) if block is not None]
+            tables.gpu[number, row, evicted] = tables.gpu_blocks.allocate(len(evicted))
+            pairs += zip(tables.gpu[number, row, evicted].tolist(), taken(of_host), strict=True)
         cache.promise_windows(sequence)
         self._mover.bring_up(sequence, pairs)
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import numpy as np
 
 from nanoinfer.kv.gpu_copies import GPUCopies
-from nanoinfer.kv.prefix_cache import PrefixCache, content_key
+from nanoinfer.kv.prefix_cache import PrefixCache
 from nanoinfer.kv.tables import BlockTables, num_alone, present
 from nanoinfer.requests.sequence import Sequence
 from nanoinfer.step.plan import NO_BLOCK
@@ -78,10 +78,10 @@ class KVCache:
         self.num_reserved_splits += self.tables.num_splits(sequence.max_num_tokens)
         return sequence.row
 
-    def begin(self, sequence: Sequence, num_hits: int) -> None:
-        """Note that the KV of an admitted sequence begins with `num_hits` published blocks."""
-        sequence.num_computed = sequence.num_cached = num_hits * self.tables.block_size
-        self.prefixes.begin(sequence, num_hits)
+    def begin(self, sequence: Sequence, num_found: int) -> None:
+        """Note that the KV of so many tokens of an admitted sequence was found."""
+        sequence.num_computed = sequence.num_cached = num_found
+        self.prefixes.begin(sequence, num_found)
 
     def take_host(self, count: int) -> list[int]:
         """Hand out host blocks; wait for copies, if need be."""
@@ -194,12 +194,10 @@ class KVCache:
             wanted = self.prefixes.end_blocks(sequence, number).start
             for table, pool in ((tables.gpu, tables.gpu_blocks), (tables.host, tables.lifetimes.host_blocks)):
                 pool.note_spent(present(table[number, row, begin : min(first, wanted)]))
-            keys = self.prefixes.contents(sequence)
-            for place in range(
-                max(begin, wanted), min(first, len(keys))
-            ):  # copies of what the host has, in offload mode
-                if (block := int(tables.gpu[number, row, place])) != NO_BLOCK:
-                    tables.gpu_blocks.publish(block, content_key(keys[place], number))
+            for place in range(max(begin, wanted), first):  # copies of what the host has, in offload mode
+                content = self.prefixes.content(sequence, number, place)
+                if content is not None and (block := int(tables.gpu[number, row, place])) != NO_BLOCK:
+                    tables.gpu_blocks.publish(block, content)
             passed = number, row, slice(begin, first)
             on_gpu, on_host = present(tables.gpu[passed]), present(tables.host[passed])
             tables.gpu[passed] = tables.host[passed] = NO_BLOCK
@@ -248,10 +246,11 @@ class KVCache:
         pool = self.tables.home[1]
         for number in self.tables.windowed:
             for place in self.prefixes.end_blocks(sequence, number):
-                if place < self.tables.begins[number, sequence.row] and place < len(sequence.block_keys):
-                    block = pool.published(content_key(sequence.block_keys[place], number))
-                    if block is not None:
-                        pool.renew(block)
+                content = self.prefixes.content(sequence, number, place)
+                if content is None or place >= self.tables.begins[number, sequence.row]:
+                    break
+                if (block := pool.published(content)) is not None:
+                    pool.renew(block)
 
     def recover(self, running: list[Sequence], others: list[Sequence]) -> None:
         """Empty every row but those of the `running` sequences, and forget all promises: the numbers may contradict.

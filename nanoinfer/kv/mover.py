@@ -9,7 +9,6 @@ from typing import Protocol
 import numpy as np
 
 from nanoinfer.kv.cache import KVCache
-from nanoinfer.kv.prefix_cache import content_key
 from nanoinfer.kv.tables import present
 from nanoinfer.kv.transfers import MAX_GROUP, Transfers
 from nanoinfer.requests.sequence import Sequence
@@ -105,10 +104,7 @@ class Mover:
 
     def _contents(self, sequence: Sequence) -> list[bytes | None]:
         """Return what each of these blocks holds, None where nobody else has it."""
-        keys = self._cache.prefixes.contents(sequence)
-        return [
-            content_key(keys[place], number) if place < len(keys) else None for number, place in self._places(sequence)
-        ]
+        return [self._cache.prefixes.content(sequence, *place) for place in self._places(sequence)]
 
     def _is_full(self, sequence: Sequence, number: int, place: int) -> bool:
         return (place + 1) * self._tables.groups[number].block_size <= sequence.num_computed

@@ -1,5 +1,7 @@
 """Equal beginnings share blocks: full blocks of prompts are published under a key made of all tokens up to their end.
 
+A beginning ends at a multiple of the largest blocks' tokens: there, blocks of all groups are full.
+
 Blocks that decode wrote belong to their sequence alone: its attention rounds otherwise than that of prefill, so an
 answer that began with them would differ from one that begins with nothing.
 """
@@ -20,14 +22,17 @@ from offload import BlockPool
 
 
 class Hits(NamedTuple):
-    """A beginning that was found: what whoever goes on behind so many blocks needs of each group.
+    """A beginning that was found: the blocks that whoever goes on behind it needs of each group.
 
     Attributes:
-        blocks: of the home tier; None: it has evicted that one.
-        below: of the host tier, where the home tier has none and is not that one.
+        end: tokens of the beginning.
+        places: for each group the logical blocks that are needed.
+        blocks: these in the home tier; None: it has evicted that one.
+        below: these in the host tier, where the home tier has none and is not that one.
     """
 
     end: int
+    places: list[range]
     blocks: list[list[int | None]]
     below: list[list[int | None]]
 
@@ -49,22 +54,21 @@ class PrefixCache:
     """
 
     def __init__(self, tables: BlockTables, is_enabled: bool) -> None:
-        self._tables, self._block_size, self._is_enabled = tables, tables.block_size, is_enabled
+        self._tables, self._is_enabled = tables, is_enabled
+        self._largest, self._smallest = tables.block_size, min(group.block_size for group in tables.groups)
         self.num_queried_tokens = self.num_hit_tokens = 0
 
     def find(self, sequence: Sequence) -> Hits:
         """Take up and return the published blocks of the longest known prefix. At least one token stays to compute."""
         end, (_, pool), below = self._longest(sequence), self._tables.home, self._below
-        keys = [
-            [content_key(sequence.block_keys[place], number) for place in self.needs(number, end)]
-            for number in range(len(self._tables.groups))
-        ]
+        places = [self.needs(number, end) for number in range(len(self._tables.groups))]
+        keys = [[self._key(sequence, number, place) for place in needed] for number, needed in enumerate(places)]
         blocks = [[pool.lookup(key) for key in of_group] for of_group in keys]
         lacking = [
             [None if block is not None else below.lookup(key) for key, block in zip(*both, strict=True)]
             for both in zip(keys, blocks, strict=True)
         ]
-        return Hits(end, blocks, lacking)
+        return Hits(end, places, blocks, lacking)
 
     @property
     def _below(self) -> BlockPool | None:
@@ -73,76 +77,77 @@ class PrefixCache:
         return None if self._tables.home[1] is below or not below.key_of else below
 
     def needs(self, number: int, end: int) -> range:
-        """Return the blocks of a group that whoever goes on behind `end` blocks needs: all, or those in the window."""
-        return range(self._tables.groups[number].first_needed(end * self._block_size), end)
-
-    def find_below(self, sequence: Sequence, num_hits: int) -> list[int]:
-        """Take up and return, in resident mode, host blocks with what comes next behind the hits that `find` found."""
-        below = self._tables.lifetimes.host_blocks
-        if self._tables.home[1] is below or not below.key_of or not self._may_find(sequence):
-            return []
-        found = []
-        for key in self._keys(sequence, (sequence.num_tokens - 1) // self._block_size)[num_hits:]:
-            block = below.lookup(key)
-            if block is None:
-                break
-            found.append(block)
-        return found
+        """Return the blocks of a group that whoever goes on behind `end` tokens needs: all, or those in the window."""
+        group = self._tables.groups[number]
+        return range(group.first_needed(end), end // group.block_size)
 
     def num_found(self, sequence: Sequence) -> int:
-        """Return how many blocks the longest known prefix has. Takes none up."""
+        """Return how many tokens the longest known prefix has. Takes no block up."""
         return self._longest(sequence, is_quick=True)
 
     def _longest(self, sequence: Sequence, is_quick: bool = False) -> int:
         """Return as `num_found`; is_quick: of a beginning the end is taken to have gone first."""
         if not self._may_find(sequence):
             return 0
-        keys, tables = self._keys(sequence, (sequence.num_tokens - 1) // self._block_size), self._tables
+        tables, largest = self._tables, self._largest
+        ends = range(largest, sequence.num_tokens, largest)  # at least one token stays to compute
         whole = [number for number in range(len(tables.groups)) if number not in tables.windowed]
 
-        def lacks(key: bytes) -> bool:
-            return not all(self._is_known(key, number) for number in whole)
+        def lacks(end: int) -> bool:
+            """Whether a block is missing of the last stretch before this end."""
+            for number in whole:
+                size = tables.groups[number].block_size
+                places = range((end - largest) // size, end // size)
+                if not all(self._is_known(sequence, number, place) for place in places):
+                    return True
+            return False
 
         if is_quick and self._below is None:
-            end = bisect_left(keys, True, key=lacks)
+            end = largest * bisect_left(ends, True, key=lacks)
         else:
-            end = next((place for place, key in enumerate(keys) if lacks(key)), len(keys))
+            end = next((end - largest for end in ends if lacks(end)), len(ends) * largest)
         while end:
-            places = ((place, number) for number in tables.windowed for place in self.needs(number, end))
-            lacking = [place for place, number in places if not self._is_known(keys[place], number)]
+            lacking = [
+                place * tables.groups[number].block_size
+                for number in tables.windowed
+                for place in self.needs(number, end)
+                if not self._is_known(sequence, number, place)
+            ]
             if not lacking:
                 return end
-            end = max(lacking)  # an end between needs the missing block, too
+            end = max(lacking) // largest * largest  # an end between needs the missing block, too
         return 0
 
-    def _is_known(self, key: bytes, number: int) -> bool:
-        key, below = content_key(key, number), self._below
+    def _is_known(self, sequence: Sequence, number: int, place: int) -> bool:
+        key, below = self._key(sequence, number, place), self._below
         return self._tables.home[1].published(key) is not None or below is not None and below.published(key) is not None
 
     def is_coming(self, sequence: Sequence, running: Iterable[Sequence]) -> bool:
         """Whether a running sequence is about to compute the first block of a waiting one that cannot be found yet."""
         if sequence.row is not None or sequence.kept_blocks is not None or not self._may_find(sequence):
             return False
-        place = self.num_found(sequence)
-        if place == (sequence.num_tokens - 1) // self._block_size:
+        end = self.num_found(sequence) + self._largest
+        if end >= sequence.num_tokens:
             return False
-        key = sequence.block_keys[place]
-        return any(one.num_published <= place < len(one.block_keys) and one.block_keys[place] == key for one in running)
+        digest, number = self._digest(sequence, end), end // self._smallest
+        return any(one.num_published < end and one.digests[number - 1 : number] == [digest] for one in running)
 
-    def key_behind(self, sequence: Sequence, num_hits: int) -> bytes | None:
-        """Return the key of the first block that `find` did not find, or None if it found all that may be shared."""
-        if not self._may_find(sequence) or num_hits == (sequence.num_tokens - 1) // self._block_size:
+    def key_behind(self, sequence: Sequence, end: int) -> bytes | None:
+        """Return a key that is published with what comes next behind the tokens that `find` found; None: nothing may
+        be shared there."""
+        if not self._may_find(sequence) or end + self._largest >= sequence.num_tokens:
             return None
-        return content_key(self._keys(sequence, num_hits + 1)[-1], 0)
+        return _content(self._digest(sequence, end + self._largest), 0)
 
-    def begin(self, sequence: Sequence, num_hits: int) -> None:
-        """Count an admitted sequence of which `num_hits` blocks were found, and so are published already."""
-        sequence.num_published = num_hits
+    def begin(self, sequence: Sequence, end: int) -> None:
+        """Count an admitted sequence of which the first `end` tokens were found, and so are published already."""
+        sequence.num_published = end
         if self._may_find(sequence) and not sequence.is_ahead:
             table, pool = self._tables.home
-            pool.note_wanted(present(table[:, sequence.row, :num_hits]))
+            for number, group in enumerate(self._tables.groups):
+                pool.note_wanted(present(table[number, sequence.row, : end // group.block_size]))
             self.num_queried_tokens += sequence.num_tokens
-            self.num_hit_tokens += num_hits * self._block_size
+            self.num_hit_tokens += end
 
     def _may_find(self, sequence: Sequence) -> bool:
         """Whether a sequence is looked up: log-probabilities of a prompt are made where all of it is computed."""
@@ -150,37 +155,47 @@ class PrefixCache:
 
     def publish(self, sequence: Sequence) -> None:
         """Publish the full blocks of an admitted sequence that prefill has computed, for equal beginnings to share."""
-        (table, pool), contents = self._tables.home, self.contents(sequence)
-        for s in range(sequence.num_published, len(contents)):
-            for number, block in enumerate(table[:, sequence.row, s].tolist()):
+        (table, pool), known = self._tables.home, self._num_known(sequence)
+        for number, group in enumerate(self._tables.groups):
+            places = range(sequence.num_published // group.block_size, known // group.block_size)
+            for place, block in zip(places, table[number, sequence.row, places.start : places.stop].tolist()):
                 if block != NO_BLOCK:
-                    pool.publish(block, content_key(contents[s], number))
-        sequence.num_published = len(contents)
+                    pool.publish(block, self._key(sequence, number, place))
+        sequence.num_published = max(sequence.num_published, known)
 
-    def contents(self, sequence: Sequence) -> list[bytes]:
-        """Return what the full blocks hold that prefill has computed for a sequence, in their order."""
-        known = min(sequence.num_computed, len(sequence.prompt_token_ids)) // self._block_size
-        return self._keys(sequence, known) if self._is_enabled else []
+    def _num_known(self, sequence: Sequence) -> int:
+        """Return how many tokens of a sequence prefill has computed, for others to find."""
+        return min(sequence.num_computed, len(sequence.prompt_token_ids)) if self._is_enabled else 0
+
+    def content(self, sequence: Sequence, number: int, place: int) -> bytes | None:
+        """Return what a block of a group holds that prefill has computed for a sequence; None: nobody else has it."""
+        is_known = (place + 1) * self._tables.groups[number].block_size <= self._num_known(sequence)
+        return self._key(sequence, number, place) if is_known else None
 
     def publish_again(self, sequence: Sequence) -> None:
         """Publish all of its full blocks: they lie in another pool than before, or in other blocks."""
         sequence.num_published = 0
         self.publish(sequence)
 
-    def _keys(self, sequence: Sequence, count: int) -> list[bytes]:
-        """Return the keys of the first `count` logical blocks, each a digest of its tokens and of the key before it."""
-        keys = sequence.block_keys
-        while len(keys) < count:
-            begin = len(keys) * self._block_size
-            tokens = np.asarray(sequence.token_ids[begin : begin + self._block_size], dtype=np.int32).tobytes()
-            keys.append(hashlib.blake2b((keys[-1] if keys else b"") + tokens, digest_size=16).digest())
-        return keys[:count]
+    def _key(self, sequence: Sequence, number: int, place: int) -> bytes:
+        """Return what a block of a group holds."""
+        return _content(self._digest(sequence, (place + 1) * self._tables.groups[number].block_size), number)
+
+    def _digest(self, sequence: Sequence, end: int) -> bytes:
+        """Return the digest of the first `end` tokens, a multiple of the smallest blocks': made of their last ones, and
+        of the digest before these."""
+        digests, size = sequence.digests, self._smallest
+        while len(digests) * size < end:
+            begin = len(digests) * size
+            tokens = np.asarray(sequence.token_ids[begin : begin + size], dtype=np.int32).tobytes()
+            digests.append(hashlib.blake2b((digests[-1] if digests else b"") + tokens, digest_size=16).digest())
+        return digests[end // size - 1]
 
     def end_blocks(self, sequence: Sequence, number: int) -> range:
         """Return the blocks of a group that the next turn needs: those before the last published end of the prompt."""
-        return self.needs(number, len(sequence.prompt_token_ids) // self._block_size)
+        return self.needs(number, len(sequence.prompt_token_ids) // self._largest * self._largest)
 
 
-def content_key(key: bytes, number: int) -> bytes:
+def _content(digest: bytes, number: int) -> bytes:
     """Return what a block of a group holds, given the digest of all tokens up to its end."""
-    return key + bytes([number])
+    return digest + bytes([number])

@@ -34,7 +34,7 @@ class BlockTables:
 
     def __init__(self, groups: KVGroups, lifetimes: BlockLifetimes, max_num_seqs: int, max_model_len: int) -> None:
         self.groups, self._max_model_len = groups, max_model_len
-        self.block_size = max(group.block_size for group in groups)
+        self.block_size = groups.block_size
         shape = (len(groups), max_num_seqs, groups.table_width(max_model_len))
         self.gpu = np.full(shape, NO_BLOCK, dtype=np.int32)
         self.host = np.full(shape, NO_BLOCK, dtype=np.int32)

@@ -7,7 +7,7 @@ neighbours. What is turned is a whole head or its beginning.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -151,10 +151,15 @@ _NEEDED = {
 }
 
 
-def distinct(ropes: tuple[Mapping | None, ...]) -> tuple[list[Mapping], list[int | None]]:
-    """Return the distinct rotations of the layers, and for each layer the index of its rotation, or None."""
-    rotations: list[Mapping] = []
-    for rope in ropes:
-        if rope is not None and rope not in rotations:
-            rotations.append(rope)
-    return rotations, [None if rope is None else rotations.index(rope) for rope in ropes]
+def distinct(
+    ropes: Sequence[Mapping | None], head_dims: Sequence[int]
+) -> tuple[list[tuple[Mapping, int]], list[int | None]]:
+    """Return the distinct rotations of the layers' heads, each with the size of these, and for each layer the index of
+    its rotation, or None."""
+    rotations: list[tuple[Mapping, int]] = []
+    for pair in zip(ropes, head_dims, strict=True):
+        if pair[0] is not None and pair not in rotations:
+            rotations.append(pair)
+    return rotations, [
+        None if rope is None else rotations.index((rope, size)) for rope, size in zip(ropes, head_dims, strict=True)
+    ]

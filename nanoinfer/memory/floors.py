@@ -91,8 +91,7 @@ def _median(work: Callable[[], object], device: torch.device, repeats: int) -> f
 
 def kv_bytes(spec: ModelSpec, lengths: list[int]) -> int:
     """KV bytes that rows of `lengths` tokens read in one decode step over all layers; a window bounds its layer."""
-    num_tokens = sum(length if window is None else min(length, window) for window in spec.windows for length in lengths)
-    return num_tokens * spec.token_bytes
+    return sum(map(spec.kv_bytes, lengths))
 
 
 def bytes_read_per_step(spec: ModelSpec, lengths: list[int]) -> int:

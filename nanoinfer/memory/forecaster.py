@@ -218,7 +218,7 @@ class Forecaster:
 
     def _longest(self, accepts: Callable[[int], bool]) -> int:
         """Return the longest context, in whole blocks or up to the model's limit, that is accepted."""
-        size, limit = self.spec.layout.block_size, self.spec.max_position
+        size, limit = self.spec.block_size, self.spec.max_position
         blocks = _largest(lambda n: accepts(min(n * size, limit)), -(-limit // size))
         return min(limit, size * blocks)
 

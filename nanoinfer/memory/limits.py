@@ -20,7 +20,7 @@ def min_blocks(config: EngineConfig, plan: MemoryPlan) -> int:
     groups = plan.groups
     if config.may_offload:
         return groups.chunk_blocks(plan.max_num_batched_tokens) + 2 * len(groups) + 1
-    wanted = plan.max_model_len if config.max_model_len is not None else min(plan.max_model_len, config.block_size)
+    wanted = plan.max_model_len if config.max_model_len is not None else min(plan.max_model_len, groups.block_size)
     return groups.most_blocks(wanted) + len(groups) + 1
 
 

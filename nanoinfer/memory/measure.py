@@ -77,7 +77,7 @@ class Measure:
         unread = 0 if spec.tied_embeddings else spec.embedding_bytes
         if spec.sparse is not None:
             unread += spec.sparse.expert_bytes * (1 - spec.sparse.chosen_share(rows))
-        return spec.weight_bytes - unread + rows * (_kv_tokens(spec, context) * spec.token_bytes + spec.row_bytes)
+        return spec.weight_bytes - unread + rows * (_kv_bytes(spec, context) + spec.row_bytes)
 
     def _rows(self, plan: Spent, context: int) -> list[float]:
         """Return how many sequences of this length run at once, in each mode that there is."""
@@ -112,8 +112,8 @@ class Measure:
         rates, spec, step_tokens = self.rates, self.spec, plan.max_num_batched_tokens
         num_steps = -(-num_requests * tokens // step_tokens)
         # No plan is better for attention that it cannot do.
-        pairs = _pairs(spec, self.context) * tokens / self.context
-        operations = 2 * tokens * self._weights_of_token + 4 * spec.attention.q_size * pairs
+        products = _products(spec, self.context) * tokens / self.context
+        operations = 2 * tokens * self._weights_of_token + 4 * products
         computed = num_requests * operations / rates.products
         computed += num_steps * self._weights_read / rates.device
         in_each, waited = plan.streamed_bytes - plan.head_bytes, 0.0
@@ -125,7 +125,7 @@ class Measure:
         if plan.embedding_bytes:
             passing += num_requests * tokens * spec.hidden_size * spec.dtype.itemsize
         # A step attends to all that came before it: what of that is not on the GPU passes in each of them.
-        blocks, size = self._kv_blocks(plan, rows, tokens) / rows, spec.layout.block_size
+        blocks, size = self._kv_blocks(plan, rows, tokens) / rows, spec.block_size
         beyond = blocks / max(1, sum(group.window is None for group in self._groups)) * size
         if beyond:
             passing += num_requests * beyond / (2 * step_tokens) * blocks * spec.layout.block_bytes
@@ -136,7 +136,7 @@ class Measure:
     def _weights_of_token(self) -> int:
         """The numbers of the layers' weights that a token is multiplied with."""
         spec, hidden = self.spec, self.spec.hidden_size
-        count = len(spec.layers) * hidden * 2 * (spec.attention.q_size + spec.attention.kv_size)
+        count = hidden * 2 * sum(attention.q_size + attention.kv_size for attention in spec.attention_of)
         num_sparse = 0 if spec.sparse is None else spec.sparse.num_layers
         matrices = 3 if spec.mlp_width > 1 else 2
         count += (len(spec.layers) - num_sparse) * matrices * hidden * spec.intermediate_size
@@ -153,12 +153,13 @@ class Measure:
 
 
 @lru_cache(maxsize=4096)
-def _kv_tokens(spec: ModelSpec, context: int) -> int:
-    """Return the keys that a row's step sees, of all layers."""
-    return sum(context if window is None else min(context, window) for window in spec.windows)
+def _kv_bytes(spec: ModelSpec, context: int) -> int:
+    """As `ModelSpec.kv_bytes`, kept: plans of a few contexts are compared."""
+    return spec.kv_bytes(context)
 
 
 @lru_cache(maxsize=4096)
-def _pairs(spec: ModelSpec, tokens: int) -> float:
-    """Return the pairs of a query and a key in a prompt, of all layers."""
-    return sum(tokens * min(tokens / 2, window or tokens) for window in spec.windows)
+def _products(spec: ModelSpec, tokens: int) -> float:
+    """Return the values of queries that a prompt multiplies with keys, of all layers."""
+    pairs = zip(spec.windows, spec.attention_of, strict=True)
+    return sum(attention.q_size * tokens * min(tokens / 2, window or tokens) for window, attention in pairs)

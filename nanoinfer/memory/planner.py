@@ -152,7 +152,7 @@ class Planner:
         if config.ring_slot_bytes < layer:
             raise ValueError(
                 f"ring_slot_bytes={config.ring_slot_bytes!r} cannot hold one layer of a KV block: give at least "
-                f"{layer} bytes, or lower block_size={config.block_size}"
+                f"{layer} bytes, or lower block_size={self.spec.block_size}"
             )
         return int(config.ring_slot_bytes)
 
@@ -271,7 +271,7 @@ class Planner:
 
     @property
     def _least_host_blocks(self) -> int:
-        return self.spec.kv_groups.most_blocks(self.config.max_model_len or self.config.block_size)
+        return self.spec.kv_groups.most_blocks(self.config.max_model_len or self.spec.block_size)
 
     def host_room(self, fixed: int) -> int:
         """Return the bytes of host memory that there are beside so many of the device's."""

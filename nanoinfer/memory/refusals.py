@@ -57,7 +57,7 @@ def _lacks_length(config: EngineConfig, plan: MemoryPlan) -> TooSmall:
 
 def _lacks_host_kv(config: EngineConfig, plan: MemoryPlan) -> TooSmall:
     tokens, limit, streamed = (
-        config.max_model_len or config.block_size,
+        config.max_model_len or plan.groups.block_size,
         config.host_memory_limit,
         plan.host_weight_bytes,
     )
@@ -75,7 +75,8 @@ def _lacks_gpu(config: EngineConfig, plan: MemoryPlan, also: str = "") -> ValueE
     if config.num_gpu_blocks_override is not None and config.num_gpu_blocks_override < blocks:
         return ValueError(
             f"num_gpu_blocks_override={config.num_gpu_blocks_override} is too small: {blocks} KV blocks of "
-            f"{config.block_size} tokens are the fewest, or lower max_num_batched_tokens={plan.max_num_batched_tokens}"
+            f"{plan.groups.block_size} tokens are the fewest, or lower "
+            f"max_num_batched_tokens={plan.max_num_batched_tokens}"
         )
     needed, streamed = least_bytes(config, plan), ""
     if plan.streamed_bytes:
@@ -103,7 +104,7 @@ def _lacks_gpu(config: EngineConfig, plan: MemoryPlan, also: str = "") -> ValueE
 
 def host_wanted(config: EngineConfig, plan: MemoryPlan, available_bytes: int) -> str:
     """Say how much host memory the weights that this plan streams need, and KV beside them."""
-    limit, blocks = config.host_memory_limit, plan.groups.most_blocks(config.max_model_len or config.block_size)
+    limit, blocks = config.host_memory_limit, plan.groups.most_blocks(config.max_model_len or plan.groups.block_size)
     if not config.may_offload or config.enable_cpu_offload == "auto" and plan.num_gpu_blocks > blocks:
         blocks = 0
     share = KV_SHARE if limit is None else 1.0

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from nanoinfer.attention.registry import make_backend
+from nanoinfer.attention.registry import make_backends
 from nanoinfer.config import EngineConfig
 from nanoinfer.devices.registry import device_of
 from nanoinfer.execution.memory_plan import MemoryPlan
@@ -30,6 +30,7 @@ class Setup:
         offload: whether the attention backend must be able to run offload mode; None: as the config says.
 
     Attributes:
+        config: the given one, with the size of KV blocks.
         device: the description of the device that was given.
 
     Raises:
@@ -37,11 +38,11 @@ class Setup:
     """
 
     def __init__(self, config: EngineConfig, device: torch.device, offload: bool | None = None) -> None:
-        self.config, self.device = config, device_of(device)
-        self.specs = Specs(read_checkpoint(config.model, config.hf_overrides))
+        self.device, self.specs = device_of(device), Specs(read_checkpoint(config.model, config.hf_overrides))
         self.spec, self.checkpoint = self.specs.of(config), self.specs.checkpoint(config)
+        self.config = replace(config, block_size=self.spec.block_size)
         offload = config.may_offload if offload is None else offload
-        self.backend = make_backend(config.attention_backend, self.spec.attention, device, offload)
+        self.backends = make_backends(config.attention_backend, self.spec.attentions, device, offload)
 
     def plan(self, config: EngineConfig | None = None, may_pin: bool = True) -> MemoryPlan:
         """Return the memory plan of an engine with this config, or another; ValueError if the memory is too small.
@@ -78,9 +79,7 @@ class Specs:
                 "of the whole sequence, which the blocks of an equal beginning do not hold: set "
                 "enable_prefix_caching=False"
             )
-        kv_format = make_format(config.kv_cache_dtype)
-        attention = replace(spec.attention, block_size=config.block_size, kv_format=kv_format)
-        return replace(spec, attention=attention)
+        return spec.with_kv(config.block_size, make_format(config.kv_cache_dtype))
 
     def _in_formats(self, config: EngineConfig) -> tuple[CheckpointInfo, ModelSpec]:
         key = config.quantization, config.head_quantization, config.dtype

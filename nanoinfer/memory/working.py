@@ -40,11 +40,13 @@ def prefill_bytes(spec: ModelSpec, tokens: int, is_fused: bool = True) -> int:
 
     Each line stands for a line of `PrefillStep` or `nanoinfer.layers`.
     """
-    size, hidden, heads, kv = spec.dtype.itemsize, spec.hidden_size, spec.attention.q_size, spec.attention.kv_size
-    state = 4 * spec.attention.num_q_heads * (spec.attention.head_dim + 2)  # the running softmax, float32
+    size, hidden, heads = spec.dtype.itemsize, spec.hidden_size, spec.q_size
+    num_heads = max(attention.num_q_heads for attention in spec.attentions)
+    projected = max(2 * attention.q_size + 2 * attention.kv_size for attention in spec.attentions)
+    state = 4 * (heads + 2 * num_heads)  # the running softmax, float32
     always = 8 + state + size * (hidden + heads)  # positions, state, residual stream, attention output
     # Projections: their output, queries after the rotation, and the normalised input.
-    attention = always + size * (2 * heads + 2 * kv + hidden)
+    attention = always + size * (projected + hidden)
     largest = tokens * max(attention, _dense_bytes(spec, always) if spec.has_dense_layers else 0)
     if spec.sparse is None:
         return largest
@@ -54,7 +56,7 @@ def prefill_bytes(spec: ModelSpec, tokens: int, is_fused: bool = True) -> int:
 
 def _dense_bytes(spec: ModelSpec, always: int) -> int:
     """Return the bytes of one row at the peak of an MLP without experts, or behind it."""
-    size, hidden, heads = spec.dtype.itemsize, spec.hidden_size, spec.attention.q_size
+    size, hidden, heads = spec.dtype.itemsize, spec.hidden_size, spec.q_size
     # The MLP: the normalised residual, gate and up, their product; or up alone, which becomes what it is activated to.
     mlp = always + size * (hidden + spec.mlp_width * spec.intermediate_size)
     # Behind it: the normalised residual, the product, what is added to the residual, and its norm.
@@ -65,7 +67,7 @@ def _dense_bytes(spec: ModelSpec, always: int) -> int:
 
 def graph_bytes(spec: ModelSpec, rows: int, prefill_tokens: int) -> int:
     """Transient bytes of the graphs, which share one pool: the larger of a layer and a decode step's logits."""
-    size, heads = spec.dtype.itemsize, spec.attention.q_size
+    size, heads = spec.dtype.itemsize, spec.q_size
     most, dense = max(rows, prefill_tokens), spec.mlp_width * spec.intermediate_size if spec.has_dense_layers else 0
     layer = most * size * (4 * spec.hidden_size + 3 * heads + dense)
     if spec.sparse is not None:

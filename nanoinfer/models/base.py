@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from math import prod
 
 import torch
 
 from nanoinfer.kernels.attention.spec import AttentionSpec
-from offload import KVGroups, KVLayout, KVPlace
+from nanoinfer.kernels.kv.base import KVFormat
+from offload import KVGroups, KVKind, KVLayout, KVPlace
+
+BLOCK_SIZE = 256
+LEAST_DEFAULT = 64
+"""Tokens of the smallest blocks, where nobody names a size: a block is a split, and tiles shrink with it."""
+PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -20,11 +26,14 @@ class AttentionState:
 
     Attributes:
         window: a query at position i sees keys j with i - window < j <= i; None: all j <= i.
-        source: the earlier layer whose keys and values it reads, in place of its own; None: it keeps its own.
+        source: the earlier layer whose keys and values it reads, in place of its own; None: it keeps its own. It has
+            the same window and shape.
+        shape: index in `ModelSpec.attentions`.
     """
 
     window: int | None = None
     source: int | None = None
+    shape: int = 0
 
 
 @dataclass(frozen=True)
@@ -40,7 +49,7 @@ class RecurrentState:
     @property
     def num_bytes(self) -> int:
         """Bytes of one sequence's tensor."""
-        return prod(self.shape) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +105,8 @@ class ModelSpec:
     """Values that an MLP computes from a row, for each of the intermediate size: gate, up and their product."""
     sparse: SparseSpec | None = None
     """What is sparse; None: nothing is."""
-    attention: AttentionSpec
+    attentions: tuple[AttentionSpec, ...]
+    """The shapes that attention has in the layers."""
     vocab_size: int
     max_position: int
     """Tokens of context that the checkpoint's config allows."""
@@ -166,10 +176,57 @@ class ModelSpec:
         """The window of each layer with attention. One that reads another's keys and values has the same."""
         return tuple(self.layers[layer].window for layer in self.attention_layers)
 
+    @property
+    def attention(self) -> AttentionSpec:
+        """The first shape: where all have something in common, or there is one."""
+        return self.attentions[0]
+
+    @cached_property
+    def attention_of(self) -> tuple[AttentionSpec, ...]:
+        """The shape of each layer with attention."""
+        return tuple(self.attentions[self.layers[layer].shape] for layer in self.attention_layers)
+
+    @property
+    def q_size(self) -> int:
+        """The most values of all query heads of a token."""
+        return max(attention.q_size for attention in self.attentions)
+
     @cached_property
     def kv_groups(self) -> KVGroups:
         """The layers that keep keys and values, in groups that share blocks."""
-        return KVGroups.of([self.layers[layer].window for layer in self.kv_layers], self.attention.block_size)
+        states = [self.layers[layer] for layer in self.kv_layers]
+        return KVGroups.of(
+            [KVKind(state.window, self.attentions[state.shape].block_size, state.shape) for state in states]
+        )
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of the largest blocks."""
+        return max(attention.block_size for attention in self.attentions)
+
+    def with_kv(self, block_size: int | None, kv_format: KVFormat | None) -> ModelSpec:
+        """Return the same with KV blocks of this format, as many tokens in the largest.
+
+        A token of one shape may take more bytes than one of another: its blocks hold fewer tokens, by the power of two
+        that makes blocks most alike in bytes. Formats change nothing of that, so that they change no split.
+
+        block_size: None: `BLOCK_SIZE`, or as many more that no block has fewer than `LEAST_DEFAULT` tokens.
+
+        Raises:
+            ValueError: blocks would have fewer tokens than a multiple of 16.
+        """
+        values = [attention.kv_size for attention in self.attentions]
+        shares = [2 ** round(math.log2(one / min(values))) for one in values]
+        if block_size is None:
+            block_size = max(BLOCK_SIZE, LEAST_DEFAULT * max(shares))
+        elif block_size % (least := 16 * max(shares)) and max(shares) > 1:
+            raise ValueError(
+                f"block_size is {block_size} tokens, and some layers of {self.architecture} keep {max(shares)} times "
+                f"the bytes of others: give a multiple of {least}, so that their blocks hold a multiple of 16"
+            )
+        pairs = zip(self.attentions, shares, strict=True)
+        attentions = (replace(one, block_size=block_size // share, kv_format=kv_format) for one, share in pairs)
+        return replace(self, attentions=tuple(attentions))
 
     @cached_property
     def kv_read(self) -> tuple[KVPlace, ...]:
@@ -187,19 +244,21 @@ class ModelSpec:
     @property
     def layout(self) -> KVLayout:
         """The sizes of the KV blocks."""
-        attention = self.attention
-        return KVLayout(
-            num_places=self.kv_groups.num_places, block_size=attention.block_size, part_bytes=attention.part.num_bytes
-        )
+        parts = [attention.part for attention in self.attentions]
+        most = max(part.num_bytes for part in parts)
+        unit = math.lcm(PAGE_BYTES, *(part.unit_bytes for part in parts)) if len(parts) > 1 else 1
+        return KVLayout(num_places=self.kv_groups.num_places, part_bytes=-(-most // unit) * unit)
 
     def run_bytes(self, pieces: Sequence[int], has_head: bool) -> list[int]:
         """Return the bytes of all runs that are streamed, in their order: of these pieces, and of the head's slices."""
         return [*(self.piece_bytes[piece] for piece in pieces), *(self.slice_bytes if has_head else ())]
 
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token's keys and values in one layer."""
-        return self.attention.part.num_bytes // self.attention.block_size
+    def kv_bytes(self, length: int) -> int:
+        """Return the bytes that a row of so many tokens reads in a decode step, of all layers: those in windows."""
+        return sum(
+            (length if window is None else min(length, window)) * (attention.part.num_bytes // attention.block_size)
+            for window, attention in zip(self.windows, self.attention_of, strict=True)
+        )
 
     @property
     def row_bytes(self) -> int:

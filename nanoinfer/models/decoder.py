@@ -118,6 +118,8 @@ class Decoder(nn.Module):
             of_layer = Renamed(formats.below(f"model.layers.{index}", held), self.names)
             sparse = traits.sparse if self.is_sparse(hf_config, index) else None
             own = replace(traits, formats=of_layer, sparse=sparse)
+            if isinstance(state, AttentionState):
+                own = replace(own, attention=spec.attentions[state.shape], keeps_kv=state.source is None)
             self.layers.append(self.layer_classes[type(state)](spec, own, device=device))
             self.streamed.take_layer(index, self.layers[index])
         self.norm = traits.norm(spec.hidden_size, traits.norm_eps, factor=traits.residual_factor, **options)
@@ -133,13 +135,14 @@ class Decoder(nn.Module):
         self._embedding_scale = traits.embedding_scale
         if traits.rounds_embedding_scale:  # a product with the number rounds as with a scalar tensor then
             self._embedding_scale = torch.tensor(self._embedding_scale, dtype=spec.dtype, device="cpu").item()
-        ropes, self._rope_of_layer = distinct(self.rope_parameters(hf_config))
+        head_dims = [spec.attentions[getattr(state, "shape", 0)].head_dim for state in spec.layers]
+        ropes, self._rope_of_layer = distinct(self.rope_parameters(hf_config), head_dims)
         options["dtype"] = torch.float32 if traits.float32_rope else spec.dtype
         self.query_scales = None
         if traits.query_scaling is not None:
             self.query_scales = query_scales(*traits.query_scaling, max_position, dtype=spec.dtype, device=device)
         options["context"] = Context(hf_config.max_position_embeddings, context or spec.max_position)
-        self.rope_tables = [rope_table(rope, spec.attention.head_dim, max_position, **options) for rope in ropes]
+        self.rope_tables = [rope_table(rope, head_dim, max_position, **options) for rope, head_dim in ropes]
 
     # What a family reads from its config
 
@@ -160,6 +163,12 @@ class Decoder(nn.Module):
             raise ValueError(f"the config has sliding_attention layers, but sliding_window={window!r}")
         windows = {"full_attention": None, "sliding_attention": window}
         return tuple(AttentionState(windows[layer_type]) for layer_type in layer_types)
+
+    @classmethod
+    def attention_shapes(cls, hf_config: PretrainedConfig) -> list[tuple[int, int | None, int]]:
+        """Return (query heads, KV heads, values of a head) of each shape: `AttentionState.shape` counts."""
+        head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+        return [(hf_config.num_attention_heads, hf_config.num_key_value_heads, head_dim)]
 
     @classmethod
     def is_sparse(cls, hf_config: PretrainedConfig, layer: int) -> bool:
@@ -193,33 +202,36 @@ class Decoder(nn.Module):
         """Return the model's numbers, before any weight is read; ValueError if it asks for what is not supported."""
         hf_config = checkpoint.hf_config
         architecture, layers = (hf_config.architectures or [cls.__name__])[0], cls.layer_states(hf_config)
-        head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
-        num_q_heads, num_kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
-        if head_dim < 16 or head_dim > 256 or head_dim % 16:
-            raise ValueError(f"{architecture} has head_dim={head_dim}: supported are multiples of 16 from 16 to 256")
-        if not num_kv_heads or num_kv_heads < 1 or num_q_heads % num_kv_heads:
-            raise ValueError(
-                f"{architecture} has {num_q_heads} query heads and {num_kv_heads} KV heads: "
-                "num_attention_heads must be a multiple of num_key_value_heads"
-            )
         traits = cls.traits(hf_config)
-        attention = AttentionSpec(
-            num_q_heads=num_q_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            scale=head_dim**-0.5 if traits.attention_scale is None else traits.attention_scale,
-            softcap=traits.attention_softcap,
-            sinks=traits.attention_sinks,
-            windows=tuple(dict.fromkeys(state.window for state in layers if isinstance(state, AttentionState))),
-            dtype=dtype,
-        )
+        attentions = []
+        for shape, (q_heads, kv_heads, dim) in enumerate(cls.attention_shapes(hf_config)):
+            if dim < 16 or dim > 256 or dim % 16:
+                raise ValueError(f"{architecture} has head_dim={dim}: supported are multiples of 16 from 16 to 256")
+            if not kv_heads or kv_heads < 1 or q_heads % kv_heads:
+                raise ValueError(
+                    f"{architecture} has {q_heads} query heads and {kv_heads} KV heads: "
+                    "num_attention_heads must be a multiple of num_key_value_heads"
+                )
+            states = [state for state in layers if isinstance(state, AttentionState) and state.shape == shape]
+            attentions.append(
+                AttentionSpec(
+                    num_q_heads=q_heads,
+                    num_kv_heads=kv_heads,
+                    head_dim=dim,
+                    scale=dim**-0.5 if traits.attention_scale is None else traits.attention_scale,
+                    softcap=traits.attention_softcap,
+                    sinks=traits.attention_sinks,
+                    windows=tuple(dict.fromkeys(state.window for state in states)),
+                    dtype=dtype,
+                )
+            )
         spec = ModelSpec(
             architecture=architecture,
             layers=layers,
             hidden_size=hf_config.hidden_size,
             intermediate_size=getattr(hf_config, cls.intermediate_field),
             mlp_width=traits.mlp.width,
-            attention=attention,
+            attentions=tuple(attentions),
             vocab_size=hf_config.vocab_size,
             **cls.context_limits(hf_config),
             tied_embeddings=hf_config.tie_word_embeddings,
@@ -313,14 +325,18 @@ class Decoder(nn.Module):
             tensors.set_x(x)
         else:
             tensors.drop_q()
-            normed = self.after_attention(begin - 1, tensors.x, tensors.attention, tensors.num_live)
+            shape = self.spec.attentions[self.spec.layers[begin - 1].shape]
+            attn = shape.heads_of(tensors.attention, len(tensors))
+            normed = self.after_attention(begin - 1, tensors.x, attn, tensors.num_live)
         for layer in range(begin, end):
             normed = self.recur(layer, tensors.x, normed, tensors.rows, held.states[layer])
         if end == len(self.layers):
             tensors.set_x(normed)
             return
-        kv = None if cut.writes is None else held.gpu_kv[cut.writes.place]
-        target = KVSlots(kv, tensors.slots[cut.reads.group], tensors.q, self.spec.attention.part)
+        shape, (group, place) = self.spec.attentions[self.spec.layers[end].shape], cut.reads
+        kv = None if cut.writes is None else held.gpu_kv[group][place]
+        q = None if tensors.queries is None else shape.heads_of(tensors.queries, len(tensors))
+        target = KVSlots(kv, tensors.slots[group], q, shape.part)
         tensors.q = self.before_attention(end, normed, tensors.positions, target)
 
     # The calls

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from nanoinfer.kernels.attention.spec import AttentionSpec
 from nanoinfer.kernels.experts.routing import GatedActivation
 from nanoinfer.kernels.kv.base import KVPart
 from nanoinfer.kernels.layer.head_steps import HeadSteps
@@ -36,6 +37,10 @@ class Traits:
     mlp_bias: bool = False
     sparse: Sparse | None = None
     """What is sparse; set to None for each layer that is not."""
+    attention: AttentionSpec | None = None
+    """The shape of its attention; set for each layer that has some."""
+    keeps_kv: bool = True
+    """Whether it makes keys and values; set for each layer that has attention."""
     qk_norm: str | None = None
     """Norm of queries and keys: "head", of each head, before the rotation; "rotated head", of each head, behind it;
     "all heads", of all query heads together and of all key heads together, before it."""
@@ -87,21 +92,23 @@ class Attention(nn.Module):
 
     def __init__(self, spec: ModelSpec, traits: Traits, *, device: torch.device | str) -> None:
         super().__init__()
-        q_size, kv_size = spec.attention.q_size, spec.attention.kv_size
-        self._num_q_heads, self._head_dim = spec.attention.num_q_heads, spec.attention.head_dim
+        self._shape, head_dim = traits.attention, traits.attention.head_dim
+        q_size, kv_size = self._shape.q_size, self._shape.kv_size
         formats = traits.formats.below("self_attn")
-        qkv = formats.as_held("qkv_proj", {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size})
+        made = {"q_proj": q_size} | (dict(k_proj=kv_size, v_proj=kv_size) if traits.keeps_kv else {})
+        qkv = formats.as_held("qkv_proj", made)
         options = dict(dtype=spec.dtype, device=device)
         self.qkv_proj = Linear(spec.hidden_size, qkv, bias=traits.qkv_bias, formats=formats, **options)
         formats = formats.below("o_proj")
         self.o_proj = Linear(q_size, spec.hidden_size, bias=traits.output_bias, formats=formats, **options)
         self.q_norm = self.k_norm = None
         if traits.qk_norm is not None:
-            sizes = (q_size, kv_size) if traits.qk_norm == "all heads" else (self._head_dim, self._head_dim)
-            self.q_norm, self.k_norm = (traits.norm(size, traits.norm_eps, **options) for size in sizes)
+            sizes = (q_size, kv_size) if traits.qk_norm == "all heads" else (head_dim, head_dim)
+            self.q_norm, k_norm = (traits.norm(size, traits.norm_eps, **options) for size in sizes)
+            self.k_norm = k_norm if traits.keeps_kv else None
         self.sinks = None
         if traits.attention_sinks:
-            self.sinks = nn.Parameter(torch.empty(spec.attention.num_q_heads, **options), requires_grad=False)
+            self.sinks = nn.Parameter(torch.empty(self._shape.num_q_heads, **options), requires_grad=False)
         self._steps = HeadSteps(
             eps=traits.norm_eps,
             offset=traits.norm.offset,
@@ -118,9 +125,11 @@ class Attention(nn.Module):
 
         normed: [N, hidden_size]; rope: `rope_table`, None: no rotation; q_scales: `query_scales`, None: no factors.
         """
-        qkv = self.qkv_proj(normed).unflatten(-1, (-1, self._head_dim))
-        q = qkv.new_empty(len(qkv), self._num_q_heads, self._head_dim) if target.q is None else target.q
-        weights = None if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight)
+        qkv = self.qkv_proj(normed).unflatten(-1, (-1, self._shape.head_dim))
+        q = qkv.new_empty(len(qkv), self._shape.num_q_heads, self._shape.head_dim) if target.q is None else target.q
+        weights = None
+        if self.q_norm is not None:
+            weights = self.q_norm.weight, None if self.k_norm is None else self.k_norm.weight
         store = self.qkv_proj.operations.norm_rope_store
         store(
             qkv, weights, self._steps, rope, positions, target.kv, target.slots, q, q_scales=q_scales, part=target.part

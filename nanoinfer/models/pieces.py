@@ -20,11 +20,11 @@ class Held:
     """What pieces find on the device at fixed addresses, beside the weights.
 
     Attributes:
-        gpu_kv: for each place of a block what attention reads, see `KVPart.view`.
+        gpu_kv: for each group of layers, and each place of a block, what attention reads, see `KVPart.view`.
         states: layer -> its recurrent state of all rows.
     """
 
-    gpu_kv: Sequence[Tensor]
+    gpu_kv: Sequence[Sequence[Tensor] | Tensor]
     states: Mapping[int, Tensor]
 
 

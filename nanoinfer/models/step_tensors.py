@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nanoinfer.kernels.attention.spec import AttentionSpec
 from nanoinfer.models.base import ModelSpec
 
 
@@ -14,7 +15,8 @@ from nanoinfer.models.base import ModelSpec
 class StepTensors:
     """The tensors of one step, dropped when no longer needed. Its N rows are tokens, then padding.
 
-    Where x, q and attention are given, the step uses these buffers and allocates none.
+    Where x, queries and attention are given, the step uses these buffers and allocates none. The last two are flat:
+    layers of several shapes take turns in them (`AttentionSpec.heads_of`).
 
     Attributes:
         token_ids, given_positions: [N] int32 or int64.
@@ -23,8 +25,9 @@ class StepTensors:
         rows: [N] int32, the row of each token; None if no layer keeps a recurrent state.
         positions: [N], int64 from the first piece on.
         x: [N, hidden_size], the residual sum so far; after the last piece the input of the head.
-        q: [N, num_q_heads, head_dim].
-        attention: [N, num_q_heads, head_dim], which the attention fills; padding rows hold anything.
+        queries: [N * most of a token], where layers leave q; None: each makes a new tensor.
+        attention: [N * most of a token], which the attention fills; padding rows hold anything.
+        q: [N, num_q_heads, head_dim], what the last piece left where queries are not given.
     """
 
     token_ids: Tensor
@@ -33,11 +36,11 @@ class StepTensors:
     num_live: Tensor
     rows: Tensor | None = None
     x: Tensor | None = None
-    q: Tensor | None = None
+    queries: Tensor | None = None
     attention: Tensor | None = None
 
     def __post_init__(self) -> None:
-        self.positions, self._fixed_q = self.given_positions, self.q
+        self.positions, self.q = self.given_positions, None
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -52,7 +55,7 @@ class StepTensors:
 
     def drop_q(self) -> None:
         """Drop q to make room for the gated layer, the largest part of a step."""
-        self.q = self._fixed_q
+        self.q = None
 
     def reserve(self, spec: ModelSpec) -> None:
         """Allocate what the whole step needs.
@@ -60,12 +63,14 @@ class StepTensors:
         This comes first: allocated later, it would lie in the middle of tensors that come and go.
         """
         if self.attention is None:
-            heads = (len(self), spec.attention.num_q_heads, spec.attention.head_dim)
-            self.attention = torch.empty(heads, dtype=spec.dtype, device=self.token_ids.device)
+            self.attention = torch.empty(len(self) * spec.q_size, dtype=spec.dtype, device=self.token_ids.device)
 
-    def attention_rows(self, count: int, begin: int = 0) -> tuple[Tensor, Tensor]:
-        """Return queries and attention output of `count` rows from `begin` on."""
-        return self.q[begin : begin + count], self.attention[begin : begin + count]
+    def attention_rows(self, shape: AttentionSpec, count: int, begin: int = 0) -> tuple[Tensor, Tensor]:
+        """Return queries and attention output of `count` rows from `begin` on, of a layer of this shape: each
+        [count, num_q_heads, head_dim]."""
+        rows = slice(begin, begin + count)
+        q = self.q if self.queries is None else shape.heads_of(self.queries, len(self))
+        return q[rows], shape.heads_of(self.attention, len(self))[rows]
 
     def input_rows(self, count: int, begin: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return token ids, positions and slots, [groups, count], of rows from `begin` on, as the first piece reads."""
@@ -77,15 +82,16 @@ class FixedBuffers:
     """Buffers of `num_tokens` rows; see `StepTensors`. `memory.working` counts their bytes."""
 
     def __init__(self, spec: ModelSpec, num_tokens: int, device: torch.device) -> None:
-        heads = (num_tokens, spec.attention.num_q_heads, spec.attention.head_dim)
+        self._size = spec.q_size
         self.positions = torch.zeros(num_tokens, dtype=torch.int64, device=device)
         self.x = torch.zeros(num_tokens, spec.hidden_size, dtype=spec.dtype, device=device)
-        self.q = torch.zeros(heads, dtype=spec.dtype, device=device)
-        self.attention = torch.zeros(heads, dtype=spec.dtype, device=device)
+        self.queries = torch.zeros(num_tokens * spec.q_size, dtype=spec.dtype, device=device)
+        self.attention = torch.zeros_like(self.queries)
 
     def first(self, count: int) -> dict[str, Tensor]:
         """Return the first rows, as arguments of `StepTensors`."""
-        return dict(x=self.x[:count], q=self.q[:count], attention=self.attention[:count])
+        size = count * self._size
+        return dict(x=self.x[:count], queries=self.queries[:size], attention=self.attention[:size])
 
 
 class FixedTensors(StepTensors):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from nanoinfer.attention.base import KeyRange
-from nanoinfer.attention.registry import make_backend
+from nanoinfer.attention.registry import make_backends
 from nanoinfer.execution.pieces import Pieces
 from nanoinfer.execution.recurrent import RecurrentStates
 from nanoinfer.measure.run import free_memory
@@ -82,22 +83,22 @@ def prompt_logits(model: Decoder, token_ids: list[int]) -> Tensor:
     The sequence is one prefill. The keys and values of one layer lie on the model's device, each layer's in turn.
     """
     spec, device, count = model.spec, model.norm.weight.device, len(token_ids)
-    attention = spec.attention
-    backend = make_backend("auto", attention, device, offload=False)
-    num_blocks = -(-count // attention.block_size)
+    groups, num_places = spec.kv_groups, range(spec.layout.num_places)
+    backends = make_backends("auto", spec.attentions, device, offload=False)
     is_shared = len(spec.kv_layers) < len(spec.windows)  # then a layer's are read again, by others
-    first_blocks = [number * num_blocks * is_shared for number in range(len(spec.kv_groups))]
-    shape = first_blocks[-1] + num_blocks, attention.part.num_bytes
-    pools = [
-        torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(spec.layout.num_places if is_shared else 1)
+    ends = list(accumulate(-(-count // group.block_size) for group in groups))
+    ranges = [(begin * is_shared, end - begin * (not is_shared)) for begin, end in pairwise([0, *ends])]
+    shape = max(end for _, end in ranges), spec.layout.part_bytes
+    pools = [torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(len(num_places) if is_shared else 1)]
+    parts = [spec.attentions[group.shape].part for group in groups]
+    of_groups = [[part.view(pools[place * is_shared]) for place in num_places] for part in parts]
+    key_ranges = [
+        KeyRange.of_one(count, torch.arange(*blocks, dtype=torch.int32, device=device)[None]) for blocks in ranges
     ]
-    of_place = [attention.part.view(pools[place * is_shared]) for place in range(spec.layout.num_places)]
-    blocks = torch.arange(num_blocks, dtype=torch.int32, device=device)
-    key_ranges = [KeyRange.of_one(count, (first + blocks)[None]) for first in first_blocks]
     states = RecurrentStates(spec, 1, device)
-    pieces = Pieces(model, Held(of_place, states.of_layer))
+    pieces = Pieces(model, Held(of_groups, states.of_layer))
     positions = torch.arange(count, device=device)
-    slots = torch.tensor(first_blocks, device=device)[:, None] * attention.block_size + positions
+    slots = torch.stack([first * part.block_size + positions for part, (first, _) in zip(parts, ranges, strict=True)])
     rows = torch.zeros_like(positions, dtype=torch.int32)
     tensors = StepTensors(
         torch.tensor(token_ids, device=device), positions, slots, torch.full_like(rows[:1], count), rows
@@ -107,7 +108,9 @@ def prompt_logits(model: Decoder, token_ids: list[int]) -> Tensor:
         pieces.run(index, tensors)
         if index < len(spec.windows):
             (group, place), *extra = spec.kv_read[index], spec.windows[index], pieces.sinks[index], pieces.own[index]
-            backend.prefill(tensors.q, of_place[place], key_ranges[group], None, tensors.attention, *extra)
+            q, out = tensors.attention_rows(spec.attention_of[index], count)
+            backend = backends[groups[group].shape]
+            backend.prefill(q, of_groups[group][place], key_ranges[group], None, out, *extra)
     return torch.cat([model.logits(some).cpu() for some in tensors.x.split(ROWS_AT_ONCE)])
 
 

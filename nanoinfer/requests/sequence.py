@@ -62,7 +62,7 @@ class Sequence:
     row: int | None = None
     num_computed: int = 0
     num_cached: int = 0
-    num_published: int = 0  # full blocks that were offered to the prefix cache of this mode
+    num_published: int = 0  # tokens whose full blocks were offered to the prefix cache of this mode
     streamed_bytes: int = 0  # of its blocks and of weights, over all its steps; of what is shared, only its share
     fetched_bytes: int = 0  # its share of experts that came one by one in these steps
     num_blocks_read: int = 0  # full blocks that its steps read, counted in each step
@@ -70,7 +70,7 @@ class Sequence:
     copy_wait_seconds: float = 0.0  # estimate
     num_reserved_host: int = 0  # host blocks reserved at admission and not allocated yet
     kept_blocks: list[int] | None = None
-    block_keys: list[bytes] = field(default_factory=list)  # prefix cache keys of the full blocks
+    digests: list[bytes] = field(default_factory=list)  # of its beginnings, for the prefix cache
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     detokenizer: Detokenizer = field(init=False)

@@ -69,7 +69,7 @@ def verify(
     common |= engine_arguments
     config = EngineConfig(**common)
     setup = Setup(config, resolve_device(config.device), offload=True)
-    is_exact = setup.backend.exact_splits
+    is_exact = setup.backends[0].exact_splits
     workload = choose_workload(setup, common, num_requests, context, output_len, seed)
     common |= workload.arguments
     plan = setup.plan(EngineConfig(**common | dict(enable_cpu_offload=True)))  # raises if not even this fits
@@ -118,11 +118,12 @@ def describe(setup: Setup, workload: Workload, plan: MemoryPlan) -> list[str]:
     lengths = ", ".join(str(len(prompt)) for prompt in workload.prompts)
     num_greedy = sum(params.is_greedy for params in workload.params)
     how = "bit for bit"
-    if not setup.backend.exact_splits:
-        how = f"to rounding only: the attention backend {setup.backend.name!r} has no fixed splits"
+    backend = setup.backends[0]
+    if not backend.exact_splits:
+        how = f"to rounding only: the attention backend {backend.name!r} has no fixed splits"
     return [
         f"{spec.architecture} ({weights}), {str(spec.dtype).removeprefix('torch.')}, {setup.device.name}, "
-        f"attention backend {setup.backend.name!r}, KV blocks of {config.block_size} tokens "
+        f"attention backend {backend.name!r}, KV blocks of {config.block_size} tokens "
         f"({plan.block_bytes / 2**20:.2f} MiB)",
         f"{counted(len(workload.prompts), 'request')}: prompts of {lengths} tokens, {workload.num_output_tokens} "
         f"generated tokens, {num_greedy} greedy and {len(workload.params) - num_greedy} sampled with a seed",

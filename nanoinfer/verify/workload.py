@@ -25,7 +25,7 @@ class Workload(Load):
 
     @property
     def block_size(self) -> int:
-        return max(group.block_size for group in self.groups)
+        return self.groups.block_size
 
     @property
     def num_rows(self) -> int:
@@ -74,7 +74,7 @@ def make_workload(
 
     Their parameters are those of `mixed_params`. The first request is the shortest and ends at half of `output_len`.
     """
-    shares, block_size = LENGTH_SHARES if num_requests > 1 else (1.0,), max(group.block_size for group in groups)
+    shares, block_size = LENGTH_SHARES if num_requests > 1 else (1.0,), groups.block_size
     lengths, params = [], []
     for i in range(num_requests):
         max_tokens = output_len if i else max(2, output_len // 2)

@@ -65,7 +65,7 @@ def test_the_device_is_the_packages_own(path):
         resolve_device("tpu")
     engine = make_engine(path, **TOY, max_num_batched_tokens=None)
     runner, toy = engine.runner, device_of(torch.device("toy", 0))
-    assert runner.device is toy and runner.backend.name == "by length" and not runner.backend.graph_safe
+    assert runner.device is toy and runner.backends[0].name == "by length" and not runner.backends[0].graph_safe
     assert runner.decode_program.batch_sizes == [3, 6, 12], "its rule for decode"
     assert runner.prefill_program.pieces.capture_num_tokens == [20, 50], "its rule for prompts"
     assert engine.plan.max_num_batched_tokens == 256 and not engine.plan.is_taken_as_needed

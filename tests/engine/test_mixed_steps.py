@@ -166,7 +166,7 @@ def test_a_backend_that_attends_to_whole_rows_does_so_in_mixed_steps(qwen3, enab
     script = Script({2 * i: [(prompt, GREEDY)] for i, prompt in enumerate(random_prompts(6, 5, 30, seed=8))})
     wanted = played(mixing_engine(qwen3), script)
     engine = mixing_engine(qwen3, enforce_eager=True, enable_cpu_offload=enable_cpu_offload, resident_kv_limit=None)
-    backend, num_calls = engine.runner.backend, []
+    backend, num_calls = engine.runner.backends[0], []
     decode_rows = whole_row_attention(backend)
     monkeypatch.setattr(engine.runner.decode_program.attention, "whole_rows", True)
     monkeypatch.setattr(backend, "decode_rows", lambda *args: num_calls.append(1) or decode_rows(*args), raising=False)

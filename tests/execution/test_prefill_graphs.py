@@ -166,7 +166,7 @@ def test_nothing_in_the_padding_reaches_a_result(path, enable_cpu_offload, monke
     def poisoned(num_tokens, places):
         nonlocal num_poisoned
         tensors = begin(num_tokens, places)
-        for buffer in (pieces.buffers.x, pieces.buffers.q, pieces.buffers.attention):
+        for buffer in (pieces.buffers.x, pieces.buffers.queries, pieces.buffers.attention):
             buffer.fill_(math.nan)
         num_poisoned += len(tensors) - num_tokens
         return tensors
@@ -180,7 +180,8 @@ def test_nothing_in_the_padding_reaches_a_result(path, enable_cpu_offload, monke
 def test_padding_is_stored_nowhere_in_the_pool(path):
     """Not even in the scratch block, where it could do no harm today."""
     engine = engine_with_graphs(path)
-    pool = engine.runner.decode_program.resources.kv_of_place
+    runner = engine.runner
+    pool = runner.spec.attention.part.view(runner.gpu_kv)
     pool[:, 0] = 7.0  # padding of decode, run before its capture, has left there what padding of ours would
     before = pool.clone()
     run(engine, [EVERY_LENGTH[16]], [FIRST_TOKEN])
@@ -274,7 +275,7 @@ def test_graphs_read_and_write_the_same_addresses_in_every_step(path):
     """The simulated runtime would forgive other ones: its graphs are functions."""
 
     def addresses():
-        names = ("token_ids", "given_positions", "slots", "positions", "x", "q", "attention")
+        names = ("token_ids", "given_positions", "slots", "positions", "x", "queries", "attention")
         return [
             [getattr(tensors, name).data_ptr() for name in names]
             for tensors in prefill_pieces_of(engine).fixed.values()
@@ -333,7 +334,7 @@ def test_counts_beyond_any_step_are_refused_and_others_keep_the_steps_large_enou
 def test_the_plan_counts_the_fixed_buffers(path):
     plain, engine = make_engine(path), engine_with_graphs(path)
     buffers = prefill_pieces_of(engine).buffers
-    num_bytes = sum(t.nbytes for t in (buffers.positions, buffers.x, buffers.q, buffers.attention))
+    num_bytes = sum(t.nbytes for t in (buffers.positions, buffers.x, buffers.queries, buffers.attention))
     assert engine.plan.workspace_bytes - plain.plan.workspace_bytes == num_bytes > 0
     assert engine.plan.block_bytes == BLOCK_BYTES
 
@@ -391,5 +392,5 @@ def test_a_finished_step_holds_no_activations(path, monkeypatch):
     assert [step.num_tokens for step in steps] == [4, 60]
     run(engine, [CHUNKED[0]], [FIRST_TOKEN])
     assert any(any(step.chunks) for step in steps), "a state was needed"
-    assert all(step.tensors is None and step.state is None for step in steps)
+    assert all(step.tensors is None and step.states is None for step in steps)
     assert all(torch.isfinite(step.last_normed).all() for step in steps)

@@ -37,7 +37,7 @@ def test_a_block_takes_a_byte_per_value(path):
     engine, wide = make_fp8_engine(path), make_engine(path)
     assert wide.runner.layout.block_bytes == BLOCK_BYTES
     assert engine.runner.layout.block_bytes == BLOCK_BYTES // 4  # the model is float32
-    assert engine.runner.decode_program.resources.kv_of_place.dtype == FP8
+    assert engine.runner.decode_program.resources.kv_at(0, 0).dtype == FP8
     spec: ModelSpec = engine.runner.spec
     assert kv_bytes(spec, [100]) * 4 == kv_bytes(wide.runner.spec, [100])
 

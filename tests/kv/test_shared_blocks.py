@@ -364,8 +364,8 @@ def test_sequences_between_two_that_share_a_history_keep_their_own(paths, oracle
     other = random_prompts(1, 70, 70, seed=9)[0]
     run(engine, [DOCUMENT[:165], other], [greedy(2)] * 2)
     prompts = [DOCUMENT[:170], other[:64] + [5, 6], [7, 8, 9], DOCUMENT[:160] + [4] * 20, DOCUMENT[:160] + [3] * 30]
-    ranges, prefill = [], engine.runner.backend.prefill
-    monkeypatch.setattr(engine.runner.backend, "prefill", lambda *args: ranges.append(args[2]) or prefill(*args))
+    ranges, prefill = [], engine.runner.backends[0].prefill
+    monkeypatch.setattr(engine.runner.backends[0], "prefill", lambda *args: ranges.append(args[2]) or prefill(*args))
     found = run(engine, prompts, [greedy(6)] * 5)
     for prompt, one in zip(prompts, found, strict=True):
         check(oracles["one kind"], prompt, greedy(6), one)

@@ -1,9 +1,11 @@
 """Blocks behind a window are given back, on both tiers, and what the next turn wants of them is found."""
 
 import random
+from functools import partial
 
 import pytest
 from engines import SMALL, assert_pools_as_before, make_engine, random_prompts, run, some_params, switching
+from kv_models import MODELS, registered, write_model
 from simulated import SimulatedRuntime
 from tiny_models import make_checkpoint
 
@@ -12,12 +14,12 @@ from nanoinfer.kv.cache import KVCache
 from nanoinfer.kv.tables import present
 
 WINDOW = 40
-MODEL = SMALL | dict(num_layers=7, sliding_window=WINDOW)  # six of seven layers have the window, and six groups
+MODEL = SMALL | dict(num_layers=4, sliding_window=WINDOW)  # three of four layers have the window, and three groups
 MODES = {
     "resident": {},
     "streamed": dict(enable_cpu_offload=True),
     "partly kept": dict(enable_cpu_offload=True, resident_kv_limit=2**16),
-    "auto": dict(enable_cpu_offload="auto", num_gpu_blocks_override=90),
+    "auto": dict(enable_cpu_offload="auto", num_gpu_blocks_override=52),
 }
 
 
@@ -55,7 +57,7 @@ def test_a_row_holds_what_its_windows_see_and_no_more(path, mode):
             for table, pool in ((tables.gpu, tables.gpu_blocks), (tables.host, tables.lifetimes.host_blocks)):
                 assert len(set(present(table))) <= pool.num_used
 
-    assert [len(group.layers) for group in groups] == [1] * 7 and groups[0].window is None
+    assert [len(group.layers) for group in groups] == [1] * 4 and groups[0].window is None
     prompts = random_prompts(3, 60, 200, seed=4)
     wanted = [run(make_engine(path), [prompt], [greedy(60)])[0] for prompt in prompts]
     assert run(engine, prompts, [greedy(60)] * 3, at_step) == wanted
@@ -87,30 +89,42 @@ def test_questions_about_one_document_find_it(path):
 
 def test_a_long_prompts_given_back_blocks_go_before_anothers_conversation(path):
     chat, long = random_prompts(1, 60, 60, seed=10)[0], random_prompts(1, 300, 300, seed=11)[0]
-    engine = make_engine(path, num_gpu_blocks_override=110)
-    run(engine, [chat, long], [greedy(4), greedy(4)])  # 19 blocks of the long prompt in each of seven groups: 133
+    engine = make_engine(path, num_gpu_blocks_override=63)
+    run(engine, [chat, long], [greedy(4), greedy(4)])  # 19 blocks of the long prompt in each of four groups: 76
     before = engine.stats()["prefix_cache_hit_tokens"]
     run(engine, [chat + [5] * 20], [greedy(4)])
     assert engine.stats()["prefix_cache_hit_tokens"] - before == 48
 
 
-def workload(path, seed: int) -> None:
+@pytest.fixture(scope="module")
+def paths(path, tmp_path_factory):
+    """Model -> its path: one shape, and two with blocks of other sizes, whose layers without a window have the larger
+    blocks or the smaller ones."""
+    with registered():
+        names = "wide windows", "narrow windows"
+        yield {"gemma3": path} | {name: write_model(tmp_path_factory.mktemp("shapes"), name) for name in names}
+
+
+def workload(paths, seed: int) -> None:
     """A tree of prompts with shared beginnings, in some mode, with switches, preemption and small pools."""
     generator = random.Random(seed)
-    mode = generator.choice(list(MODES))
+    model, mode = generator.choice(list(paths)), generator.choice(list(MODES))
+    engine_of = partial(make_engine, paths[model])
+    if model in MODELS:
+        engine_of = partial(engine_of, load_format="dummy", block_size=MODELS[model].block_size)
     arguments = MODES[mode] | dict(
         max_num_batched_tokens=generator.choice([16, 48, 64]), capture_num_tokens=[], max_model_len=320,
         max_num_seqs=generator.choice([2, 4]),
     )  # fmt: skip
     if mode != "auto" and generator.random() < 0.5:
-        arguments["num_gpu_blocks_override"] = generator.choice([75, 90])
+        arguments["num_gpu_blocks_override"] = generator.choice([44, 52])
     trunk = random_prompts(1, 160, 160, seed=seed)[0]
     prompts = []
     for _ in range(6):
         cut = generator.choice([0, 16, 64, 100, 130, 160])
         prompts.append(trunk[:cut] + random_prompts(1, 1, 60, seed=generator.randrange(99))[0])
     params = some_params(6, 40)
-    engine = make_engine(path, SimulatedRuntime(generator.choice([None, seed])), **arguments)
+    engine = engine_of(SimulatedRuntime(generator.choice([None, seed])), **arguments)
     switches = switching({step: generator.choice(["offload", "resident"]) for step in (9, 21, 33)})
 
     def at_step(engine, step):
@@ -122,15 +136,16 @@ def workload(path, seed: int) -> None:
 
     got = run(engine, prompts, params, at_step)
     again = run(engine, prompts[::-1], params[::-1])[::-1]
-    wanted = [run(make_engine(path), [prompt], [param])[0] for prompt, param in zip(prompts, params, strict=True)]
+    alone = engine_of(enable_prefix_caching=False)
+    wanted = [run(alone, [prompt], [param])[0] for prompt, param in zip(prompts, params, strict=True)]
     assert got == wanted and again == wanted
     assert_pools_as_before(engine)
 
 
 @pytest.mark.sampled("0", "1", "2", "3", "4", "70")
 @pytest.mark.parametrize("seed", range(1000))
-def test_trees_of_prompts_with_windows_have_the_bits_of_each_alone(path, seed):
-    workload(path, seed)
+def test_trees_of_prompts_with_windows_have_the_bits_of_each_alone(paths, seed):
+    workload(paths, seed)
 
 
 def test_a_block_that_is_given_back_too_early_is_seen(path, monkeypatch):

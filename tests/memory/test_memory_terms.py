@@ -265,7 +265,10 @@ def test_activations_of_experts_on_a_cpu(family, fields, dtype, quantization, tm
 
 def peak_of_prefill(model: Decoder, num_tokens: int) -> int:
     table = torch.empty(3, num_tokens, dtype=torch.int32, device="meta")
-    tensors, pieces = StepTensors(*table, table[0, :1]), Pieces(model, Held(meta_pool(model), {}))
+    tensors, pieces = (
+        StepTensors(*table, table[0, :1]),
+        Pieces(model, Held([meta_pool(model)] * len(model.spec.kv_groups), {})),
+    )
     backend = TorchBackend(replace(model.spec.attention, block_size=16), "meta")
     with LiveBytes() as live:
         state = backend.prefill_state(num_tokens)

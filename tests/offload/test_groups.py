@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from offload import KVGroups
+from offload import KVGroups, KVKind
 
 
 def windows(num_layers: int, every: int, window: int = 1024) -> list[int | None]:
@@ -26,7 +26,7 @@ def windows(num_layers: int, every: int, window: int = 1024) -> list[int | None]
     ids=["12b", "4b", "27b", "gpt-oss", "reversed", "full", "windowed", "few windows"],
 )
 def test_layers_are_divided_by_their_window(of_layers, sizes):
-    groups = KVGroups.of(of_layers, 256)
+    groups = KVGroups.of([KVKind(window, 256) for window in of_layers])
     assert [len(group.layers) for group in groups] == sizes and groups.num_places == max(sizes)
     for number, group in enumerate(groups):
         assert {of_layers[layer] for layer in group.layers} == {group.window}
@@ -41,7 +41,7 @@ def test_counts_are_those_of_a_row_that_grows_token_by_token(seed):
     generator = random.Random(seed)
     size = generator.choice([1, 2, 16])
     drawn = [generator.choice([None, 1, 7, 16, 40]) for _ in range(generator.randint(1, 6))]
-    groups = KVGroups.of(drawn, size)
+    groups = KVGroups.of([KVKind(window, size) for window in drawn])
     most = most_full = 0
     for num_tokens in range(1, 150):
         position = num_tokens - 1  # of the token that is computed, for which its keys are there

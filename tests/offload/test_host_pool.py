@@ -5,7 +5,7 @@ import pytest
 from offload import HostBlocks, HostPool, KVLayout
 from offload.memory.pinned import PAGE_BYTES, HostArena, Pinner
 
-LAYOUT = KVLayout(num_places=2, block_size=16, part_bytes=2048)
+LAYOUT = KVLayout(num_places=2, part_bytes=2048)
 PER_SEGMENT = max(4, PAGE_BYTES // LAYOUT.block_bytes)
 
 

@@ -7,7 +7,7 @@ from offload import HostBlocks, HostPool, KVLayout
 from offload.memory import host_pool
 from offload.memory.pinned import PAGE_BYTES, HostArena
 
-LAYOUT = KVLayout(num_places=2, block_size=16, part_bytes=PAGE_BYTES)
+LAYOUT = KVLayout(num_places=2, part_bytes=PAGE_BYTES)
 
 
 def opened(num_blocks: int, per_segment: int, **limits) -> HostPool:

@@ -35,7 +35,7 @@ from offload.blocks import GPU
 from offload.engine import MAX_UNREAD
 from offload.lifetimes import GPU_RULE, WRITES
 
-LAYOUT = KVLayout(num_places=3, block_size=2, part_bytes=16)  # two tokens' keys, then their values, as float32
+LAYOUT = KVLayout(num_places=3, part_bytes=16)  # two tokens' keys, then their values, as float32
 NUM_SEEDS = 200
 
 

@@ -22,7 +22,7 @@ from nanoinfer.verify import RunReport, Verdict, check, verify
 from nanoinfer.verify.report import Answer, compare
 from nanoinfer.verify.runs import WIDE_ROWS, make_runs
 from nanoinfer.verify.workload import make_workload
-from offload import CpuRuntime, KVGroups, OffloadEngine
+from offload import CpuRuntime, KVGroups, KVKind, OffloadEngine
 
 MODELS = {
     "qwen3": dict(family="qwen3"),
@@ -418,7 +418,7 @@ def test_more_logits_than_the_host_should_keep_are_refused(paths, monkeypatch):
 def test_requests_differ_in_length_and_fill_a_block_while_they_decode():
     for num_requests in (1, 2, 4, 9):
         for output_len in (4, 32, 100):
-            workload = make_workload(160, num_requests, 96, output_len, KVGroups.of([None], 16), 0)
+            workload = make_workload(160, num_requests, 96, output_len, KVGroups.of([KVKind(None, 16)]), 0)
             for prompt, params in zip(workload.prompts, workload.params, strict=True):
                 assert 1 <= len(prompt) <= 96
                 steps = params.max_tokens - 1

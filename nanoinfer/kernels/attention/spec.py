@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from nanoinfer.kernels.kv.base import KVFormat, KVPart
 from nanoinfer.kernels.kv.plain import Plain
@@ -18,7 +19,7 @@ MAX_TILES_APART = 128
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """What all attention layers of a model have in common: the one declaration, from the config to the kernels.
+    """What attention layers of one shape have in common: the one declaration, from the config to the kernels.
 
     Raises:
         ValueError: numbers that no backend can run.
@@ -35,7 +36,7 @@ class AttentionSpec:
     sinks: bool = False
     """Whether each query head has a sink: one more logit in every softmax, of no key, whose share is dropped."""
     windows: tuple[int | None, ...] = (None,)
-    """The distinct sliding windows of the model's layers, in tokens; None in it stands for full attention."""
+    """The distinct sliding windows of these layers, in tokens; None in it stands for full attention."""
     block_size: int = 256
     """Tokens in a KV block and so in a split; a multiple of 16."""
     kv_format: KVFormat | None = None
@@ -81,3 +82,7 @@ class AttentionSpec:
     def kv_size(self) -> int:
         """Values of all keys of a token."""
         return self.num_kv_heads * self.head_dim
+
+    def heads_of(self, memory: Tensor, num_rows: int) -> Tensor:
+        """View the beginning of memory, flat, as values of all query heads: [num_rows, num_q_heads, head_dim]."""
+        return memory[: num_rows * self.q_size].view(num_rows, self.num_q_heads, self.head_dim)

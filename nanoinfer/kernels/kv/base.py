@@ -107,6 +107,11 @@ class KVPart:
     def num_bytes(self) -> int:
         return sum(self.sizes)
 
+    @property
+    def unit_bytes(self) -> int:
+        """What the distance of two parts must be a multiple of: where the copy unit may bring tiles, a token's keys."""
+        return self.sizes[0] // self.block_size if self.format.is_operand else 1
+
     def view(self, memory: Tensor) -> Tensor:
         """View blocks as kernels and backends take them. memory: [..., at least `num_bytes`] uint8.
 

@@ -235,7 +235,7 @@ def norm_rope_store_kernel(
     block = slot // BLOCK_SIZE
     at = slot % BLOCK_SIZE
     is_kv = inside & (head >= NUM_Q_HEADS)
-    if slot >= 0:
+    if NUM_KV_HEADS > 0 and slot >= 0:
         if STORES_HEADS:
             every = tl.arange(0, WIDTH)[None, :]
             is_own = is_head & (head >= NUM_Q_HEADS) & (every < SIZE)
@@ -258,7 +258,7 @@ def norm_rope_store(
     steps: HeadSteps,
     table: Tensor | None,
     positions: Tensor,
-    kv: Tensor,
+    kv: Tensor | None,
     slots: Tensor,
     q: Tensor,
     *,
@@ -270,27 +270,28 @@ def norm_rope_store(
     qkv: [N, num_q_heads + 2 * num_kv_heads, head_dim], heads packed; weights: of the query and the key norm, [head_dim]
     each, or [num_q_heads * head_dim] and [num_kv_heads * head_dim] for a norm over all heads; table: [max_position,
     rotary_dim] cosines and sines of the first rotary_dim elements of a head, in qkv's dtype or float32; positions: [N]
-    int64; kv: blocks as `KVPart.view` returns them; slots: [N] int32 or int64, block * block_size + offset, a negative
-    one is skipped; q: [N, num_q_heads, head_dim], packed; q_scales: [max_position] in qkv's dtype, factors on the
-    queries behind the rotation; part: how blocks lie, None: plain, as kv says.
+    int64; kv: blocks as `KVPart.view` returns them, None: the heads are all queries; slots: [N] int32 or int64, block *
+    block_size + offset, a negative one is skipped; q: [N, num_q_heads, head_dim], packed; q_scales: [max_position] in
+    qkv's dtype, factors on the queries behind the rotation; part: how blocks lie, None: plain, as kv says.
     """
     num_tokens, num_heads, head_dim = qkv.shape
-    part = part_of(kv) if part is None else part
-    num_q_heads, num_kv_heads, kernels = q.shape[1], part.num_kv_heads, part.format.kernels()
+    part, blocks = part_of(q[:, None, None] if kv is None else kv) if part is None else part, q if kv is None else kv
+    num_q_heads, num_kv_heads, kernels = q.shape[1], 0 if kv is None else part.num_kv_heads, part.format.kernels()
     assert num_heads == num_q_heads + 2 * num_kv_heads, f"{num_heads} heads"
     assert qkv.stride(2) == 1 and qkv.stride(1) == head_dim, "heads of a token must be packed"
-    assert q.is_contiguous() and kv[0].is_contiguous(), "q and blocks of kv must be packed"
+    assert q.is_contiguous() and blocks[:1].is_contiguous(), "q and blocks of kv must be packed"
     assert qkv.data_ptr() % 16 == 0, "qkv must be aligned: another alignment would be another binary"
     if num_tokens == 0:
         return
     q_weight, k_weight = (qkv, qkv) if weights is None else weights
+    k_weight = q_weight if k_weight is None else k_weight  # there are no keys
     of_all = q_weight.numel() != head_dim and weights is not None
     assert not (of_all and steps.norm_last), "a norm behind the rotation is one of each head"
     half = (head_dim if table is None else table.shape[1]) // 2
     norm_rope_store_kernel[(num_tokens, triton.cdiv(num_heads, HEADS_PER_PROGRAM))](
         qkv, q_weight, k_weight, qkv if table is None else table, qkv if q_scales is None else q_scales, positions,
-        slots, q, kv, qkv.stride(0), steps.eps, 0.0 if steps.clip is None else steps.clip,
-        STORE=kernels.store, STORES_HEADS=kernels.stores_heads, STRIDE=kv.stride(0),
+        slots, q, blocks, qkv.stride(0), steps.eps, 0.0 if steps.clip is None else steps.clip,
+        STORE=kernels.store, STORES_HEADS=kernels.stores_heads, STRIDE=blocks.stride(0),
         NUM_Q_HEADS=num_q_heads, NUM_KV_HEADS=num_kv_heads, BLOCK_SIZE=part.block_size, SIZE=head_dim, HALF=half,
         TILE=next_power_of_2(half), WIDTH=next_power_of_2(head_dim),
         REST=next_power_of_2(head_dim - 2 * half) if head_dim > 2 * half else 0,

@@ -74,7 +74,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, **options) -
 def norm_rope_store(qkv, weights, steps, table, positions, kv, slots, q, *, q_scales=None, part=None) -> None:
     """Keys and queries say which layer and position they are of: the layer by the weights of its norms."""
     of_layer = np.zeros(1, np.uint64)
-    for weight in weights or ():
+    for weight in filter(torch.is_tensor, weights or ()):
         of_layer = mixed(of_layer + sums(weight[None]))
     of_rows = tagged(sums(qkv.flatten(1)) ^ of_layer, "heads")
     for turned in (table, None if q_scales is None else q_scales[:, None]):
@@ -82,6 +82,8 @@ def norm_rope_store(qkv, weights, steps, table, positions, kv, slots, q, *, q_sc
             of_rows = tagged(of_rows ^ sums(turned[positions]), "turned")
     at, layer = positions.numpy(), layer_of(of_layer)
     q.copy_(torch.from_numpy(with_name(values(tagged(of_rows, "q"), q[0].numel()), layer, at)).view(q.shape))
+    if kv is None:
+        return
     keys = key_rows(tagged(of_rows, "kv"), kv[0, 0, 0].numel(), layer, at)
     stored, own = slots.numpy() >= 0, kv.numpy()
     block, offset = np.divmod(slots.numpy()[stored], kv.shape[2])
