@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import warnings
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanoinfer.common.errors import did_you_mean
-from nanoinfer.common.kv_formats import KV_FORMATS
+from nanoinfer.common.kv_formats import KV_FORMATS, OTHER_NAMES
 from nanoinfer.common.units import is_share, parse_bytes, parse_count, parse_memory
 from nanoinfer.common.unsupported import ENGINE, check_keywords
 
@@ -62,8 +63,10 @@ class EngineConfig:
             "awq"; another one is refused. None: as its config says.
         head_quantization: "int8" quantises head and embeddings, if they have 16 or 32 bits, while they are read: 8
             bits, a scale for each token. None: as in the checkpoint.
-        kv_cache_dtype: "auto" (the model's dtype) or "fp8" ("fp8_e4m3", scale 1): half the memory of bfloat16 and half
-            its bytes on the link, at 3 bits of mantissa. On CUDA it needs compute capability 8.9.
+        kv_cache_dtype: of the KV cache, and so of what it takes of memory and link: "auto" (the model's dtype), "int8"
+            (half of 16 bits), "k8v4" (two fifths: keys in 8 bits, values in 4) or "int4" (less than three tenths), with
+            scales for each head or 32 numbers of it; or "fp8" ("fp8_e4m3", scale 1; half), which on CUDA needs compute
+            capability 8.9. Small models lose much with 4 bits.
         generation_config: where the defaults of omitted sampling parameters come from. "auto": the checkpoint's
             generation_config.json; "vllm": SamplingParams.
         device: "auto" (a GPU, if there is one), "cuda", "cuda:1", "cpu", or the name of a device that another package
@@ -169,8 +172,13 @@ class EngineConfig:
         """Take other names of the same: torch.float32 in Python, and vLLM's words."""
         if type(self.dtype).__name__ == "dtype":
             object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
-        if self.kv_cache_dtype == "fp8_e4m3":  # the one kind of fp8 that KV can have
-            object.__setattr__(self, "kv_cache_dtype", "fp8")
+        if (name := OTHER_NAMES.get(given := self.kv_cache_dtype)) is not None:
+            if name not in ("auto", "fp8"):
+                warnings.warn(
+                    f"kv_cache_dtype={given!r} is taken as {name!r}: as many bits, in a layout of our own",
+                    stacklevel=4,
+                )
+            object.__setattr__(self, "kv_cache_dtype", name)
         for name in ("max_model_len", "max_num_batched_tokens"):
             if isinstance(text := getattr(self, name), str):
                 object.__setattr__(self, name, parse_count(text, name))

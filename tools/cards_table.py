@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Writes README's table of what fits on which card, by `nanoinfer.plan`.
+"""Writes README's tables of what fits on which card, by `nanoinfer.plan`.
 
 python tools/cards_table.py
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
@@ -18,16 +19,34 @@ import nanoinfer  # noqa: E402
 
 README = ROOT / "README.md"
 CARDS = ("RTX 4060", "RTX 3060", "RTX 4070", "RTX 4080", "RTX 3090", "RTX 4090")
-# Shape, format of its weights (None: as in the checkpoint), and how the table calls both.
-ROWS = (
-    ("qwen3-4b", None, "Qwen3-4B, bf16"),
-    ("qwen3-4b", "int4", "Qwen3-4B, int4"),
-    ("qwen3-8b", "int4", "Qwen3-8B, int4"),
-    ("qwen3-14b", "int4", "Qwen3-14B, int4"),
-    ("gpt-oss-20b", None, "gpt-oss-20b, MXFP4"),
-    ("qwen3-30b-a3b", "int4", "Qwen3-30B-A3B, int4"),
-)
 CONTEXT = 32_768
+
+
+class Row(NamedTuple):
+    """How the table calls it, and what is planned. quantization: of the weights; None: as in the checkpoint."""
+
+    name: str
+    shape: str
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
+    context: int = CONTEXT
+
+
+TABLES = {
+    "cards": (
+        Row("Qwen3-4B, bf16", "qwen3-4b"),
+        Row("Qwen3-4B, int4", "qwen3-4b", "int4"),
+        Row("Qwen3-8B, int4", "qwen3-8b", "int4"),
+        Row("Qwen3-14B, int4", "qwen3-14b", "int4"),
+        Row("gpt-oss-20b, MXFP4", "gpt-oss-20b"),
+        Row("Qwen3-30B-A3B, int4", "qwen3-30b-a3b", "int4"),
+    ),
+    "kv": tuple(
+        Row(f"{context // 1024}k, KV in {said}", "llama-3.1-8b", "int4", kv, context)
+        for context in (32_768, 131_072)
+        for kv, said in (("auto", "16 bits"), ("int8", "int8"))
+    ),
+}
 
 
 def head() -> list[str]:
@@ -36,13 +55,14 @@ def head() -> list[str]:
     return [f"| tokens/s | {cards} |", "| --- " * (1 + len(CARDS)) + "|"]
 
 
-def row(shape: str, quantization: str | None, name: str) -> str:
-    return f"| {name} | " + " | ".join(_cell(shape, quantization, card) for card in CARDS) + " |"
+def line(row: Row) -> str:
+    return f"| {row.name} | " + " | ".join(_cell(row, card) for card in CARDS) + " |"
 
 
-def _cell(shape: str, quantization: str | None, card: str) -> str:
+def _cell(row: Row, card: str) -> str:
     """The most tokens per second, or why there are none."""
-    found = nanoinfer.plan(shape, gpu=card, host_memory_limit="64GiB", max_model_len=CONTEXT, quantization=quantization)
+    asked = dict(max_model_len=row.context, quantization=row.quantization, kv_cache_dtype=row.kv_cache_dtype)
+    found = nanoinfer.plan(row.shape, gpu=card, host_memory_limit="64GiB", **asked)
     if not found.fits:
         return "no"
     rate = found.tokens_per_second
@@ -50,13 +70,11 @@ def _cell(shape: str, quantization: str | None, card: str) -> str:
 
 
 def main() -> None:
-    table = "\n".join([*head(), *(row(*one) for one in ROWS)])
-    text = re.sub(
-        r"(<!-- planned: cards -->\n).*?(<!-- end -->)",
-        lambda match: f"{match[1]}{table}\n{match[2]}",
-        README.read_text(),
-        flags=re.DOTALL,
-    )
+    text = README.read_text()
+    for name, rows in TABLES.items():
+        table = "\n".join([*head(), *map(line, rows)])
+        place = rf"(<!-- planned: {name} -->\n).*?(<!-- end -->)"
+        text = re.sub(place, lambda match, table=table: f"{match[1]}{table}\n{match[2]}", text, flags=re.DOTALL)
     README.write_text(text)
 
 

@@ -115,7 +115,8 @@ class LLMEngine:
         self._turns = Turns(self._end_dropped)
         self.alone, self.drop = self._turns.alone, self._turns.drop
         built = build(config, runtime)
-        self.config, self.plan, self.tokenizer, self.runner = config, built.runner.plan, built.tokenizer, built.runner
+        self.config, self.runner = built.config, built.runner
+        self.plan, self.tokenizer = self.runner.plan, built.tokenizer
         self.kv_cache, self.mover, self.admission = built.kv_cache, built.mover, built.admission
         self.vocab_size = built.runner.spec.vocab_size
         self.modes = Modes(built)

@@ -155,9 +155,11 @@ def norm_rope_store(
     if weights is not None and steps.norm_last:
         qk = _norm_of_heads(qk, weights, num_q_heads, steps)
     rotated, k = qk.split((num_q_heads, num_kv_heads), dim=1)
-    q.copy_(rotated if q_scales is None else rotated * q_scales.index_select(0, positions)[:, None, None])
+    rotated = rotated if q_scales is None else rotated * q_scales.index_select(0, positions)[:, None, None]
+    q.copy_(rotated if part is None else part.format.turn(rotated))
     if kv is not None:
-        (part_of(kv) if part is None else part).store(k, v, kv, slots)
+        part = part_of(kv) if part is None else part
+        part.store(part.format.turn(k), v, kv, slots)
 
 
 def _norm_of_heads(qk: Tensor, weights: tuple[Tensor, Tensor], num_q_heads: int, steps: HeadSteps) -> Tensor:

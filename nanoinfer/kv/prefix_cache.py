@@ -184,7 +184,8 @@ class PrefixCache:
     def _digest(self, sequence: Sequence, end: int) -> bytes:
         """Return the digest of the first `end` tokens, a multiple of the smallest blocks': made of their last ones, and
         of the digest before these."""
-        digests, size = sequence.digests, self._smallest
+        digests = sequence.digests
+        size = self._smallest
         while len(digests) * size < end:
             begin = len(digests) * size
             tokens = np.asarray(sequence.token_ids[begin : begin + size], dtype=np.int32).tobytes()

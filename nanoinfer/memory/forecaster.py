@@ -127,8 +127,7 @@ def forecaster(
         notes=() if card is None else card.notes,
     )
     rates = Rates.of_card(card) if card is not None else Rates() if here is None else Rates.of(device_of(here))
-    known = dict(lacks_float8=lacks_float8, rates=rates, knows_device=card is not None or here is not None)
-    return Forecaster(specs, config, asked, **known)
+    return Forecaster(specs, config, asked, lacks_float8=lacks_float8, rates=rates)
 
 
 @lru_cache(maxsize=16)
@@ -163,7 +162,7 @@ class Forecaster:
     """One model on one machine, for any context and batch; `asked` has what is given, and no answers.
 
     device: what the plan is made for.
-    lacks_float8: as `Device.lacks_float8`; None also where nothing is known of the GPU, as `knows_device` says.
+    lacks_float8: as `Device.lacks_float8`; None also where nothing is known of the GPU.
     rates: by which the engine chooses its plan there; a bandwidth that is stated is not known to it.
     """
 
@@ -173,7 +172,6 @@ class Forecaster:
     device: Device = field(default_factory=planned_device)
     lacks_float8: str | None = None
     rates: Rates = Rates()
-    knows_device: bool = False
 
     @cached_property
     def spec(self) -> ModelSpec:
@@ -208,7 +206,6 @@ class Forecaster:
             wide_bytes=planner.spec.weight_bytes if self.config.quantization is None else 0,
             memory_bytes=self.asked.budget_bytes + self.asked.host_budget_bytes,
             experts_bytes=planner.spec.sparse.expert_bytes + planner.embedding_bytes if planner.may_have_slots else 0,
-            knows_device=self.knows_device,
         )
 
     def _streams_nothing(self, context: int, now: Forecast) -> bool:

@@ -27,7 +27,7 @@ _WEIGHTS = (
     {"quantization": "int4", "head_quantization": "int8"},
 )
 _SHARES = {None: 0.0, "int8": 0.5, "fp8": 0.5, "int4": 0.25}  # at the least, of what weights take in 16 bits
-_KV = ({}, {"kv_cache_dtype": "fp8"})
+_KV = ({}, {"kv_cache_dtype": "int8"})
 _WORDS = {
     "quantization": "weights in {}",
     "head_quantization": "head and embeddings in {}",
@@ -91,7 +91,6 @@ class Proposer:
 
     step: the outcome of a config; ValueError where the checkpoint cannot have its formats.
     longest: the longest context of a config that fits, or 0.
-    knows_device: what the GPU lacks is known, or that there is none; else proposals say what they need of one.
     experts_bytes: of weights in host memory, where experts have slots; 0: they cannot.
     wide_bytes, memory_bytes: of weights in 16 bits, if they are, and of the GPU and the host together.
     """
@@ -99,7 +98,6 @@ class Proposer:
     config: EngineConfig
     step: Callable[[EngineConfig], Outcome]
     longest: Callable[[EngineConfig], int]
-    knows_device: bool = False
     experts_bytes: int = 0
     wide_bytes: int = 0
     memory_bytes: int = 0
@@ -156,7 +154,7 @@ class Proposer:
 
     def words(self, config: EngineConfig) -> str:
         """Return in words how this config differs from the one that is wanted."""
-        return in_words(_changes(self.config, config), self.knows_device)
+        return in_words(_changes(self.config, config))
 
     def _formats(self, slowest: float) -> list[Proposal]:
         """Return what fits in other formats: each change alone, and those together that are faster than all before."""
@@ -250,7 +248,7 @@ class Proposer:
                 return None
         changes = _changes(self.config, config)
         return Proposal(
-            what=in_words(changes, self.knows_device),
+            what=in_words(changes),
             changes=changes,
             memory_bytes=outcome.memory.total_bytes,
             streamed_bytes_per_step=outcome.streamed_bytes_per_step,
@@ -272,12 +270,10 @@ def fastest_format(proposals: Iterable[Proposal]) -> Proposal | None:
     return min(formats, key=lambda one: one.ms_per_token or 0.0, default=None)
 
 
-def in_words(changes: dict[str, Any], knows_device: bool) -> str:
+def in_words(changes: dict[str, Any]) -> str:
     """Return changed settings as a report names them: "weights in int4, KV in fp8"."""
-    needs = {} if knows_device else {"kv_cache_dtype": " (needs compute capability 8.9)"}
     said = {name: value for name, value in changes.items() if value is not None}
-    words = {name: _SAID.get((name, value)) or _WORDS[name].format(value) for name, value in said.items()}
-    return ", ".join(text + needs.get(name, "") for name, text in words.items())
+    return ", ".join(_SAID.get((name, value)) or _WORDS[name].format(value) for name, value in said.items())
 
 
 def command(config: EngineConfig) -> str:

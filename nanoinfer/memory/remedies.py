@@ -26,7 +26,7 @@ def with_remedies(error: TooSmall, setup: Setup) -> TooSmall:
         host_budget_bytes=available if config.host_memory_limit is None else int(config.host_memory_limit),
     )
     device = setup.device
-    of_device = dict(device=device, lacks_float8=device.lacks_float8(), rates=Rates.of(device), knows_device=True)
+    of_device = dict(device=device, lacks_float8=device.lacks_float8(), rates=Rates.of(device))
     forecaster = Forecaster(setup.specs, config, asked, **of_device)
     lines = [_line(proposal) for proposal in forecaster.proposer().to_fit()]
     if not lines:

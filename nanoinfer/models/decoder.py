@@ -135,7 +135,8 @@ class Decoder(nn.Module):
         self._embedding_scale = traits.embedding_scale
         if traits.rounds_embedding_scale:  # a product with the number rounds as with a scalar tensor then
             self._embedding_scale = torch.tensor(self._embedding_scale, dtype=spec.dtype, device="cpu").item()
-        head_dims = [spec.attentions[getattr(state, "shape", 0)].head_dim for state in spec.layers]
+        shapes = (state.shape if isinstance(state, AttentionState) else 0 for state in spec.layers)
+        head_dims = [spec.attentions[shape].head_dim for shape in shapes]
         ropes, self._rope_of_layer = distinct(self.rope_parameters(hf_config), head_dims)
         options["dtype"] = torch.float32 if traits.float32_rope else spec.dtype
         self.query_scales = None

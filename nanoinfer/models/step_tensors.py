@@ -85,8 +85,9 @@ class FixedBuffers:
         self._size = spec.q_size
         self.positions = torch.zeros(num_tokens, dtype=torch.int64, device=device)
         self.x = torch.zeros(num_tokens, spec.hidden_size, dtype=spec.dtype, device=device)
-        self.queries = torch.zeros(num_tokens * spec.q_size, dtype=spec.dtype, device=device)
-        self.attention = torch.zeros_like(self.queries)
+        # Not zeros_like: on the meta device, where plans are counted, torch imports sympy for it.
+        sizes = [num_tokens * spec.q_size] * 2
+        self.queries, self.attention = (torch.zeros(size, dtype=spec.dtype, device=device) for size in sizes)
 
     def first(self, count: int) -> dict[str, Tensor]:
         """Return the first rows, as arguments of `StepTensors`."""

@@ -72,6 +72,12 @@ def add_engine_options(
         if field.name == "enable_cpu_offload":
             action.completer = lambda **_: OFFLOAD  # which argcomplete asks for values
         parser.take_also(shown, *others)
+        if field.name == "kv_cache_dtype":
+            for part in "kv":
+                names = f"-ct{part}", f"--cache-type-{part}"
+                group.add_argument(
+                    *names, action=_CacheType, const=part, dest=argparse.SUPPRESS, help=argparse.SUPPRESS
+                )
     parser.set_defaults(engine_options=[field.name for field in wanted], check_engine=check_engine)
 
 
@@ -158,6 +164,14 @@ def _kind(name: str, annotation: str, default: Any) -> dict[str, Any]:
         unit = "GIB" if name.endswith("_gb") else "SHARE"
         return dict(type=float if "float" in annotation else int, metavar=unit if "float" in annotation else "N")
     return dict(type=_size, metavar="SIZE") if "int" in annotation else {}
+
+
+class _CacheType(argparse.Action):
+    """llama.cpp's two options for the formats of keys and of values, which have one name here."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: str, option: str) -> None:
+        types = dict(k="f16", v="f16") | getattr(namespace, "cache_types", {}) | {self.const: value}
+        namespace.cache_types, namespace.kv_cache_dtype = types, "/".join(types.values())
 
 
 def _offload(text: str) -> bool | str:

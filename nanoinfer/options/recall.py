@@ -11,7 +11,7 @@ HELP_OF_LISTS = {
     "quantization": 'quantise the weights of a checkpoint in 16 or 32 bits while they are read; "none,int8,fp8,int4" '
     "asks each engine mode once with each (none: as the checkpoint is)",
     "head_quantization": 'head and embeddings in 8 bits; "none,int8" asks once with each',
-    "kv_cache_dtype": '"auto" (as the model) or "fp8"; "auto,fp8" asks each engine mode once with each',
+    "kv_cache_dtype": 'as for other commands; "auto,int8,k8v4" asks each engine mode once with each',
 }
 
 

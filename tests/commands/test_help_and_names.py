@@ -110,7 +110,7 @@ def test_documents_have_the_names_that_are_shown():
         ("--parallel", "did you mean --max-num-seqs?"),
         ("-ub", "did you mean --max-num-batched-tokens?"),
         ("--no-kv-offload", "did you mean --offload?"),
-        ("--cache-type-k", "did you mean --kv-cache-dtype?"),
+        ("--cache-type", "did you mean --kv-cache-dtype?"),
         ("--flash-attn", "did you mean --attention-backend?"),
         ("--rope-freq-base", "did you mean --hf-overrides?"),
         ("-hf", "a name such as qwen3-8b, a directory, a GGUF file or a hub id"),

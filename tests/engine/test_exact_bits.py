@@ -107,7 +107,8 @@ def draw_requests(generator: random.Random, seed: int) -> list[tuple[list[int], 
 
 def draw_formats(generator: random.Random) -> dict:
     dtype = generator.choice(["float32", "float32", "bfloat16", "bfloat16", "float16"])
-    return dict(dtype=dtype, kv_cache_dtype="auto" if generator.random() < 0.85 else "fp8")
+    drawn = int(generator.random() * 20)
+    return dict(dtype=dtype, kv_cache_dtype=(["auto"] * 16 + ["int4", "k8v4", "int8", "fp8"])[drawn])
 
 
 def draw_engine(generator: random.Random, path, seed: int, requests: list, formats: dict, **more) -> LLMEngine:

@@ -11,7 +11,7 @@ from nanoinfer import LLM, SamplingParams
 from nanoinfer.common.kv_formats import KV_FORMATS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-NAMES = {"int8_heads": "kv_int8:Int8Heads", "one_vector": "kv_one_vector:OneVector"}
+OWN = {"one_vector": "kv_one_vector:OneVector"}
 
 
 def logits_of(llm: LLM, switches: dict[int, str] | None = None) -> list:
@@ -28,10 +28,11 @@ def logits_of(llm: LLM, switches: dict[int, str] | None = None) -> list:
     return [(request.output().outputs[0].token_ids, request.output().outputs[0].logprobs) for request in requests]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*OWN, "int8", "k8v4", "int4"])
 @pytest.mark.parametrize("config", [QWEN3, GEMMA3, LLAMA_GROUP_OF_3], ids=["qwen3", "gemma3", "llama"])
 def test_every_mode_gives_the_same_bits(config, name, tmp_path, monkeypatch):
-    monkeypatch.setitem(KV_FORMATS, name, NAMES[name])
+    if name in OWN:
+        monkeypatch.setitem(KV_FORMATS, name, OWN[name])
     (tmp_path / "config.json").write_text(json.dumps(config))
     arguments = COMMON | dict(model=tmp_path, kv_cache_dtype=name)
     with LLM(**arguments) as llm:

@@ -20,12 +20,13 @@ from nanoinfer.attention.torch_backend import TorchBackend
 from nanoinfer.common.kv_formats import KV_FORMATS
 from nanoinfer.kernels.kv.base import KVPart
 
-NAMES = {"int8_heads": "kv_int8:Int8Heads", "one_vector": "kv_one_vector:OneVector"}
+OWN = {"int8_heads": "kv_int8:Int8Heads", "one_vector": "kv_one_vector:OneVector"}
+NAMES = [*OWN, "int8", "k8v4", "int4"]
 PROMPTS, PARAMS = random_prompts(5, 1, 100), some_params(5, max_tokens=9)
 WINDOWED = SMALL | dict(sliding_window=40)
 WAYS = {
     "streamed": dict(enable_cpu_offload=True),
-    "some on the GPU": dict(enable_cpu_offload=True, resident_kv_limit=2**13),
+    "some on the GPU": dict(enable_cpu_offload=True, resident_kv_limit=2**12),
     "eager": dict(enforce_eager=True, enable_cpu_offload=True),
     "auto": dict(enable_cpu_offload="auto", num_gpu_blocks_override=11, max_model_len=140),
     "small steps": dict(max_num_batched_tokens=16),
@@ -35,7 +36,7 @@ WAYS = {
 
 @pytest.fixture(autouse=True)
 def formats(monkeypatch):
-    for name, maker in NAMES.items():
+    for name, maker in OWN.items():
         monkeypatch.setitem(KV_FORMATS, name, maker)
 
 
@@ -56,8 +57,8 @@ def engines_of(paths, family, name):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "wide windows", "odd"])
 @pytest.mark.sampled(
-    "qwen3-int8_heads", "qwen3-one_vector", "gemma3-int8_heads", "gemma3-one_vector", "wide windows-one_vector",
-    "odd-int8_heads",
+    "qwen3-int8", "qwen3-one_vector", "gemma3-int8_heads", "gemma3-int4", "wide windows-one_vector", "odd-int8_heads",
+    "odd-k8v4",
 )  # fmt: skip
 def test_every_mode_gives_the_same_bits(paths, family, name, fuzz):
     engine_of = engines_of(paths, family, name)
@@ -79,6 +80,7 @@ def test_every_mode_gives_the_same_bits(paths, family, name, fuzz):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("family", ["qwen3", "narrow windows"])
+@pytest.mark.sampled("qwen3-int8_heads", "qwen3-k8v4", "narrow windows-int8", "narrow windows-int4")
 def test_who_gives_way_and_who_finds_a_prefix_has_the_same_bits(paths, family, name):
     prompts = [PROMPTS[0] + [7] * 64, PROMPTS[0] + [7] * 64 + [9] * 30, PROMPTS[2], PROMPTS[1]]
     params = some_params(4, max_tokens=24 if family == "qwen3" else 60)
@@ -110,7 +112,7 @@ def test_only_the_store_rounds(paths, family, monkeypatch):
 @pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="triton was imported without TRITON_INTERPRET=1")
 @pytest.mark.parametrize(
     ("family", "name"),
-    [("gemma3", "int8_heads"), ("gemma3", "one_vector"), ("odd", "one_vector"), ("odd", "auto")],
+    [("gemma3", "int8_heads"), ("gemma3", "int4"), ("odd", "one_vector"), ("odd", "auto"), ("odd", "k8v4")],
 )
 def test_kernels_in_the_interpreter_give_equal_bits_in_both_modes(paths, family, name):
     prompts, params = [PROMPTS[1][:40], PROMPTS[2][:5]], some_params(2, max_tokens=3)
@@ -122,7 +124,9 @@ def test_kernels_in_the_interpreter_give_equal_bits_in_both_modes(paths, family,
 
 
 def test_what_cannot_be_is_refused_by_name(paths, monkeypatch):
-    with pytest.raises(ValueError, match="kv_cache_dtype='int8_head' is not one of auto, fp8, int8_heads, one_vector"):
+    with pytest.raises(
+        ValueError, match="kv_cache_dtype='int8_head' is not one of auto, fp8, int8, k8v4, int4, int8_heads, one_vector"
+    ):
         make_engine(paths["qwen3"], kv_cache_dtype="int8_head")
     spec = make_engine(paths["qwen3"], kv_cache_dtype="int8_heads").runner.spec.attention
     spec = replace(spec, dtype=torch.bfloat16, block_size=256)
@@ -134,7 +138,13 @@ def test_what_cannot_be_is_refused_by_name(paths, monkeypatch):
 
 
 def test_a_block_takes_the_bytes_of_its_format(paths):
-    for name, of_token in (("int8_heads", 2 * 16 + 2 * 2), ("one_vector", 2 * 16)):
+    of_tokens = dict(int8_heads=2 * 16 + 2 * 2, one_vector=2 * 16, int8=2 * 16 + 2 * 2, k8v4=16 + 8 + 4, int4=2 * 8 + 4)
+    for name, of_token in of_tokens.items():
         runner = make_engine(paths["qwen3"], kv_cache_dtype=name).runner
         assert runner.layout.part_bytes == 16 * of_token and runner.gpu_kv.dtype == torch.uint8
         assert runner.spec.kv_bytes(1) == of_token * len(runner.spec.layers)
+
+
+def test_a_small_model_in_4_bits_is_warned_of(paths):
+    with pytest.warns(UserWarning, match="small models lose much with a KV cache in 4 bits.*'int8' loses little"):
+        make_engine(paths["qwen3"], kv_cache_dtype="int4")

@@ -95,14 +95,13 @@ def test_a_plan_for_another_machine_names_one_amount_of_host_memory():
     assert re.search(said, problem) and "available" not in problem
 
 
-def test_what_a_proposal_needs_of_a_gpu_is_said_where_none_is_known():
+@pytest.mark.parametrize("place", [dict(gpu_memory_limit="7GiB"), dict(gpu="4060"), dict(gpu="RTX 3060")], ids=str)
+def test_kv_in_int8_is_proposed_on_every_card(place):
     asked = dict(max_model_len=32_768, batch=4, host_memory_limit="64GiB", quantization="int4")
-    unknown, known = (
-        nanoinfer.plan("qwen3-4b", **asked, **one) for one in (dict(gpu_memory_limit="7GiB"), dict(gpu="4060"))
-    )
-    assert any("KV in fp8 (needs compute capability 8.9)" in one.what for one in unknown.proposals)
-    assert any("KV in fp8" in one.what for one in known.proposals)
-    assert not any("compute capability" in one.what for one in known.proposals)
+    found = nanoinfer.plan("qwen3-4b", **asked, **place)
+    (proposal,) = (one for one in found.proposals if one.changes == dict(kv_cache_dtype="int8"))
+    assert proposal.what == "KV in int8" and "--kv-cache-dtype int8" in proposal.command
+    assert proposal.streamed_bytes_per_step < 0.6 * found.streamed_bytes_per_step
 
 
 def test_no_card_is_told_to_keep_kv_in_fp8_that_cannot():
@@ -116,18 +115,20 @@ def test_no_card_is_told_to_keep_kv_in_fp8_that_cannot():
 
 
 def test_the_gpu_of_this_machine_is_asked_what_it_can(monkeypatch):
-    def proposed(capability, **limits):
+    def fits(capability, **limits):
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda *_: capability)
-        found = nanoinfer.plan("qwen3-4b", max_model_len=32_768, batch=4, host_memory_limit="64GiB", **limits)
-        return any("kv_cache_dtype" in one.changes for one in found.proposals)
+        asked = dict(max_model_len=32_768, kv_cache_dtype="fp8", quantization="int4", host_memory_limit="64GiB")
+        return nanoinfer.plan("qwen3-4b", **asked, **limits).fits
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda *_: "NVIDIA GeForce RTX 4070")
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda *_: (11 * GIB, 12 * GIB))
     monkeypatch.setattr(forecaster, "device_memory", lambda _: DeviceMemory(12 * GIB, 11 * GIB))
-    assert proposed((8, 9)) and not proposed((8, 6))
-    assert proposed((8, 6), gpu_memory_limit="10GiB"), "a plan for another machine"
+    assert fits((8, 9))
+    with pytest.raises(ValueError, match="8.6: set kv_cache_dtype"):
+        fits((8, 6))
+    assert fits((8, 6), gpu_memory_limit="10GiB"), "a plan for another machine"
 
 
 def test_all_cards_are_compared_by_the_plan_of_each(capsys, monkeypatch):

@@ -21,7 +21,7 @@ def test_proposals_come_in_the_order_of_what_they_lose():
     changes = [one.changes for one in forecast.proposals]
     assert changes[0] == {"quantization": "int8"}
     assert changes.index({"quantization": "fp8"}) < changes.index({"quantization": "int4"})
-    assert changes[-1] == {"quantization": "int4", "kv_cache_dtype": "fp8"} and not forecast.proposals[-1].ms_per_token
+    assert changes[-1] == {"quantization": "int4", "kv_cache_dtype": "int8"} and not forecast.proposals[-1].ms_per_token
     times = [one.ms_per_token for one in forecast.proposals]
     assert times[0] > times[changes.index({"quantization": "int4"})] > 0
     assert "Qwen/Qwen3-8B" in forecast.proposals[0].command, "the checkpoint that has the shape"

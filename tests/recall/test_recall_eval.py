@@ -267,7 +267,7 @@ def test_help_says_which_modes_and_lists_there_are(capsys):
         with pytest.raises(SystemExit):
             call()
         text = " ".join(capsys.readouterr().out.split())
-        assert "(default: resident,offload)" in text and '"auto,fp8"' in text and '"none,int8,fp8,int4"' in text
+        assert "(default: resident,offload)" in text and '"auto,int8,k8v4"' in text and '"none,int8,fp8,int4"' in text
 
 
 def test_what_is_finished_is_kept_when_a_later_mode_fails(checkpoint, tmp_path, capsys, monkeypatch):

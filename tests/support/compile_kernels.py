@@ -14,7 +14,6 @@ import sys
 from dataclasses import replace
 
 import torch
-from kv_int8 import Int8Heads
 from kv_one_vector import OneVector
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -143,6 +142,7 @@ from nanoinfer.kernels.experts.routing import SIGMOID, GatedActivation, Routing
 from nanoinfer.kernels.experts.slots import BLOCK_WORDS
 from nanoinfer.kernels.kv.base import KVFormat, KVPart
 from nanoinfer.kernels.kv.plain import Plain
+from nanoinfer.kernels.kv.quantized import int4, int8, k8v4
 from nanoinfer.kernels.layer.activation import act_and_mul
 from nanoinfer.kernels.layer.head_steps import HeadSteps
 from nanoinfer.kernels.linear import expand, gather
@@ -369,7 +369,7 @@ for gpu.architecture in architectures:
     if gpu.target.has_float8:
         compile_attention(128, Plain(torch.float8_e4m3fn), is_common=False)
     if not is_brief or gpu.architecture == architectures[0]:
-        for kv_format in (Int8Heads(), OneVector()):
+        for kv_format in (int8(), k8v4(), int4(), OneVector()):
             compile_attention(128, kv_format, is_common=False)
     compile_tile_linear()
     compile_packed()

@@ -26,11 +26,13 @@ class KVKernels(NamedTuple):
 
     store: writes a tile of keys and values; read: returns a tile of keys and values.
     stores_heads: whether `store` takes whole heads at once; else columns of heads, in any number of calls.
+    turn: as `KVFormat.turn`, of whole heads; None: nothing is turned.
     """
 
     store: JITFunction
     read: JITFunction
     stores_heads: bool
+    turn: JITFunction | None = None
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,11 @@ class KVFormat(ABC):
     @abstractmethod
     def kernels(self) -> KVKernels:
         """Return the device functions; imports triton."""
+
+    def turn(self, heads: Tensor) -> Tensor:
+        """Return queries, or keys for `encode`, [N, heads, head_dim], as they are multiplied: turned alike, or as they
+        are."""
+        return heads
 
     def own(self, rope: Tensor | None, k_norm: Tensor | None) -> tuple[Tensor, ...]:
         """Return what `decode` and the read function need of a layer besides its blocks.

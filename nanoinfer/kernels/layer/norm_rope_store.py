@@ -111,6 +111,7 @@ def norm_rope_store_kernel(
     clip,
     STORE: tl.constexpr,  # the format's function
     STORES_HEADS: tl.constexpr,  # as in `KVKernels`
+    TURN_HEADS: tl.constexpr,
     STRIDE: tl.constexpr,
     NUM_Q_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -226,21 +227,26 @@ def norm_rope_store_kernel(
     if REST:
         result_rest = tl.where(is_v, value_rest, rest)
 
+    every = tl.arange(0, WIDTH)[None, :]
+    if STORES_HEADS:
+        heads = whole_heads(result_first, result_second, result_rest, HEADS, WIDTH, HALF, TILE, REST, INTERLEAVED)
+        heads = tl.where(is_head & (every < SIZE), heads, 0.0)
     q_target = q + (token * NUM_Q_HEADS + head) * SIZE
-    tl.store(q_target + first_at, result_first.to(q.dtype.element_ty), mask=inside & is_q)
-    tl.store(q_target + second_at, result_second.to(q.dtype.element_ty), mask=inside & is_q)
-    if REST:
-        tl.store(q_target + rest_at, result_rest.to(q.dtype.element_ty), mask=in_rest & is_q)
+    if TURN_HEADS is not None:
+        heads = tl.where(is_v, heads, rounded(TURN_HEADS(heads, SIZE), qkv))
+        tl.store(q_target + every, heads.to(q.dtype.element_ty), mask=is_q & (every < SIZE))
+    else:
+        tl.store(q_target + first_at, result_first.to(q.dtype.element_ty), mask=inside & is_q)
+        tl.store(q_target + second_at, result_second.to(q.dtype.element_ty), mask=inside & is_q)
+        if REST:
+            tl.store(q_target + rest_at, result_rest.to(q.dtype.element_ty), mask=in_rest & is_q)
     kv_head = tl.where(is_v, head - NUM_Q_HEADS - NUM_KV_HEADS, head - NUM_Q_HEADS)
     block = slot // BLOCK_SIZE
     at = slot % BLOCK_SIZE
     is_kv = inside & (head >= NUM_Q_HEADS)
     if NUM_KV_HEADS > 0 and slot >= 0:
         if STORES_HEADS:
-            every = tl.arange(0, WIDTH)[None, :]
             is_own = is_head & (head >= NUM_Q_HEADS) & (every < SIZE)
-            heads = whole_heads(result_first, result_second, result_rest, HEADS, WIDTH, HALF, TILE, REST, INTERLEAVED)
-            heads = tl.where(is_own, heads, 0.0)
             STORE(kv, block, at, kv_head, is_v, every, heads, is_own, STRIDE, BLOCK_SIZE, NUM_KV_HEADS, SIZE)
         else:
             STORE(kv, block, at, kv_head, is_v, first_at, result_first, is_kv, STRIDE, BLOCK_SIZE, NUM_KV_HEADS, SIZE)
@@ -291,7 +297,7 @@ def norm_rope_store(
     norm_rope_store_kernel[(num_tokens, triton.cdiv(num_heads, HEADS_PER_PROGRAM))](
         qkv, q_weight, k_weight, qkv if table is None else table, qkv if q_scales is None else q_scales, positions,
         slots, q, blocks, qkv.stride(0), steps.eps, 0.0 if steps.clip is None else steps.clip,
-        STORE=kernels.store, STORES_HEADS=kernels.stores_heads, STRIDE=blocks.stride(0),
+        STORE=kernels.store, STORES_HEADS=kernels.stores_heads, TURN_HEADS=kernels.turn, STRIDE=blocks.stride(0),
         NUM_Q_HEADS=num_q_heads, NUM_KV_HEADS=num_kv_heads, BLOCK_SIZE=part.block_size, SIZE=head_dim, HALF=half,
         TILE=next_power_of_2(half), WIDTH=next_power_of_2(head_dim),
         REST=next_power_of_2(head_dim - 2 * half) if head_dim > 2 * half else 0,
