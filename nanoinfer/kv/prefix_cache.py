@@ -129,8 +129,9 @@ class PrefixCache:
         end = self.num_found(sequence) + self._largest
         if end >= sequence.num_tokens:
             return False
-        digest, number = self._digest(sequence, end), end // self._smallest
-        return any(one.num_published < end and one.digests[number - 1 : number] == [digest] for one in running)
+        digest = self._digest(sequence, end)
+        coming = (one for one in running if one.num_published < end <= len(one.prompt_token_ids))
+        return any(self._digest(one, end) == digest for one in coming)
 
     def key_behind(self, sequence: Sequence, end: int) -> bytes | None:
         """Return a key that is published with what comes next behind the tokens that `find` found; None: nothing may

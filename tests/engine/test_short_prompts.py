@@ -95,13 +95,14 @@ def test_what_is_found_does_not_count_as_left(path):
     assert waited[1].first_token <= 3
 
 
-def test_a_short_prompt_does_not_compute_what_a_long_one_is_about_to(path):
-    """Its 80 tokens are the long one's, but for some: it waits until these are found, and no longer."""
-    (long,) = prompts_of(320)
+@pytest.mark.parametrize("shared", [96, 256])
+def test_a_short_prompt_does_not_compute_what_a_long_one_is_about_to(path, shared):
+    """Its tokens are the long one's, but for some: it waits until these are found, and no longer."""
+    (long,) = prompts_of(370)
     engine = hollow(engine_of(path, enable_prefix_caching=True))
-    short = long[:96] + [7] * 9
+    short = long[:shared] + [7] * 9
     waited, chunks = played(engine, {0: [long], 1: [short]})
-    assert sum(map(sum, chunks)) == 320 + 9 and waited[1].first_token <= 4
+    assert sum(map(sum, chunks)) == 370 + 9 and waited[1].first_token <= 2 + shared // 64
 
 
 def test_completions_of_one_long_prompt_do_not_begin_with_what_a_short_one_left_of_a_step(path):
