@@ -140,19 +140,28 @@ class KVCache:
     def take_promised(self, sequence: Sequence, end: int) -> list[list[tuple[int, int]]]:
         """Take a host block for each block that becomes full when `end` tokens are computed, in offload mode.
 
-        Those that no later token sees get one only where that is at the cost of nothing that is cached.
+        Those that no later token sees get one only where that is at the cost of nothing that is cached; or, if the next
+        turn sees them, of nothing that was promised.
 
         Returns:
             For each group (GPU block, host block) pairs to write through.
         """
-        tables, row, pairs = self.tables, sequence.row, []
+        tables, row, pairs, places_of = self.tables, sequence.row, [], []
         for number, group in enumerate(tables.groups):
             full = range(sequence.num_computed // group.block_size, end // group.block_size)
-            first = min(group.first_needed(end), self.prefixes.end_blocks(sequence, number).start)
-            num_needed = len(range(max(full.start, first), full.stop))
-            host_blocks = tables.lifetimes.host_blocks
-            num_spare = max(0, min(host_blocks.num_spare, self.num_unpromised_host))
-            count = min(len(full), num_needed + num_spare)
+            first = group.first_needed(end)
+            of_next = min(first, self.prefixes.end_blocks(sequence, number).start)  # where the next turn begins to see
+            places_of.append((full, *(range(max(full.start, place), full.stop) for place in (first, of_next))))
+        num_unpromised = max(0, self.num_unpromised_host)
+        room = sequence.num_reserved_host + num_unpromised
+        has_room = sum(len(of_next) for *_, of_next in places_of) <= room  # else what this turn sees alone
+        for full, *either in places_of:
+            room -= len(either[has_room])
+        num_spare = max(0, min(num_unpromised, room))
+        for number, (full, *either) in enumerate(places_of):
+            num_needed = len(either[has_room])
+            num_more = min(len(full) - num_needed, num_spare, tables.lifetimes.host_blocks.num_spare)
+            count, num_spare = num_needed + num_more, num_spare - num_more
             taken = self.take_host(count) if count else []
             num_promised = min(num_needed, sequence.num_reserved_host)
             sequence.num_reserved_host -= num_promised

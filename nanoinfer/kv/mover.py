@@ -268,7 +268,8 @@ class Mover:
         if not self.transfers.is_idle:
             return True
         oldest = [block for block in gpu.next_evicted(MAX_LOOKED_AT) if host.published(gpu.key(block)) is None]
-        oldest = oldest[:MAX_GROUP]
+        # It holds them meanwhile, so there must be as many that nobody was promised.
+        oldest = oldest[: min(MAX_GROUP, max(0, self._copies.gpu_room))]
         if not oldest:
             return False
         if self._may_spill:

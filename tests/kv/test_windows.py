@@ -5,13 +5,14 @@ from functools import partial
 
 import pytest
 from engines import SMALL, assert_pools_as_before, make_engine, random_prompts, run, some_params, switching
-from kv_models import MODELS, registered, write_model
+from kv_models import MODELS, KVModel, registered, write_model
 from simulated import SimulatedRuntime
 from tiny_models import make_checkpoint
 
 from nanoinfer import SamplingParams
 from nanoinfer.kv.cache import KVCache
 from nanoinfer.kv.tables import present
+from nanoinfer.models.base import AttentionState
 
 WINDOW = 40
 MODEL = SMALL | dict(num_layers=4, sliding_window=WINDOW)  # three of four layers have the window, and three groups
@@ -94,6 +95,41 @@ def test_a_long_prompts_given_back_blocks_go_before_anothers_conversation(path):
     before = engine.stats()["prefix_cache_hit_tokens"]
     run(engine, [chat + [5] * 20], [greedy(4)])
     assert engine.stats()["prefix_cache_hit_tokens"] - before == 48
+
+
+def test_what_goes_down_a_tier_leaves_rows_the_blocks_that_they_were_promised(path):
+    """It is held on its way: a row that goes on within its promise found no block then, and the step failed."""
+    engine = make_engine(path, SimulatedRuntime(2), enable_cpu_offload="auto", num_gpu_blocks_override=60)
+    run(engine, random_prompts(2, 200, 200, seed=1), [greedy(2)] * 2)  # of which blocks are cached
+    least = []
+
+    def at_step(engine, step):
+        engine.mover.send_down()
+        least.append(engine.kv_cache.copies.gpu_room)
+
+    run(engine, random_prompts(3, 60, 120, seed=2), [greedy(40)] * 3, at_step)
+    assert min(least) >= 0 and engine.runner.offload.counters.written_bytes > 0
+    assert_pools_as_before(engine)
+
+
+def test_a_step_takes_no_more_of_the_host_than_was_promised_where_windows_have_blocks_of_a_fourth(
+    tmp_path, monkeypatch
+):
+    """What the next turn sees ends at a multiple of the largest blocks, and may be more than a row is promised."""
+    states = AttentionState(window=WINDOW), AttentionState(shape=1)
+    monkeypatch.setitem(MODELS, "fourth", KVModel(states * 2, ((4, 4, 32), (4, 1, 32)), 64))
+    with registered():
+        engine_of = partial(make_engine, write_model(tmp_path, "fourth"), load_format="dummy", block_size=64)
+        engine = engine_of()
+        groups, (prompt,) = engine.kv_cache.tables.groups, random_prompts(1, 316, 316, seed=1)
+        assert [(group.window, group.block_size) for group in groups] == [(None, 64), (WINDOW, 16)]
+        wanted = run(engine, [prompt], [greedy(4)])
+        for num_more in (0, 1, 4):
+            limit = (groups.most_full(320) + num_more) * engine.plan.block_bytes
+            arguments = dict(enable_cpu_offload=True, host_memory_limit=limit, max_model_len=320)
+            small = engine_of(**arguments, max_num_batched_tokens=128)
+            assert run(small, [prompt], [greedy(4)]) == wanted
+            assert_pools_as_before(small)
 
 
 @pytest.fixture(scope="module")
