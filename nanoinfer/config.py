@@ -172,11 +172,12 @@ class EngineConfig:
         """Take other names of the same: torch.float32 in Python, and vLLM's words."""
         if type(self.dtype).__name__ == "dtype":
             object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
-        if (name := OTHER_NAMES.get(given := self.kv_cache_dtype)) is not None:
+        given = self.kv_cache_dtype
+        if isinstance(given, str) and (name := OTHER_NAMES.get(given)) is not None:
             if name not in ("auto", "fp8"):
                 warnings.warn(
                     f"kv_cache_dtype={given!r} is taken as {name!r}: as many bits, in a layout of our own",
-                    stacklevel=4,
+                    stacklevel=5,
                 )
             object.__setattr__(self, "kv_cache_dtype", name)
         for name in ("max_model_len", "max_num_batched_tokens"):
@@ -293,7 +294,7 @@ class EngineConfig:
 
     def _one_of(self, name: str, allowed: tuple[str, ...]) -> None:
         value = getattr(self, name)
-        if value not in allowed:
+        if value not in tuple(allowed):  # which takes a list, too
             guess = did_you_mean(str(value), allowed)
             raise ValueError(f"{name}={value!r} is not one of {', '.join(allowed)}{guess}")
 

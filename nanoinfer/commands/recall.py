@@ -122,6 +122,7 @@ def _runs(
         weights = WeightFormat(*(None if name == "none" else name for name in chosen))
         arguments = ENGINE_MODES[mode] | common | asdict(weights) | dict(kv_cache_dtype=kv)
         setup = Setup(EngineConfig(**arguments), device)
+        arguments["kv_cache_dtype"] = kv = setup.config.kv_cache_dtype
         if arguments["max_model_len"] > setup.spec.max_position:
             raise ValueError(
                 f"--context {longest} and {ANSWER_ROOM} tokens for longer answers are beyond the model's own "

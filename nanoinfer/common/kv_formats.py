@@ -18,6 +18,8 @@ OTHER_NAMES = {
     "q4_0": "int4",
     "f16/f16": "auto",
     "bf16/bf16": "auto",
+    "bf16/f16": "auto",  # -ctk bf16 alone
+    "f16/bf16": "auto",
     "q8_0/q8_0": "int8",
     "q8_0/q4_0": "k8v4",
     "q4_0/q4_0": "int4",

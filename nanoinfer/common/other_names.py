@@ -86,10 +86,10 @@ VALUES_MEANT: dict[str, tuple[str, ...]] = by_name(
         "q4 q4_0 q4_1 q4_k q4_k_m q4_k_s iq4_nl iq4_xs int4_wo 4bit w4a16 nf4 bnb bitsandbytes q4_0/f16 f16/q4_0": (
             "int4",
         ),
-        "q8 q8_0 q8_k int8_wo 8bit w8a16 w8a8 q8_0/f16 f16/q8_0": ("int8", "fp8"),
+        "q8 q8_0 q8_k int8_wo 8bit w8a16 w8a8 q8_0/f16 f16/q8_0 q4_0/q8_0": ("int8", "fp8"),
         "f8 fp8_e5m2 float8 float8_e4m3fn w8a8_fp8": ("fp8",),
-        "f16 fp16": ("float16",),
-        "bf16": ("bfloat16",),
+        "f16 fp16 float16": ("float16", "auto"),
+        "bf16 bfloat16": ("bfloat16", "auto"),
         "f32 fp32": ("float32",),
     }
 )

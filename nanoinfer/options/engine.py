@@ -6,6 +6,7 @@ import argparse
 import inspect
 import json
 import re
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import Field, fields
 from functools import partial
@@ -103,7 +104,9 @@ def check_engine(options: argparse.Namespace) -> None:
         ValueError: says what is allowed.
     """
     given = {name: value for name, value in engine_arguments(options).items() if value is not None}
-    EngineConfig(model="any", **given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the command's own config says it again
+        EngineConfig(model="any", **given)
 
 
 def option_words(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:

@@ -68,6 +68,7 @@ def verify(
     common = dict(skip_tokenizer_init=True, enable_prefix_caching=False, progress_bar=progress, model=model, seed=seed)
     common |= engine_arguments
     config = EngineConfig(**common)
+    common["kv_cache_dtype"] = config.kv_cache_dtype  # so that another name of it is told once
     setup = Setup(config, resolve_device(config.device), offload=True)
     is_exact = setup.backends[0].exact_splits
     workload = choose_workload(setup, common, num_requests, context, output_len, seed)
