@@ -266,8 +266,9 @@ def _why_no_step(llm: LLM, lengths: list[int], output_len: int) -> str:
     if batch > max_num_seqs:
         return f"{batch} sequences never decode at once: max_num_seqs is {max_num_seqs}, raise it"
     tier, limit = ("host", "host") if llm.mode == "offload" else ("gpu", "GPU")
-    num_blocks, block_size = llm.stats()[f"{tier}_blocks_total"], llm.engine.config.block_size
-    needed = sum(-(-(length + output_len) // block_size) for length in lengths)
+    num_blocks, groups = llm.stats()[f"{tier}_blocks_total"], llm.engine.plan.groups
+    count = groups.most_full if tier == "host" else groups.most_blocks
+    needed = sum(count(length + output_len) for length in lengths)
     if needed > num_blocks:
         return f"{batch} sequences never decode at once: they need {needed} KV blocks, {num_blocks} fit: raise the " \
                f"{limit} memory limit or lower the batch"  # fmt: skip
