@@ -214,7 +214,7 @@ def measure(
     if steps:
         row.take_bytes(engine, streamed, [length + output_len // 2 for length in lengths])
     else:
-        row.problem = _why_no_step(llm, lengths, output_len)
+        row.problem = why_no_step(llm, lengths, output_len)
     row.bound = engine.meter.times.since(before).bound
     row.kv_resident_share = engine.meter.resident_share
     row.peak_gpu_bytes = engine.runner.peak_bytes()
@@ -258,7 +258,7 @@ def _run(
     return steps, streamed
 
 
-def _why_no_step(llm: LLM, lengths: list[int], output_len: int) -> str:
+def why_no_step(llm: LLM, lengths: list[int], output_len: int) -> str:
     """Say what kept the sequences from decoding all at once, and what to do."""
     batch, max_num_seqs = len(lengths), llm.engine.plan.max_num_seqs
     if output_len == 1:

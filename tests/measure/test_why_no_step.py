@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nanoinfer.measure.run import _why_no_step
+from nanoinfer.measure.run import why_no_step
 from offload import KVGroups, KVKind
 
 
@@ -17,4 +17,4 @@ def test_blocks_are_counted_in_every_group_of_its_size_and_behind_windows_none(m
     stats = dict(gpu_blocks_total=needed - 1, host_blocks_total=needed - 1)
     engine = SimpleNamespace(plan=plan, config=SimpleNamespace(block_size=32))
     llm = SimpleNamespace(engine=engine, mode=mode, stats=lambda: stats)
-    assert f"they need {needed} KV blocks, {needed - 1} fit" in _why_no_step(llm, [90, 90], 10)
+    assert f"they need {needed} KV blocks, {needed - 1} fit" in why_no_step(llm, [90, 90], 10)
