@@ -6,10 +6,11 @@ depends on its key, and whether a key still leads to a block depends on who was 
 
 from __future__ import annotations
 
-import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from itertools import islice, takewhile
+
+from offload.free_blocks import FreeBlocks
 
 GPU, HOST = "gpu", "host"
 """The pools by name: GPU memory and host memory."""
@@ -21,12 +22,13 @@ class BlockPool:
     The pool knows numbers only, not memory. A block is *free* (content worthless), *held* (reference count above 0) or
     *cached*: nobody holds it, but its content is published under a key and can be taken up again until the room is
     needed. The least recently released block is evicted first; of blocks released together, the last one, because a
-    prefix is of no use without its beginning. The lowest free number is handed out first, so that blocks of one
-    sequence tend to be neighbours, which lets one copy move several.
+    prefix is of no use without its beginning. The lowest free number is handed out first, of each group of layers in
+    stretches of its own (`FreeBlocks`), so that blocks tend to be neighbours, which lets one copy move several.
 
     Args:
         num_blocks: how many block numbers there are.
         first: the first number handed out; lower ones are reserved for the owner (a scratch block).
+        stretch: as for `FreeBlocks`.
 
     Attributes:
         num_leaving: blocks all of whose holders are about to give them back (`give_back_later`). Counted as they come
@@ -35,10 +37,11 @@ class BlockPool:
         key_of: the key of each published block.
     """
 
-    def __init__(self, num_blocks: int, first: int = 0) -> None:
+    def __init__(self, num_blocks: int, first: int = 0, stretch: int | None = None) -> None:
         assert 0 <= first <= num_blocks
-        self.first, self._num_blocks = first, num_blocks
-        self._free = list(range(first, num_blocks))  # a heap
+        self.first, self._num_blocks, self._stretch = first, num_blocks, stretch
+        self._free = FreeBlocks(stretch)
+        self._free.add(range(first, num_blocks))
         self.holders: dict[int, int] = {}
         self._returning: dict[int, int] = {}  # how many of them are about to give the block back
         self._num_references = self.num_leaving = 0
@@ -103,8 +106,8 @@ class BlockPool:
         """Note that published blocks were asked for."""
         self._wanted.update(blocks)
 
-    def allocate(self, count: int) -> list[int]:
-        """Hand out `count` blocks with undefined content, evicting cached ones if need be.
+    def allocate(self, count: int, group: int = 0) -> list[int]:
+        """Hand out `count` blocks with undefined content to a group of layers, evicting cached ones if need be.
 
         Raises:
             MemoryError: fewer than `count` blocks are free; nothing changes then.
@@ -114,7 +117,7 @@ class BlockPool:
         blocks = []
         for _ in range(count):
             if self._free:
-                block = heapq.heappop(self._free)
+                block = self._free.take(group)
             else:
                 block = self._evict()
             self.holders[block] = 1
@@ -169,7 +172,7 @@ class BlockPool:
         self._forget(block)
         if block in self._cached:
             del self._cached[block]
-            heapq.heappush(self._free, block)
+            self._free.put(block)
 
     def publish(self, block: int, key: Hashable) -> None:
         """Offer the content of a held block under `key`; the first block stays that somebody holds."""
@@ -210,7 +213,7 @@ class BlockPool:
             if block in self._spent:
                 self._cached.move_to_end(block, last=False)
             return False
-        heapq.heappush(self._free, block)
+        self._free.put(block)
         return True
 
     def give_back_later(self, blocks: Iterable[int]) -> list[int]:
@@ -241,7 +244,7 @@ class BlockPool:
     def grow(self, count: int) -> None:
         """Add `count` free blocks, with the next higher numbers."""
         first, self._num_blocks = self._num_blocks, self._num_blocks + count
-        self._free += range(first, self._num_blocks)  # still a heap: all others are smaller
+        self._free.add(range(first, self._num_blocks))
 
     def references(self, block: int) -> int:
         """Return the reference count of the block."""
@@ -268,7 +271,8 @@ class BlockPool:
         self._wanted &= key_of.keys()
         self._spent = set()
         known = references.keys() | key_of.keys()
-        self._free = [block for block in range(self.first, self._num_blocks) if block not in known]
+        self._free = FreeBlocks(self._stretch)
+        self._free.add(range(self.first, self._num_blocks), known)
         self.holders, self._num_references = references, sum(references.values())
         self._returning, self.num_leaving = {}, 0
 

@@ -26,14 +26,15 @@ class HostBlocks(BlockPool):
     Args:
         memory: of the blocks.
         num_planned: blocks that the pool is to have.
+        stretch: as for `FreeBlocks`.
 
     Attributes:
         failure: why no more blocks will ever be usable; None: more may, or all are.
         borrowed: the blocks that are borrowed.
     """
 
-    def __init__(self, memory: HostMemory, num_planned: int) -> None:
-        super().__init__(0)
+    def __init__(self, memory: HostMemory, num_planned: int, stretch: int | None = None) -> None:
+        super().__init__(0, stretch=stretch)
         self.failure: Exception | None = None
         self.borrowed: set[int] = set()
         self._memory, self.num_planned = memory, num_planned
@@ -95,8 +96,8 @@ class HostBlocks(BlockPool):
         super().rebuild(held, keeps_key)
         self.borrowed &= set(held)
         for block in [block for block in self._cached if block >= self._num_blocks]:
-            self.forget(self.key_of[block])
-        self._free = [block for block in self._free if block < self._num_blocks]
+            del self._cached[block]
+            self._forget(block)
 
     def _vacate(self, block: int) -> bool:
         if block not in self.borrowed:

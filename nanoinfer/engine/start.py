@@ -36,6 +36,10 @@ from offload.memory.pinned import PinError
 
 # Models of 8B have 4,096. Those of 1,024 and fewer were measured to lose much (docs/quantization.md).
 LEAST_FOR_INT4_KV = 2048
+# Of a stretch of neighbouring host blocks, in one layer, that a group of layers takes from alone: copies below 2 MiB
+# cost more than their bytes, and a row that ends leaves gaps.
+STRETCH_BYTES = 8 * 2**20
+STRETCHES_OF_A_GROUP = 4  # that there are at least, of a small pool
 
 
 @dataclass(frozen=True)
@@ -149,7 +153,9 @@ def kv_side(config: EngineConfig, runner: ModelRunner) -> dict[str, Any]:
     plan, layout, copies, groups = runner.plan, runner.layout, runner.block_copies, runner.spec.kv_groups
     # Block 0 of the GPU pool is scratch: padding rows write there.
     gpu_blocks = BlockPool(runner.num_gpu_blocks, first=1)
-    host_blocks = HostBlocks(runner.offload.host, runner.num_host_blocks)
+    several = runner.num_host_blocks // (STRETCHES_OF_A_GROUP * len(groups))
+    stretch = max(1, min(-(-STRETCH_BYTES // layout.part_bytes), several)) if len(groups) > 1 else None
+    host_blocks = HostBlocks(runner.offload.host, runner.num_host_blocks, stretch)
     lifetimes = BlockLifetimes(gpu_blocks, host_blocks, runner.offload, copies.let_go)
     tables = BlockTables(groups, lifetimes, plan.max_num_seqs, plan.max_model_len)
     gpu_copies = GPUCopies(tables, plan.max_resident_blocks)

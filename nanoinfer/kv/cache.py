@@ -83,10 +83,10 @@ class KVCache:
         sequence.num_computed = sequence.num_cached = num_found
         self.prefixes.begin(sequence, num_found)
 
-    def take_host(self, count: int) -> list[int]:
+    def take_host(self, count: int, group: int = 0) -> list[int]:
         """Hand out host blocks; wait for copies, if need be."""
         self.tables.lifetimes.wait_for_host(count)
-        return self.tables.lifetimes.host_blocks.allocate(count)
+        return self.tables.lifetimes.host_blocks.allocate(count, group)
 
     def max_chunk(self, sequence: Sequence, wanted: int) -> int:
         """Return for how many of the next `wanted` tokens the admitted sequence has, or can get, GPU blocks now."""
@@ -162,7 +162,7 @@ class KVCache:
             num_needed = len(either[has_room])
             num_more = min(len(full) - num_needed, num_spare, tables.lifetimes.host_blocks.num_spare)
             count, num_spare = num_needed + num_more, num_spare - num_more
-            taken = self.take_host(count) if count else []
+            taken = self.take_host(count, number) if count else []
             num_promised = min(num_needed, sequence.num_reserved_host)
             sequence.num_reserved_host -= num_promised
             self.num_reserved_host -= num_promised

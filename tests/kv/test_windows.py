@@ -13,6 +13,8 @@ from nanoinfer import SamplingParams
 from nanoinfer.kv.cache import KVCache
 from nanoinfer.kv.tables import present
 from nanoinfer.models.base import AttentionState
+from offload import HostBlocks
+from offload.layout import runs
 
 WINDOW = 40
 MODEL = SMALL | dict(num_layers=4, sliding_window=WINDOW)  # three of four layers have the window, and three groups
@@ -139,6 +141,22 @@ def paths(path, tmp_path_factory):
     with registered():
         names = "wide windows", "narrow windows"
         yield {"gemma3": path} | {name: write_model(tmp_path_factory.mktemp("shapes"), name) for name in names}
+
+
+@pytest.mark.parametrize("stretch", [True, False])
+def test_blocks_that_decode_fills_stream_in_runs(path, stretch, monkeypatch):
+    """A group has stretches of the host's blocks: without them, groups would take numbers in turn."""
+    if not stretch:
+        monkeypatch.setattr("nanoinfer.engine.start.HostBlocks", lambda memory, count, stretch: HostBlocks(memory, count))
+    engine, lengths = make_engine(path, enable_cpu_offload=True, host_memory_limit="1MiB"), []
+
+    def at_step(engine, step):
+        numbers = sorted(present(engine.kv_cache.tables.host[0]))  # of the group without a window
+        if len(numbers) >= 40:
+            lengths.append(len(numbers) / len(runs(list(enumerate(numbers)))))
+
+    run(engine, random_prompts(4, 20, 40, seed=3), [greedy(200)] * 4, at_step)
+    assert len(lengths) > 10 and (min(lengths) > 4) == stretch
 
 
 def workload(paths, seed: int) -> None:
