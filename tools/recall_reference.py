@@ -26,6 +26,7 @@ from nanoinfer.devices.registry import resolve_device
 from nanoinfer.measure.answers import Answer
 from nanoinfer.measure.in_transformers import load_in_transformers
 from nanoinfer.memory.machine import device_memory
+from nanoinfer.options.measuring import ENGINE_MODES, mode_names
 from nanoinfer.options.parser import run_command
 from nanoinfer.recall.answers import NUM_LOGPROBS, until_end
 from nanoinfer.recall.evaluate import Exam, evaluate
@@ -134,6 +135,7 @@ def main(arguments: list[str]) -> int:
 
 def compare(options: argparse.Namespace) -> int:
     """Ask transformers and then the modes; write all figures over those of the modes, and print them."""
+    mode_names(options.mode, ENGINE_MODES)  # refuses wrong ones, before transformers is asked everything in vain
     device, model_dir = resolve_device(options.device), find_model(options.model or "recall")
     grid, tokenizer = recall.grid_of(options, device), AutoTokenizer.from_pretrained(model_dir)
     answers = ReferenceAnswers(model_dir, tokenizer.eos_token_id, device=device)
