@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from nanoinfer.engine.engine import LLMEngine
 from nanoinfer.kv.prefix_cache import taken
-from nanoinfer.memory.rates import Rates
 from nanoinfer.memory.streamed import streamed_bytes
 from nanoinfer.requests.request import Request
 from nanoinfer.sampling_params import SamplingParams
@@ -120,9 +119,9 @@ class Ahead:
 
     def _most_tokens(self, num_left: int, num_tokens: int) -> int:
         """Return how many of the tokens that are left of `num_tokens` a step computes in time, in whole blocks."""
-        engine, runner, meter = self._engine, self._engine.runner, self._engine.meter
-        streamed = streamed_bytes(engine.config, runner.spec, engine.plan, [num_tokens])
-        if engine.plan.num_expert_slots or streamed > MAX_SECONDS * Rates.of(runner.device).link:
+        engine, executor, meter = self._engine, self._engine.executor, self._engine.meter
+        streamed = streamed_bytes(engine.config, executor.spec, engine.plan, [num_tokens])
+        if engine.plan.num_expert_slots or streamed > MAX_SECONDS * executor.link:
             return 0
         in_time = MAX_SECONDS * meter.num_prefill_tokens / meter.prefill_seconds if meter.prefill_seconds else 0
         most = min(num_left, int(in_time), engine.plan.max_num_batched_tokens - 1)

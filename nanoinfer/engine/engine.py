@@ -21,7 +21,7 @@ from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.start import build
 from nanoinfer.engine.stats import statistics
 from nanoinfer.engine.trace import Trace
-from nanoinfer.execution.prompt_logprobs import ChunkLogprobs
+from nanoinfer.execution.runner import ModelRunner
 from nanoinfer.outputs import StreamOutput
 from nanoinfer.requests.prompts import Prompt
 from nanoinfer.requests.request import Request
@@ -29,10 +29,11 @@ from nanoinfer.requests.sequence import Sequence
 from nanoinfer.sampling.limits import TokenLimits
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.step.batch import Batch, PrefillChunk
+from nanoinfer.step.executor import ChunkLogprobs
 from offload import Runtime
 
 # What a closed engine lacks.
-_PARTS = ("work", "runner", "scheduler", "planner", "kv_cache", "mover", "admission", "masks")
+_PARTS = ("work", "executor", "scheduler", "planner", "kv_cache", "mover", "admission", "masks")
 
 
 class BusyError(RuntimeError):
@@ -115,10 +116,10 @@ class LLMEngine:
         self._turns = Turns(self._end_dropped)
         self.alone, self.drop = self._turns.alone, self._turns.drop
         built = build(config, runtime)
-        self.config, self.runner = built.config, built.runner
-        self.plan, self.tokenizer = self.runner.plan, built.tokenizer
+        self.config, self.executor = built.config, built.executor
+        self.plan, self.tokenizer = self.executor.plan, built.tokenizer
         self.kv_cache, self.mover, self.admission = built.kv_cache, built.mover, built.admission
-        self.vocab_size = built.runner.spec.vocab_size
+        self.vocab_size = self.executor.spec.vocab_size
         self.modes = Modes(built)
         self.intake = Intake(built, self.modes)
         self.planner = StepPlanner(self.kv_cache, built.end_token_ids)
@@ -130,12 +131,12 @@ class LLMEngine:
             self.admission,
             self.mover,
             self.plan.max_num_batched_tokens,
-            max(built.runner.prefill_program.pieces.capture_num_tokens, default=0),
+            self.executor.num_graph_tokens,
             self.modes,
             self._fail_sequence,
         )
         self.sampling_defaults = built.sampling_defaults  # for fields of SamplingParams that a user leaves out
-        self.meter = StepMeter(built.runner.runtime, built.runner.expert_link)
+        self.meter = StepMeter(self.executor)
         self.work = Work(built, self.scheduler, self.planner, self._read_tokens)
         self._outputs: list[StreamOutput] = []  # read from the device, but not returned by `step` yet
         try:
@@ -148,6 +149,11 @@ class LLMEngine:
         if name in _PARTS:
             raise RuntimeError("this engine is closed: make a new one")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @property
+    def runner(self) -> ModelRunner:
+        """What carries the steps out, where that is in this process: for those who look at what it holds."""
+        return self.executor.runner
 
     # Requests
 
@@ -227,7 +233,7 @@ class LLMEngine:
             launched = self._launch(batch)
             if before is not None:
                 self._take(before)
-            if launched.unsampled is not None:
+            if not launched.is_sampled:
                 self._sample(launched)
             if any(not sequence.is_finished for sequence in batch.sequences):
                 self.work.in_flight = launched
@@ -235,7 +241,7 @@ class LLMEngine:
     @contextmanager
     def changing(self) -> Iterator[None]:
         """Wrap code that changes requests, pools or tables: an exception at any line leaves them consistent."""
-        with self.alone(), self.runner.own_threads():
+        with self.alone():
             work = self.work
             if not work.is_whole:  # a recovery was interrupted
                 work.recover()
@@ -266,8 +272,8 @@ class LLMEngine:
     def _schedule(self) -> Batch[Sequence] | None:
         step = self.work.in_flight
         with self.meter.span("schedule") as begin:
-            if step is not None and step.tokens.done.query("host.read_after_step"):
-                step.tokens.made = begin  # it is read when the next step was launched
+            if step is not None and self.executor.is_done(step.number):
+                step.made = begin  # it is read when the next step was launched
             return self.scheduler.schedule()
 
     def _launch(self, batch: Batch[Sequence]) -> LaunchedStep:
@@ -276,16 +282,15 @@ class LLMEngine:
             if batch.chunks:  # a request's first step is never a decode step
                 for sequence in batch.sequences:
                     self.work.requests[sequence.request_id].mark_scheduled()
-            copied = self.runner.offload.counters
-            streamed_before, timeline = copied.streamed_bytes, self.meter.timeline(not batch.chunks)
+            timeline = self.meter.timeline(not batch.chunks)
             plan = self.planner.begin_step(batch)
-            layers = self.runner.execute(plan, timeline)
-            launched = LaunchedStep(batch, layers, begin, copied.streamed_bytes - streamed_before, timeline)
+            of_members, streamed_bytes = self.executor.execute(plan, timeline)
+            launched = LaunchedStep(batch, plan.number, begin, streamed_bytes, timeline)
             if not (self.samples_late or any(sequence.needs_mask for sequence in batch.sampled)):
                 self._sample(launched)
             self.planner.end_step(batch, plan)
-            if layers.streamed_bytes is not None:
-                for sequence, num_bytes in zip(batch.sequences, layers.streamed_bytes.tolist(), strict=True):
+            if of_members is not None:
+                for sequence, num_bytes in zip(batch.sequences, of_members.tolist(), strict=True):
                     sequence.streamed_bytes += num_bytes
             self.meter.resident_share = self.kv_cache.copies.resident_share
         return launched
@@ -295,8 +300,8 @@ class LLMEngine:
         masks, failed = self.masks.make(step.batch.sampled)
         for sequence, error in failed:
             self._outputs += self.work.requests[sequence.request_id].fail(error, sequence)
-        step.tokens = self.runner.sample(step.unsampled, on_logits, masks)
-        step.unsampled = None  # its tensors lie where the next step needs room
+        self.executor.sample(step.number, masks, on_logits)
+        step.is_sampled = True
 
     def _take(self, step: LaunchedStep) -> None:
         """Wait for a step, hand out its tokens and free the sequences that have ended."""
@@ -312,7 +317,7 @@ class LLMEngine:
         """Wait for a step and hand out its tokens. Tokens of sequences that have ended meanwhile are dropped."""
         sampled, read = self.meter.read(step)
         with self.meter.span("take tokens"):
-            for chunk, found in zip(step.batch.chunks, step.tokens.read_prompts(), strict=False):
+            for chunk, found in zip(step.batch.chunks, self.executor.read_prompts(step.number), strict=False):
                 if found is not None and chunk.sequence.finish_reason is None:
                     self._take_prompt(chunk, *found)
             for sequence, (token_id, logprobs, error) in zip(step.batch.sampled, sampled, strict=True):
@@ -322,7 +327,7 @@ class LLMEngine:
                 try:
                     if error is not None:
                         raise error
-                    request.take(sequence, token_id, logprobs, read, step.tokens.made or read)
+                    request.take(sequence, token_id, logprobs, read, step.made or read)
                     output = request.stream_output(sequence)
                 except Exception as failure:
                     self._outputs += request.fail(failure, sequence)
@@ -366,7 +371,7 @@ class LLMEngine:
             self.mover.transfers.advance()
             self.mover.transfers.let_go()
             self.kv_cache.tables.lifetimes.reclaim()
-            self.runner.offload.drop_prefetch(self.kv_cache.tables.lifetimes.take_gone())
+            self.executor.drop_prefetch(self.kv_cache.tables.lifetimes.take_gone())
         return statistics(self)
 
     def start_trace(self) -> None:
@@ -389,7 +394,7 @@ class LLMEngine:
         with self.alone():
             for request in self.work.requests.values():
                 request.abort()
-            self.runner.close()
+            self.executor.close()
             self.masks.close()
             self.modes.close()  # prompts can still be checked
             self.intake.close()

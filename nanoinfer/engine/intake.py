@@ -33,7 +33,7 @@ class Intake:
     def __init__(self, built: BuiltEngine, modes: Modes) -> None:
         self.num_sequences = 0  # made so far; the next one's number
         self._tokenizer, self._end_token_ids, self._modes = built.tokenizer, built.end_token_ids, modes
-        self._vocab_size, self._max_model_len = built.runner.spec.vocab_size, built.runner.plan.max_model_len
+        self._vocab_size, self._max_model_len = built.executor.spec.vocab_size, built.executor.plan.max_model_len
         self._random = random.Random(built.config.seed)  # seeds of requests that give none
         self._token_texts = TokenTexts(built.tokenizer)
         self._known_limits = lru_cache(maxsize=64)(token_limits)  # many requests ask for the same

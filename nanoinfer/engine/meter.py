@@ -9,11 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 
 from nanoinfer.engine.trace import Trace
-from nanoinfer.execution.read_back import PendingTokens, SampledToken
-from nanoinfer.execution.runner import UnsampledStep
 from nanoinfer.requests.sequence import Sequence
 from nanoinfer.step.batch import Batch
-from offload import Runtime, Timeline
+from nanoinfer.step.executor import Executor, SampledToken
+from offload import Timeline
 from offload.runtime.timeline import COMPUTE, COPY
 
 SAMPLE_EVERY = 16  # decode steps; a mark costs the host a few microseconds, and there are several per ring slot
@@ -27,18 +26,20 @@ class LaunchedStep:
     """A step that was launched and not read yet.
 
     Attributes:
-        unsampled: what `ModelRunner.sample` takes; None: the sampling is launched.
+        number: by which the executor knows it.
         streamed_bytes: what the copy engine brings for it; experts that come one by one are not known yet.
         launched: `time.perf_counter` at the begin of the launch.
-        tokens: of the sequences in `batch.sampled`, if the sampling is launched.
+        is_sampled: whether the sampling is launched.
+        made: when the step was seen to have run, if it was before the host waited for it.
     """
 
     batch: Batch[Sequence]
-    unsampled: UnsampledStep | None
+    number: int
     launched: float
     streamed_bytes: int
     timeline: Timeline | None
-    tokens: PendingTokens | None = None
+    is_sampled: bool = False
+    made: float | None = None
 
 
 @dataclass
@@ -122,7 +123,7 @@ class StepMeter:
     """Times the streams in one decode step out of `SAMPLE_EVERY`, and in every step while a trace is recorded.
 
     Args:
-        expert_link: see `ModelRunner`.
+        executor: carries the steps out.
 
     Attributes:
         times: sums over decode steps since the engine was made.
@@ -133,8 +134,7 @@ class StepMeter:
         resident_share: share of the full KV blocks of all running sequences that lay on the GPU in the newest step.
     """
 
-    runtime: Runtime
-    expert_link: float | None = None
+    executor: Executor
     times: DecodeTimes = field(default_factory=DecodeTimes)
     prefill_seconds: float = 0.0
     num_prefill_steps: int = 0
@@ -156,7 +156,7 @@ class StepMeter:
         # The first step is not representative: it may compile kernels, and nothing was prefetched for it.
         is_sample = is_decode and self._num_launched % SAMPLE_EVERY == 1
         self._num_launched += is_decode
-        timeline = Timeline(self.runtime) if is_sample or self.trace is not None else None
+        timeline = self.executor.timeline() if is_sample or self.trace is not None else None
         if self.trace is not None and timeline is not None:
             self.trace.timelines.append(timeline)
         return timeline
@@ -172,18 +172,22 @@ class StepMeter:
     def read(self, step: LaunchedStep) -> tuple[list[SampledToken], float]:
         """Wait for a step and count it; return what it sampled, and when that was there."""
         with self.span("wait for tokens") as begin:
-            sampled = step.tokens.read()
+            sampled, *counts = self.executor.read(step.number)
         now = time.perf_counter()
-        self.count(step, now, now - begin)
+        self.count(step, now, now - begin, *counts)
         return sampled, now
 
-    def count(self, step: LaunchedStep, now: float, wait_seconds: float) -> None:
-        """Add a step that was read at `now` to the sums. The host waited for it during the last `wait_seconds`."""
+    def count(
+        self, step: LaunchedStep, now: float, wait_seconds: float, num_experts: int = 0, fetched_bytes: int = 0
+    ) -> None:
+        """Add a step that was read at `now` to the sums. The host waited for it during the last `wait_seconds`.
+
+        num_experts, fetched_bytes: as `Executor.read` returns.
+        """
         batch, seconds = step.batch, now - max(step.launched, self._last_read)
         self._last_read = now
-        before, self._experts_read = self._experts_read, step.tokens.experts_read
-        experts_read = self._experts_read - before
-        fetched, self.fetched_bytes = step.tokens.fetched_bytes - self.fetched_bytes, step.tokens.fetched_bytes
+        experts_read, self._experts_read = num_experts - self._experts_read, num_experts
+        fetched, self.fetched_bytes = fetched_bytes - self.fetched_bytes, fetched_bytes
         for number, sequence in enumerate(batch.sequences if fetched else ()):  # each has chosen some of them
             sequence.fetched_bytes += (fetched + number) // len(batch.sequences)
         if batch.chunks:
@@ -200,7 +204,7 @@ class StepMeter:
         times.experts_read += experts_read
         times.seconds += seconds
         times.host_seconds += seconds - wait_seconds
-        fetch_seconds = min(seconds, fetched / self.expert_link) if self.expert_link else 0.0
+        fetch_seconds = min(seconds, fetched / self.executor.expert_link) if self.executor.expert_link else 0.0
         times.fetched_bytes += fetched
         times.fetch_seconds += fetch_seconds
         if step.streamed_bytes or fetched:

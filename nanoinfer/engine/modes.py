@@ -22,14 +22,14 @@ class Modes:
 
     def __init__(self, built: BuiltEngine) -> None:
         self.error: Exception | None = None
-        self._config, self._runner, self._tables = built.config, built.runner, built.kv_cache.tables
+        self._config, self._executor, self._tables = built.config, built.executor, built.kv_cache.tables
         self._admission, self._mover, self._switch = built.admission, built.mover, built.switch
         self._host_blocks = self._tables.lifetimes.host_blocks
         self.may_spill = built.admission.may_spill
 
     def close(self) -> None:
         """Let go of everything that holds memory. The modes cannot be used afterwards."""
-        del self._runner, self._admission, self._mover, self._switch, self._tables
+        del self._executor, self._admission, self._mover, self._switch, self._tables
 
     @property
     def current(self) -> str:
@@ -93,7 +93,7 @@ class Modes:
                     f"holds: raise host_memory_limit, or lower max_model_len to {held}"
                 )
             )
-        self._runner.capture(self.may_spill)
+        self._executor.capture(self.may_spill)
 
     def check(self, mode: str, running: list[Sequence], waiting: Iterable[Sequence]) -> None:
         """Raise ValueError if the mode cannot be entered: there is no such mode, or a sequence does not fit."""
@@ -125,13 +125,12 @@ class Modes:
         """
         if mode == "offload":
             self._require_host_pool(running)
-        with self._runner.compute.current():
-            if mode == "offload":
-                self._switch.switch_to_offload(running)
-            else:
-                self._switch.switch_to_resident(running)
-            self._admission.forget()
-            self._runner.capture(mode == "offload" or self.may_spill)
+        if mode == "offload":
+            self._switch.switch_to_offload(running)
+        else:
+            self._switch.switch_to_resident(running)
+        self._admission.forget()
+        self._executor.capture(mode == "offload" or self.may_spill)
         if mode == "offload":
             self.error = None
             self._switch.tell()
@@ -146,7 +145,7 @@ class Modes:
         Args:
             may_wait: whether the running requests may stand still until enough of the pool can be used.
         """
-        blocks, num_wanted = self._host_blocks, most_resident_blocks(self._runner.plan, self._tables)
+        blocks, num_wanted = self._host_blocks, most_resident_blocks(self._executor.plan, self._tables)
         try:
             self._require_host_pool(running)
             num_now = blocks.num_used + blocks.num_cached + self._mover.num_host_blocks(running)
@@ -168,6 +167,6 @@ class Modes:
     def _require_host_pool(self, running: list[Sequence]) -> None:
         """Map the host pool, if it is needed for the first time and has room for these sequences."""
         self._switch.check_host_room(running)  # first: a switch that is refused takes no memory
-        self._runner.check_offload()
-        self._runner.open_host_pool(self._config.enable_cpu_offload is True)
+        self._executor.check_offload()
+        self._executor.open_host_pool(self._config.enable_cpu_offload is True)
         self._host_blocks.wait_for(0)

@@ -68,7 +68,7 @@ class Work:
             total += length
             done += min(length, max(sequence.num_computed for sequence in request.sequences))
         step = self.in_flight
-        if step is not None and self._built.runner.device.is_asynchronous:  # launched, and not computed yet
+        if step is not None and self._built.executor.is_asynchronous:  # launched, and not computed yet
             names = {request.request_id for request in requests}
             done -= sum(one.end - one.begin for one in step.batch.chunks if one.sequence.request_id in names)
         return done, total
@@ -101,7 +101,7 @@ class Work:
         """
         built, scheduler = self._built, self._scheduler
         is_sound, self._is_recovering = not self._is_recovering, True
-        built.runner.settle()
+        built.executor.settle()
         step, self.in_flight = self.in_flight, None
         if step is not None and is_sound:
             try:
@@ -124,7 +124,7 @@ class Work:
         self.requests = {name: request for name, request in self.requests.items() if not request.is_finished}
         built.admission.forget()
         self._planner.forget()
-        built.runner.forget()
+        built.executor.forget()
         self.at_risk = []
         self._is_recovering = False
         self.is_whole = True

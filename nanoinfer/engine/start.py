@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.devices.registry import resolve_device
-from nanoinfer.execution.memory_plan import MemoryPlan
+from nanoinfer.execution.local import LocalExecutor
 from nanoinfer.execution.runner import ModelRunner
 from nanoinfer.kv.admission import Admission
 from nanoinfer.kv.cache import KVCache
@@ -21,10 +20,13 @@ from nanoinfer.kv.mover import Mover
 from nanoinfer.kv.switch import Switch
 from nanoinfer.kv.tables import BlockTables
 from nanoinfer.memory.limits import TooSmall
+from nanoinfer.memory.rates import Rates
 from nanoinfer.memory.remedies import with_remedies
 from nanoinfer.memory.setup import Setup
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.streamed import HostPlacement
+from nanoinfer.step.executor import Executor
+from nanoinfer.step.memory_plan import MemoryPlan
 from nanoinfer.weights.fill import check_kv_scales
 from nanoinfer.weights.find import find_model
 from nanoinfer.weights.generation_config import end_token_ids, sampling_defaults
@@ -45,7 +47,7 @@ STRETCHES_OF_A_GROUP = 4  # that there are at least, of a small pool
 @dataclass(frozen=True)
 class BuiltEngine:
     config: EngineConfig
-    runner: ModelRunner
+    executor: Executor
     kv_cache: KVCache
     admission: Admission
     mover: Mover
@@ -77,8 +79,9 @@ def build(config: EngineConfig, runtime: Runtime | None) -> BuiltEngine:
         runtime = device.runtime()
     model, plan = _loaded(setup, plan)
     runner = ModelRunner(config, plan, runtime, model, setup.backends, memory_before)
-    kv = kv_side(config, runner)
-    return BuiltEngine(config, runner, tokenizer=tokenizer, end_token_ids=end_ids, sampling_defaults=defaults, **kv)
+    executor = LocalExecutor(runner, Rates.of(runner.device).link)
+    kv = kv_side(config, executor)
+    return BuiltEngine(config, executor, tokenizer=tokenizer, end_token_ids=end_ids, sampling_defaults=defaults, **kv)
 
 
 def _known(config: EngineConfig, place: torch.device) -> Setup:
@@ -148,21 +151,21 @@ def _load(setup: Setup, plan: MemoryPlan) -> Decoder:
     )
 
 
-def kv_side(config: EngineConfig, runner: ModelRunner) -> dict[str, Any]:
+def kv_side(config: EngineConfig, executor: Executor) -> dict[str, Any]:
     """Return the objects that know who holds which block, as arguments of `BuiltEngine`. None holds a tensor."""
-    plan, layout, copies, groups = runner.plan, runner.layout, runner.block_copies, runner.spec.kv_groups
+    plan, layout, groups = executor.plan, executor.layout, executor.spec.kv_groups
     # Block 0 of the GPU pool is scratch: padding rows write there.
-    gpu_blocks = BlockPool(runner.num_gpu_blocks, first=1)
-    several = runner.num_host_blocks // (STRETCHES_OF_A_GROUP * len(groups))
+    gpu_blocks = BlockPool(executor.num_gpu_blocks, first=1)
+    several = executor.num_host_blocks // (STRETCHES_OF_A_GROUP * len(groups))
     stretch = max(1, min(-(-STRETCH_BYTES // layout.part_bytes), several)) if len(groups) > 1 else None
-    host_blocks = HostBlocks(runner.offload.host, runner.num_host_blocks, stretch)
-    lifetimes = BlockLifetimes(gpu_blocks, host_blocks, runner.offload, copies.let_go)
+    host_blocks = HostBlocks(executor, executor.num_host_blocks, stretch)
+    lifetimes = BlockLifetimes(gpu_blocks, host_blocks, executor, executor.let_go)
     tables = BlockTables(groups, lifetimes, plan.max_num_seqs, plan.max_model_len)
     gpu_copies = GPUCopies(tables, plan.max_resident_blocks)
     kv_cache = KVCache(tables, gpu_copies, enable_prefix_caching=config.enable_prefix_caching)
-    open_host, spills = partial(runner.open_host_pool, False), may_spill(config, plan, tables)
-    mover = Mover(kv_cache, copies, runner.offload, layout, open_host, spills)
-    switch = Switch(kv_cache, mover, runner.offload, layout.block_bytes)
+    spills = may_spill(config, plan, tables)
+    mover = Mover(kv_cache, executor, spills)
+    switch = Switch(kv_cache, mover, executor)
     sizes = dict(max_splits=plan.max_splits, chunk_blocks=groups.num_windowed_chunk(plan.max_num_batched_tokens))
     admission = Admission(kv_cache, mover, switch.tell, may_spill=spills, **sizes)
     return dict(kv_cache=kv_cache, admission=admission, mover=mover, switch=switch)

@@ -81,7 +81,7 @@ def _of_blocks(engine: Engine) -> dict[str, int]:
 
 
 def _of_transfers(engine: Engine) -> dict[str, int | float]:
-    decode, transfer = engine.meter.times, engine.runner.offload.counters
+    decode, transfer = engine.meter.times, engine.executor.counters()
     return {
         "streamed_bytes": transfer.streamed_bytes + engine.meter.fetched_bytes,
         "streamed_weight_bytes": engine.plan.streamed_bytes,
@@ -93,29 +93,29 @@ def _of_transfers(engine: Engine) -> dict[str, int | float]:
 
 
 def _of_steps(engine: Engine) -> dict[str, Any]:
-    runner, meter, decode = engine.runner, engine.meter, engine.meter.times
-    decoded, prefill = runner.decode_program.counters, runner.prefill_program.pieces.counters
+    counted, meter, decode = engine.executor.counters(), engine.meter, engine.meter.times
     return {
         "num_prefill_steps": meter.num_prefill_steps,
         "num_prefill_tokens": meter.num_prefill_tokens,
         "num_mixed_steps": meter.num_mixed_steps,
         "num_mixed_tokens": meter.num_mixed_tokens,
         "prefill_seconds": meter.prefill_seconds,
-        "prefill_graph_steps": prefill.graph_steps,
-        "prefill_eager_steps": prefill.eager_steps,
-        "prefill_padded_tokens": prefill.padded_tokens,
-        "prefill_graph_hit_rate": prefill.graph_steps / max(1, prefill.graph_steps + prefill.eager_steps),
+        "prefill_graph_steps": counted.prefill_graph_steps,
+        "prefill_eager_steps": counted.prefill_eager_steps,
+        "prefill_padded_tokens": counted.prefill_padded_tokens,
+        "prefill_graph_hit_rate": counted.prefill_graph_steps
+        / max(1, counted.prefill_graph_steps + counted.prefill_eager_steps),
         "num_decode_steps": decode.num_steps,
         "num_decode_tokens": meter.num_decode_tokens,
         "decode_seconds": decode.seconds,
-        **experts_read(runner.spec.sparse, decode),
+        **experts_read(engine.executor.spec.sparse, decode),
         "prefill_experts_read": meter.prefill_experts_read,
-        **slot_figures(runner.model.streamed.slot_counts()),
-        "graph_replays": decoded.graph_replays,
-        "eager_steps": decoded.eager_steps,
-        "padded_rows": decoded.padded_rows,
-        "graph_bytes": 0 if runner.graph_memory is None else runner.graph_memory[1] - runner.graph_memory[0],
-        "products_in_own_tiles": {shape: counts for shape, counts in runner.product_checks.items() if counts},
+        **slot_figures(counted.slots),
+        "graph_replays": counted.graph_replays,
+        "eager_steps": counted.eager_steps,
+        "padded_rows": counted.padded_rows,
+        "graph_bytes": counted.graph_bytes,
+        "products_in_own_tiles": counted.products_in_own_tiles,
     }
 
 
@@ -147,7 +147,7 @@ def advice(engine: Engine, times: DecodeTimes) -> str:
         return "too few steps were decoded to tell"
     step_ms = times.seconds / times.num_steps * 1e3
     if times.fetch_fraction >= max(_MUCH_WAITED, times.link_busy_fraction / 2):
-        one_more = engine.plan.expert_bytes / engine.runner.spec.sparse.num_experts
+        one_more = engine.plan.expert_bytes / engine.executor.spec.sparse.num_experts
         each, waited = times.fetched_bytes / times.num_steps, times.fetch_seconds / times.num_steps * 1e3
         return (
             f"steps of {step_ms:.1f} ms wait {waited:.1f} ms for experts that are not on the GPU, {format_size(each)} "
@@ -173,7 +173,7 @@ def advice(engine: Engine, times: DecodeTimes) -> str:
             f"steps of {step_ms:.1f} ms are at the GPU's own speed: more sequences at once raise the tokens per second"
         )
     host_ms = times.host_seconds / times.num_steps * 1e3
-    if engine.runner.device.is_host:
+    if engine.executor.is_host:
         return f"steps of {step_ms:.1f} ms are at the CPU's speed: there is no GPU"
     helps = "more sequences at once"
     if engine.config.enforce_eager:
@@ -186,14 +186,14 @@ def advice(engine: Engine, times: DecodeTimes) -> str:
 def notes(engine: Engine) -> list[str]:
     """Return one sentence for each setting that had no effect."""
     config, found = engine.config, []
-    offload, on_gpu = engine.runner.offload, "" if engine.runner.device.is_host else " on the GPU"
+    counted, on_gpu = engine.executor.counters(), "" if engine.executor.is_host else " on the GPU"
     if config.enable_cpu_offload == "auto" and engine.kv_cache.tables.all_rows_fit:
         found.append(f'enable_cpu_offload="auto" has no effect: all that can run at once fits{on_gpu}')
     # What is streamed beside weights is not counted apart.
-    may_be_weights = offload.counters.streamed_bytes or engine.plan.streamed_bytes
+    may_be_weights = counted.streamed_bytes or engine.plan.streamed_bytes
     if config.enable_cpu_offload is True and engine.meter.times.num_steps and not may_be_weights:
         found.append(f"enable_cpu_offload=True has had no effect so far: all KV fits{on_gpu}")
-    if not config.may_offload and offload.host.arena is None:
+    if not config.may_offload and not counted.has_host_memory:
         names = "resident_kv_limit", "num_ring_slots", "ring_slot_bytes", "pin_host_memory"
         for name in names[: 3 if engine.plan.streamed_bytes else None]:
             value = getattr(config, name)
@@ -218,7 +218,7 @@ def bound_line(engine: Engine, before: DecodeTimes | None = None) -> str:
     if times.copy_seconds or times.fetch_seconds:
         waited = times.wait_fraction * times.seconds
         link = f" (link busy {times.link_busy_fraction:.0%} of the time, {waited:.2f} s waited for copies)"
-    experts, found = "", slot_figures(engine.runner.model.streamed.slot_counts())
+    experts, found = "", slot_figures(engine.executor.counters().slots)
     if found["expert_hits"] + found["expert_fetches"]:
         experts = f"; {found['expert_hit_rate']:.0%} of the chosen experts were on the GPU since the start, and "
         experts += f"{found['expert_fetched_bytes'] / GIB:,.1f} GiB were brought there"

@@ -11,13 +11,13 @@ import torch
 from nanoinfer.attention.base import Backends
 from nanoinfer.attention.torch_backend import TorchBackend
 from nanoinfer.execution.decode import DecodeProgram
-from nanoinfer.execution.memory_plan import MemoryPlan
 from nanoinfer.execution.prefill import PrefillProgram
 from nanoinfer.execution.read_back import ReadBack
 from nanoinfer.execution.recurrent import RecurrentStates
 from nanoinfer.execution.resources import Resources
 from nanoinfer.execution.token_masks import TokenMasks
 from nanoinfer.models.base import ModelSpec
+from nanoinfer.step.memory_plan import MemoryPlan
 from offload import Places, Ring
 
 _PLAIN = {int, bool, float, str, type(None), torch.dtype, torch.device}  # types that hold no tensor

@@ -18,11 +18,9 @@ from nanoinfer.execution.prefill import PrefillStep
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.sampling.reference import logprobs_of
 from nanoinfer.sampling_params import MAX_LOGPROBS
+from nanoinfer.step.executor import ChunkLogprobs
 from nanoinfer.step.plan import PromptChunk
 from offload import Runtime, Stream
-
-ChunkLogprobs = tuple[list[list[float]], list[list[int]]]
-"""Of each token of a prompt its log-probability, then the top values; and its rank, then the top ids."""
 
 
 @dataclass(frozen=True)

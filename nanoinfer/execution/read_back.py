@@ -10,21 +10,18 @@ import numpy as np
 import torch
 
 from nanoinfer.common.errors import RequestError
-from nanoinfer.execution.prompt_logprobs import ChunkLogprobs, PendingPrompts, copy_logprobs
+from nanoinfer.execution.prompt_logprobs import PendingPrompts, copy_logprobs
 from nanoinfer.execution.tables import DeviceTable
 from nanoinfer.models.expert_slots import SlotSet
 from nanoinfer.sampling.settings import NOTHING_LEFT, UNSOUND
 from nanoinfer.sampling_params import MAX_LOGPROBS
+from nanoinfer.step.executor import Logprobs, PromptsRead, SampledToken
 from offload import Event, Runtime, Stream
 
 _NOTHING_LEFT = (
     "no token is left to go on with: allowed_token_ids, bad_words, min_tokens, structured_outputs and "
     "thinking_token_budget forbid every one whose logit is finite; allow more tokens, or give min_tokens=0"
 )
-
-
-Logprobs = tuple[float, int, list[float], list[int]]  # a token's, its rank, top values and top ids
-SampledToken = tuple[int, Logprobs | None, Exception | None]  # the last: why the token is unusable
 
 
 class PendingTokens:
@@ -71,7 +68,7 @@ class PendingTokens:
             logprobs[line] = values[0], ids[0], values[1:], ids[1:]
         return list(zip(tokens, logprobs, map(self._error, tokens), strict=True))
 
-    def read_prompts(self) -> list[tuple[ChunkLogprobs, Exception | None] | None]:
+    def read_prompts(self) -> PromptsRead:
         """Return, once the step was read, the log-probabilities of the prompt of each of its chunks, and why they are
         unusable, or None; None for a chunk of which none are wanted. Empty where no chunk has any."""
         chunks = [] if self._prompts is None else self._prompts.read()

@@ -12,12 +12,12 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.devices.base import Device
 from nanoinfer.devices.registry import device_of
 from nanoinfer.execution.graphs import Graphs
-from nanoinfer.execution.memory_plan import MemoryPlan
 from nanoinfer.execution.pieces import Pieces
 from nanoinfer.execution.recurrent import RecurrentStates
 from nanoinfer.kernels.kv.base import KVPart
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.pieces import Held
+from nanoinfer.step.memory_plan import MemoryPlan
 from offload import KVGroups, KVLayout, Places, Ring, Runtime, Stream
 
 

@@ -23,7 +23,6 @@ from nanoinfer.execution.block_copies import BlockCopies
 from nanoinfer.execution.decode import DecodeProgram, DecodeStep
 from nanoinfer.execution.graphs import Graphs, GraphWork
 from nanoinfer.execution.link_speed import link_speed
-from nanoinfer.execution.memory_plan import MemoryPlan
 from nanoinfer.execution.mixed import MixedStep
 from nanoinfer.execution.prefill import PrefillProgram, PrefillStep
 from nanoinfer.execution.prompt_logprobs import PendingPrompts, PromptLogprobs
@@ -35,6 +34,7 @@ from nanoinfer.execution.token_masks import TokenMasks
 from nanoinfer.layers.expert_pools import experts_read_of
 from nanoinfer.layers.linear import Head, Linear, keep_matrices
 from nanoinfer.models.decoder import Decoder
+from nanoinfer.step.memory_plan import MemoryPlan
 from nanoinfer.step.plan import StepPlan
 from offload import HostPool, OffloadEngine, Places, Ring, Runtime, Stream, Timeline
 from offload.memory.pinned import HostArena

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from itertools import takewhile
-from typing import Protocol
 
 import numpy as np
 
@@ -12,41 +10,18 @@ from nanoinfer.kv.cache import KVCache
 from nanoinfer.kv.tables import present
 from nanoinfer.kv.transfers import MAX_GROUP, Transfers
 from nanoinfer.requests.sequence import Sequence
+from nanoinfer.step.executor import Executor
 from nanoinfer.step.plan import NO_BLOCK
-from offload import KVLayout, OffloadEngine
 
 # Cached blocks that are looked at in a step, of which some may be on the host: as many as a long prompt evicts.
 MAX_LOOKED_AT = 256
-
-
-class BlockMemory(Protocol):
-    """Memory for blocks on the host that is not pinned, and what rows keep besides blocks."""
-
-    def borrow(self, num_blocks: int) -> list[int]:
-        """Take pageable memory for so many host blocks; return their numbers. Raise MemoryError if there is none."""
-
-    def give_back_all_but(self, blocks: Iterable[int]) -> None:
-        """Give back what was borrowed for any other blocks than these."""
-
-    def keep_row(self, row: int, sequence_id: int) -> None:
-        """Copy what a row has besides blocks to the host."""
-
-    def bring_row_back(self, row: int, sequence_id: int) -> None:
-        """Copy what `keep_row` has kept of a sequence to its new row."""
-
-    def forget_row(self, sequence_id: int) -> None:
-        """Forget what `keep_row` has kept of a sequence."""
-
-    def forget_other_rows(self, sequence_ids: set[int]) -> None:
-        """Forget what `keep_row` has kept of any other sequence."""
 
 
 class Mover:
     """Moves the blocks of sequences.
 
     Args:
-        offload: copies between the GPU pool and the host pool.
-        open_host: maps the host pool, whose memory is taken as it is wanted then.
+        executor: copies blocks, and keeps what rows have besides.
         may_spill: whether memory is taken for what the GPU evicts, too, as it may be wanted anyway; else what is there.
 
     Attributes:
@@ -55,20 +30,10 @@ class Mover:
             is shared again wherever its content lies when they come back.
     """
 
-    def __init__(
-        self,
-        cache: KVCache,
-        memory: BlockMemory,
-        offload: OffloadEngine,
-        layout: KVLayout,
-        open_host: Callable[[], None],
-        may_spill: bool,
-    ) -> None:
+    def __init__(self, cache: KVCache, executor: Executor, may_spill: bool) -> None:
         self._cache, self._tables, self._copies = cache, cache.tables, cache.copies
-        self._memory, self._offload = memory, offload
-        self._open_host, self._blocks = open_host, cache.tables.lifetimes.host_blocks
-        self.transfers = Transfers(cache.tables, offload, layout)
-        self._may_spill = may_spill
+        self._executor, self._blocks = executor, cache.tables.lifetimes.host_blocks
+        self.transfers, self._may_spill = Transfers(cache.tables, executor), may_spill
         self.away: list[Sequence] = []
         self._arriving: dict[Sequence, int] = {}  # with the number of the group that they wait for
 
@@ -84,7 +49,7 @@ class Mover:
     def _ask_for(self, num_blocks: int) -> None:
         """Have so many host blocks pinned that hold nothing; wait for none."""
         try:
-            self._open_host()
+            self._executor.open_host_pool(False)  # whose memory is taken as it is wanted then
         except MemoryError:
             return  # there is pageable memory, or none
         self._blocks.wait_for(num_blocks, may_wait=False)
@@ -129,7 +94,7 @@ class Mover:
         self._ask_for(len(missing))
         num_short = max(0, len(missing) - pool.num_free)
         try:
-            borrowed = self._memory.borrow(num_short) if num_short else []
+            borrowed = self._executor.borrow(num_short) if num_short else []
         except MemoryError:
             pool.release(block for block in kept if block is not None)
             raise
@@ -137,7 +102,7 @@ class Mover:
         for place, block in zip(missing, taken, strict=True):
             kept[place] = block
         self.transfers.store([(blocks[place], kept[place]) for place in missing])
-        self._memory.keep_row(sequence.row, sequence.sequence_id)
+        self._executor.keep_row(sequence.row, sequence.sequence_id)
         for block, content in zip(kept, self._contents(sequence), strict=True):
             if content is not None:
                 pool.publish(block, content)
@@ -175,7 +140,7 @@ class Mover:
         """
         cache, tables, row = self._cache, self._tables, sequence.row
         kept, (home, pool) = dict(zip(self._places(sequence), sequence.kept_blocks, strict=True)), tables.home
-        self._memory.bring_row_back(row, sequence.sequence_id)
+        self._executor.bring_row_back(row, sequence.sequence_id)
         for number, group in enumerate(tables.groups):
             tables.begins[number, row] = group.first_needed(sequence.num_computed)
         full = {at: self._equal_to(block) for at, block in kept.items() if self._is_full(sequence, *at)}
@@ -233,7 +198,7 @@ class Mover:
         if blocks is not None:
             self.away.remove(sequence)
             self._tables.lifetimes.release_host(blocks)
-            self._memory.forget_row(sequence.sequence_id)
+            self._executor.forget_row(sequence.sequence_id)
 
     def release(self, sequence: Sequence) -> None:
         """Give back the row and blocks of an admitted sequence that has ended."""
@@ -305,7 +270,7 @@ class Mover:
             if sequence.is_finished:
                 sequence.kept_blocks = None
         self.away = [sequence for sequence in others if sequence.kept_blocks is not None]
-        self._memory.forget_other_rows({sequence.sequence_id for sequence in self.away})
+        self._executor.forget_other_rows({sequence.sequence_id for sequence in self.away})
         self._cache.recover(running, others)  # a sequence that waits may have been being admitted
         for sequence in running:
             self._recover_row(sequence)
@@ -313,10 +278,10 @@ class Mover:
         tables, lifetimes = self._tables, self._tables.lifetimes
         tables.gpu_blocks.rebuild(present(tables.gpu), lambda content: keeps_prefixes and not tables.is_offload)
         lifetimes.recover()
-        self._offload.recover(lifetimes.operation)
+        self._executor.recover(lifetimes.operation)
         kept = [block for sequence in self.away for block in sequence.kept_blocks]
         self._blocks.rebuild(present(tables.host) + kept, lambda key: keeps_prefixes)
-        self._memory.give_back_all_but(self._blocks.borrowed)
+        self._executor.give_back_all_but(self._blocks.borrowed)
         for sequence in running:
             self._cache.prefixes.publish_again(sequence)
         self._copies.drop(-self._copies.gpu_room)

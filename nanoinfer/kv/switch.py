@@ -9,8 +9,8 @@ from nanoinfer.kv.cache import KVCache
 from nanoinfer.kv.mover import Mover
 from nanoinfer.kv.tables import num_alone, present
 from nanoinfer.requests.sequence import Sequence
+from nanoinfer.step.executor import Executor
 from nanoinfer.step.plan import NO_BLOCK
-from offload import OffloadEngine
 
 # Blocks that go to the host in one operation, so that a wait for a few blocks does not wait for the whole pool.
 STORE_GROUP = 64
@@ -20,12 +20,12 @@ class Switch:
     """Enters either mode.
 
     Args:
-        offload: copies between the GPU pool and the host pool.
+        executor: copies between the GPU pool and the host pool.
     """
 
-    def __init__(self, cache: KVCache, mover: Mover, offload: OffloadEngine, block_bytes: int) -> None:
+    def __init__(self, cache: KVCache, mover: Mover, executor: Executor) -> None:
         self._cache, self._tables, self._copies, self._mover = cache, cache.tables, cache.copies, mover
-        self._offload, self._block_bytes, self._was_told = offload, block_bytes, False
+        self._executor, self._block_bytes, self._was_told = executor, executor.layout.block_bytes, False
         self._blocks = cache.tables.lifetimes.host_blocks
 
     def switch_to_offload(self, sequences: list[Sequence]) -> None:
@@ -46,10 +46,10 @@ class Switch:
         try:
             for begin in range(0, len(pairs), STORE_GROUP):
                 group = pairs[begin : begin + STORE_GROUP]
-                self._offload.store(group, lifetimes.begin([gpu_block for gpu_block, _ in group]))
+                self._executor.store(group, lifetimes.begin([gpu_block for gpu_block, _ in group]))
         except BaseException:
-            self._offload.drain()
-            self._offload.recover(lifetimes.operation)
+            self._executor.drain()
+            self._executor.recover(lifetimes.operation)
             lifetimes.host_blocks.release(host_blocks.values())
             raise
         for line, blocks in full.items():
@@ -142,7 +142,7 @@ class Switch:
                     if host_block != NO_BLOCK:
                         copies[host_block] = int(own[row][number, place])
         pairs = [(copy, block) for block, copy in copies.items() if block not in there]
-        self._offload.load(pairs, tables.lifetimes.begin())
+        self._executor.load(pairs, tables.lifetimes.begin())
         for row, table in own.items():  # only now do the new blocks have content: either mode may read them
             tables.gpu[:, row] = table
             tables.versions[row] += 1
@@ -160,7 +160,7 @@ class Switch:
 
     def _drain(self) -> None:
         """Wait until no copy is in flight, and reclaim every released block."""
-        self._offload.drain()
+        self._executor.drain()
         self._tables.lifetimes.reclaim()
 
     def check_resident(self, sequences: list[Sequence]) -> None:

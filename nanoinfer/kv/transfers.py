@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from nanoinfer.kv.tables import BlockTables
-from offload import OffloadEngine
-from offload.layout import KVLayout, runs
+from nanoinfer.step.executor import Executor
+from offload.layout import runs
 from offload.lifetimes import FILLS, LOAD_RULE, STORE_RULE, WRITES
 
 # To enqueue a copy takes some 4 us, and whoever runs waits for that: about 2 ms in a step.
@@ -49,17 +49,16 @@ class Transfers:
     who gives such a block back waits (`finish`).
 
     Args:
-        offload: copies.
-        layout: the copies that a run of blocks takes, and its bytes.
+        executor: copies.
 
     Attributes:
         groups: those whose copies have not run, as far as is known.
     """
 
-    def __init__(self, tables: BlockTables, offload: OffloadEngine, layout: KVLayout) -> None:
-        self._tables, self._offload, self._num_places = tables, offload, layout.num_places
+    def __init__(self, tables: BlockTables, executor: Executor) -> None:
+        self._tables, self._executor, self._num_places = tables, executor, executor.layout.num_places
         self.groups: list[_Group] = []
-        self._number, self._block_bytes, self._most_bytes = 0, layout.block_bytes, 4 * LEAST_BYTES
+        self._number, self._block_bytes, self._most_bytes = 0, executor.layout.block_bytes, 4 * LEAST_BYTES
 
     def store(self, pairs: list[tuple[int, int]], *, stays: bool = False) -> None:
         """Move (GPU block, host block) pairs to the host; or copy them there, of cached blocks that stay so."""
@@ -177,7 +176,7 @@ class Transfers:
         """Wait until all copies have run, and let go of nothing: some may have been let go of, after an exception."""
         if self.groups:
             self._enqueue_all()
-            self._offload.drain()
+            self._executor.drain()
 
     def drop(self) -> None:
         """Forget all of it, after an exception; whoever calls rebuilds both pools."""
@@ -192,9 +191,9 @@ class Transfers:
         lifetimes = self._tables.lifetimes
         operation = lifetimes.begin()
         if group.is_load:
-            self._offload.load(group.pairs, operation)
+            self._executor.load(group.pairs, operation)
         else:
-            self._offload.store(group.pairs, operation)
+            self._executor.store(group.pairs, operation)
         group.operation = operation
 
 

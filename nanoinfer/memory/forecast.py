@@ -6,8 +6,8 @@ import json
 from dataclasses import asdict, dataclass, field
 
 from nanoinfer.common.units import format_gib, format_size
-from nanoinfer.execution.memory_plan import MemoryPlan
 from nanoinfer.memory.proposals import Proposal
+from nanoinfer.step.memory_plan import MemoryPlan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from nanoinfer.common.units import GIB
 from nanoinfer.config import EngineConfig
-from nanoinfer.execution.memory_plan import MemoryPlan
 from nanoinfer.models.base import ModelSpec
+from nanoinfer.step.memory_plan import MemoryPlan
 
 # The share of available host memory, less streamed weights, that KV takes where no limit is given.
 KV_SHARE = 0.6

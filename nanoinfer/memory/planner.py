@@ -9,13 +9,13 @@ from typing import NamedTuple
 from nanoinfer.common.units import GIB, format_size
 from nanoinfer.config import EngineConfig
 from nanoinfer.devices.base import Device
-from nanoinfer.execution.memory_plan import MemoryPlan
 from nanoinfer.memory.candidates import Candidate, StreamedChoice, sizes_of, slot_bytes
 from nanoinfer.memory.limits import KV_SHARE, TooSmall, above_available, min_blocks
 from nanoinfer.memory.rates import Rates
 from nanoinfer.memory.sized import most_blocks, sized_plan
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.models.streamed import spread
+from nanoinfer.step.memory_plan import MemoryPlan
 
 DEFAULT_RING_SLOT_BYTES = 32 * 2**20
 # Share of the budget for the partials and tables of more splits than two for each block: 16 questions about one

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 from nanoinfer.common.units import GIB, format_gib
 from nanoinfer.config import EngineConfig
-from nanoinfer.execution.memory_plan import MemoryPlan
 from nanoinfer.models.checkpoints import checkpoint_named
 from nanoinfer.models.shapes import SHAPES
 from nanoinfer.options.engine import option_words
+from nanoinfer.step.memory_plan import MemoryPlan
 
 # From the least loss to the most (docs/quantization.md has the losses that were measured).
 _WEIGHTS = (

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from nanoinfer.common.units import enough, format_size
 from nanoinfer.config import EngineConfig
-from nanoinfer.execution.memory_plan import MemoryPlan
 from nanoinfer.memory.limits import KV_SHARE, TooSmall, above_available, least_bytes, min_blocks
 from nanoinfer.memory.planner import Cost, Planner
+from nanoinfer.step.memory_plan import MemoryPlan
 
 
 def refuse(planner: Planner, costs: Iterable[Cost]) -> ValueError:

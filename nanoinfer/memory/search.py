@@ -6,12 +6,12 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from nanoinfer.execution.memory_plan import MemoryPlan
 from nanoinfer.memory.candidates import Candidate, StreamedChoice, choices
 from nanoinfer.memory.limits import checked_slots
 from nanoinfer.memory.measure import Measure
 from nanoinfer.memory.planner import Cost, Planner
 from nanoinfer.memory.refusals import refuse
+from nanoinfer.step.memory_plan import MemoryPlan
 
 # Among plans within CLOSE of the best one, the speed of a single request decides. Among those that are EQUAL for it,
 # the one that takes the least of the host's memory, and then the one with the largest steps.

@@ -9,7 +9,6 @@ import torch
 from nanoinfer.attention.registry import make_backends
 from nanoinfer.config import EngineConfig
 from nanoinfer.devices.registry import device_of
-from nanoinfer.execution.memory_plan import MemoryPlan
 from nanoinfer.kernels.kv.registry import make_format
 from nanoinfer.memory.budget import gpu_budget
 from nanoinfer.memory.machine import device_memory
@@ -18,6 +17,7 @@ from nanoinfer.memory.rates import Rates
 from nanoinfer.memory.search import best_plan
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.models.checkpoint_info import CheckpointInfo
+from nanoinfer.step.memory_plan import MemoryPlan
 from nanoinfer.weights.load import read_checkpoint, read_spec
 from nanoinfer.weights.quantize import quantised_while_read
 from offload.memory.host_memory import memory_available_bytes

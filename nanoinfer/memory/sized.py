@@ -8,9 +8,9 @@ from nanoinfer.common.units import GIB
 from nanoinfer.config import EngineConfig
 from nanoinfer.devices.base import Device
 from nanoinfer.execution.buffers import buffer_bytes, split_bytes
-from nanoinfer.execution.memory_plan import MemoryPlan
 from nanoinfer.memory.working import activations, graph_bytes
 from nanoinfer.models.base import ModelSpec
+from nanoinfer.step.memory_plan import MemoryPlan
 
 
 def sized_plan(

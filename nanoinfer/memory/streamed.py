@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.execution.memory_plan import MemoryPlan
 from nanoinfer.models.base import ModelSpec
+from nanoinfer.step.memory_plan import MemoryPlan
 
 
 def num_blocks(spec: ModelSpec, lengths: Sequence[int]) -> tuple[int, int]:

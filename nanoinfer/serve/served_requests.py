@@ -194,7 +194,7 @@ class ServedRequests:
             if any(sequence.finish_reason in ("abort", "error") for sequence in tracked.request.sequences)
         ]
         if not failed:
-            self._engine.runner.settle()  # raises if the device is lost: nothing can run then
+            self._engine.executor.settle()  # raises if the device is lost: nothing can run then
             scheduler = self._engine.scheduler
             # Planning failed, most likely while it made room by preempting the youngest sequence. So end that one.
             victim = scheduler.running[-1] if scheduler.running else next(iter(scheduler.waiting), None)

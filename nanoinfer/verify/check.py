@@ -12,9 +12,9 @@ import torch
 from nanoinfer.common.units import counted
 from nanoinfer.config import EngineConfig
 from nanoinfer.devices.registry import resolve_device
-from nanoinfer.execution.memory_plan import MemoryPlan
 from nanoinfer.measure.logits import check_can_keep
 from nanoinfer.memory.setup import Setup
+from nanoinfer.step.memory_plan import MemoryPlan
 from nanoinfer.verify.play import attempt
 from nanoinfer.verify.report import Answer, RunReport, Verdict, compare
 from nanoinfer.verify.runs import make_runs

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from nanoinfer.execution.memory_plan import MemoryPlan
 from nanoinfer.kv.admission import PASSING_SHARE
 from nanoinfer.models.base import SparseSpec
+from nanoinfer.step.memory_plan import MemoryPlan
 from nanoinfer.verify.workload import Workload
 
 Stats = dict[str, Any]

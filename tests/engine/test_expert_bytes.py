@@ -1,42 +1,40 @@
 """Experts that kernels bring one by one pass over the link like all else: whatever counts its bytes counts theirs."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 from engines import SMALL, make_engine, random_prompts, some_params
-from simulated import SimulatedRuntime
 
 from nanoinfer.engine.meter import LaunchedStep, StepMeter
 from nanoinfer.execution.link_speed import link_speed
 from nanoinfer.models.expert_slots import SlotSet
 
 
-def step(num_sequences: int, fetched_bytes: int, streamed_bytes: int = 0, chunks: tuple = ()) -> LaunchedStep:
-    """A step that was read when experts of so many bytes had been brought since the start."""
+def step(num_sequences: int, streamed_bytes: int = 0, chunks: tuple = ()) -> LaunchedStep:
     sequences = [SimpleNamespace(fetched_bytes=0, copy_wait_seconds=0.0) for _ in range(num_sequences)]
     batch = SimpleNamespace(sequences=sequences, decoding=sequences, chunks=chunks)
-    tokens = SimpleNamespace(experts_read=0, fetched_bytes=fetched_bytes)
-    return LaunchedStep(batch, None, 0.0, streamed_bytes, None, tokens)
+    return LaunchedStep(batch, 0, 0.0, streamed_bytes, None)
 
 
 def test_a_step_waits_for_the_experts_that_it_brings():
-    meter = StepMeter(SimulatedRuntime(), expert_link=100.0)
-    meter.count(step(1, 500, chunks=(SimpleNamespace(begin=0, end=3),)), now=10.0, wait_seconds=0.0)
+    meter = StepMeter(SimpleNamespace(expert_link=100.0))
+    read = partial(meter.count, num_experts=0)
+    read(step(1, chunks=(SimpleNamespace(begin=0, end=3),)), now=10.0, wait_seconds=0.0, fetched_bytes=500)
     assert meter.fetched_bytes == 500 and not meter.times.num_steps, "of a prompt's step"
-    one = step(3, 600)
-    meter.count(one, now=12.0, wait_seconds=2.0)  # 100 bytes in one of two seconds
+    one = step(3)
+    read(one, now=12.0, wait_seconds=2.0, fetched_bytes=600)  # 100 bytes in one of two seconds
     times = meter.times
     assert (times.streamed_bytes, times.fetched_bytes, times.fetch_seconds) == (100, 100, 1.0)
     assert (times.num_streaming_steps, times.streaming_seconds) == (1, 2.0)
     assert times.link_busy_fraction == times.wait_fraction == times.fetch_fraction == 0.5 and times.bound == "link"
     assert [sequence.fetched_bytes for sequence in one.batch.sequences] == [33, 33, 34], "shared out, none is lost"
     assert all(sequence.copy_wait_seconds == 1.0 for sequence in one.batch.sequences)
-    meter.count(step(1, 650, streamed_bytes=7), now=16.0, wait_seconds=4.0)
+    read(step(1, streamed_bytes=7), now=16.0, wait_seconds=4.0, fetched_bytes=650)
     assert (times.streamed_bytes, times.fetched_bytes) == (157, 150)
     assert times.bound == "unknown", "no step was timed in which the copy engine brought something"
     times.sampled_seconds = 1.0
     assert times.fetch_fraction == 0.25 and times.bound == "device memory"
-    assert StepMeter(SimulatedRuntime()).expert_link is None
 
 
 @pytest.mark.parametrize("options", [{}, dict(enable_cpu_offload=True)], ids=["resident", "offload"])

@@ -12,6 +12,7 @@ from tiny_models import make_checkpoint
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.execution import prompt_logprobs
+from nanoinfer.execution.read_back import PendingTokens
 from nanoinfer.models.logits import Logits
 from nanoinfer.requests.detokenizer import TokenTexts
 
@@ -256,7 +257,7 @@ def test_whoever_was_to_get_them_of_a_step_that_could_not_be_read_ends_with_it(p
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        owner = type(engine.work.in_flight.tokens) if fails == "read" else type(victim)
+        owner = PendingTokens if fails == "read" else type(victim)
         patch.setattr(owner, fails, interrupted)
         engine.step()
     assert [one.finish_reason for one in victim.sequences] == ["abort"]
@@ -290,12 +291,12 @@ def test_whoever_lost_some_ends_also_where_the_step_behind_is_of_others(path, mo
 
     with monkeypatch.context() as patch:
         patch.setattr(engine.scheduler, "schedule", lambda: batches.append(schedule()) or batches[-1])
-        patch.setattr(type(engine.work.in_flight.tokens), "read", failing(RuntimeError))
+        patch.setattr(PendingTokens, "read", failing(RuntimeError))
         if fails == "launch, then read":
             patch.setattr(engine.runner, "execute", failing(RuntimeError))
         if fails == "recovery, of one that gave way":
             patch.setattr(engine.scheduler, "schedule", given_way)
-            patch.setattr(type(engine.work.in_flight.tokens), "read", failing(KeyboardInterrupt))
+            patch.setattr(PendingTokens, "read", failing(KeyboardInterrupt))
         with pytest.raises((RuntimeError, KeyboardInterrupt)):
             engine.step()
     assert all(not batch.chunks for batch in batches)

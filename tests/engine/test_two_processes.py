@@ -39,7 +39,7 @@ def test_two_processes_give_the_tokens_of_one(connection, tmp_path, mode, monkey
     engine.planner.begin_step = lambda batch: plans.append(begin_step(batch)) or plans[-1]
     try:
         assert run(engine, prompts, params) == wanted
-        assert engine.runner.ask("num_sequences") == 0
+        assert engine.executor.ask("num_sequences") == 0
         assert sum(isinstance(one, torch.Tensor) for one in gc.get_objects()) <= num_tensors
         assert (engine.scheduler.num_preemptions > 0) == (mode == "preempted")
         assert any(plan.write_through for plan in plans) == (engine.mode == "offload") == (mode != "preempted")

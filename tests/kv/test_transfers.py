@@ -191,10 +191,10 @@ def test_as_much_is_on_its_way_as_runs_within_a_step(monkeypatch):
             release_gpu=lambda blocks: None, release_host=lambda blocks: None, reclaim=lambda: None,
         ),
     )  # fmt: skip
-    offload = SimpleNamespace(store=lambda pairs, operation: taken.append(operation))
     layout = SimpleNamespace(block_bytes=transfers.GROUP_BYTES, num_places=36)
+    executor = SimpleNamespace(layout=layout, store=lambda pairs, operation: taken.append(operation))
     for blocks_in_a_step in (1, 3):
-        moves, run_so_far = transfers.Transfers(tables, offload, layout), len(taken)
+        moves, run_so_far = transfers.Transfers(tables, executor), len(taken)
         moves.store([(block, block) for block in range(0, 80, 2)])
         while moves.groups:
             moves.end_step()

@@ -147,7 +147,9 @@ def paths(path, tmp_path_factory):
 def test_blocks_that_decode_fills_stream_in_runs(path, stretch, monkeypatch):
     """A group has stretches of the host's blocks: without them, groups would take numbers in turn."""
     if not stretch:
-        monkeypatch.setattr("nanoinfer.engine.start.HostBlocks", lambda memory, count, stretch: HostBlocks(memory, count))
+        monkeypatch.setattr(
+            "nanoinfer.engine.start.HostBlocks", lambda memory, count, stretch: HostBlocks(memory, count)
+        )
     engine, lengths = make_engine(path, enable_cpu_offload=True, host_memory_limit="1MiB"), []
 
     def at_step(engine, step):

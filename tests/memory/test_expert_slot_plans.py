@@ -5,7 +5,6 @@ from described import GPU
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.devices.base import Device
-from nanoinfer.execution.memory_plan import MemoryPlan
 from nanoinfer.memory.limits import TooSmall
 from nanoinfer.memory.measure import Measure
 from nanoinfer.memory.planner import Planner
@@ -13,6 +12,7 @@ from nanoinfer.memory.rates import Rates
 from nanoinfer.memory.search import CLOSE, best_plan
 from nanoinfer.memory.setup import Specs
 from nanoinfer.memory.streamed import missed_bytes
+from nanoinfer.step.memory_plan import MemoryPlan
 
 GIB = 2**30
 INT4 = dict(quantization="int4", head_quantization="int8")

@@ -9,9 +9,9 @@ import nanoinfer
 from nanoinfer.commands.main import main, make_parser
 from nanoinfer.common.units import GIB
 from nanoinfer.config import EngineConfig
-from nanoinfer.execution.memory_plan import MemoryPlan
 from nanoinfer.memory.proposals import Proposer
 from nanoinfer.options.engine import engine_arguments
+from nanoinfer.step.memory_plan import MemoryPlan
 
 HOST = dict(host_memory="32GiB")
 

@@ -85,7 +85,7 @@ class SimulatedWork(Work):
     """Where work of a step in flight was lost, that step is no sounder than after a recovery that was interrupted."""
 
     def recover(self) -> None:
-        runtime = self._built.runner.runtime
+        runtime = self._built.executor.runner.runtime
         self._is_recovering |= runtime.has_lost_work
         super().recover()
         runtime.forget_lost_work()
