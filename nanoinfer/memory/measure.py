@@ -125,8 +125,9 @@ class Measure:
         if plan.embedding_bytes:
             passing += num_requests * tokens * spec.hidden_size * spec.dtype.itemsize
         # A step attends to all that came before it: what of that is not on the GPU passes in each of them.
-        blocks, size = self._kv_blocks(plan, rows, tokens) / rows, spec.block_size
-        beyond = blocks / max(1, sum(group.window is None for group in self._groups)) * size
+        blocks = self._kv_blocks(plan, rows, tokens) / rows
+        of_token = sum(1 / group.block_size for group in self._groups if group.window is None) or 1 / spec.block_size
+        beyond = blocks / of_token
         if beyond:
             passing += num_requests * beyond / (2 * step_tokens) * blocks * spec.layout.block_bytes
         launched = num_steps * len(spec.layers) * _LAUNCH_SECONDS

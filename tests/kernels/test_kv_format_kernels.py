@@ -114,6 +114,22 @@ def test_the_store_writes_a_tokens_bytes_and_no_others(kv_format, turned, interl
     assert (found[0][2].float() - values).abs().max() < largest_error, "values are stored as they are"
 
 
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+@pytest.mark.parametrize("kv_format", [int8(), k8v4(), int4()], ids=lambda one: one.name)
+def test_what_is_no_number_is_read_as_none(kv_format, wrong):
+    """Or an overflow would become a number, and nobody would be told."""
+    spec, qkv = replace(make_spec(q_heads=2, kv_heads=1, head_dim=32), kv_format=kv_format), torch.randn(2, 4, 32)
+    qkv[1, 2:, 5] = wrong
+    for operations in (fused, reference):
+        kv = spec.part.view(torch.zeros(1, spec.part.num_bytes, dtype=torch.uint8))
+        where = torch.arange(2), kv, torch.arange(2), torch.empty(2, 2, 32)
+        operations.norm_rope_store(qkv, None, HeadSteps(), None, *where, part=spec.part)
+        block = torch.zeros(1, dtype=torch.int64)
+        k, v = spec.part.read(kv, block, block, 16, torch.arange(16)[None], ())
+        assert torch.isfinite(k[0, 0]).all() and torch.isfinite(v[0, 0]).all()
+        assert not torch.isfinite(k[0, 1]).all() and not torch.isfinite(v[0, 1]).all()
+
+
 @pytest.mark.parametrize(("head_dim", "size"), [(16, 16), (48, 16), (80, 16), (64, 64), (128, 128)])
 def test_a_turned_head_has_the_products_of_the_head(head_dim, size):
     q, k = torch.randn(2, 7, head_dim, dtype=torch.float64).unbind()

@@ -20,6 +20,12 @@ def hadamard(heads, SIZE: tl.constexpr):
 
 
 @triton.jit
+def size_of(values):
+    """Of NaN it is infinite: a maximum would pass it over, and the scale must tell of it."""
+    return tl.where(values == values, tl.abs(values), float("inf"))
+
+
+@triton.jit
 def scale_of(largest, most):
     """Return largest / most, rounded up to bfloat16, as float32."""
     bits = tl.math.div_rn(largest, most).to(tl.int32, bitcast=True)
@@ -34,7 +40,7 @@ def codes_of(values, scale):
 @triton.jit
 def store_eight(codes, scales, columns, values, mask):
     """codes: [rows, 1] where each row's begin; scales: where its scale lies; values: 0 where mask is not."""
-    scale = scale_of(tl.max(tl.abs(values), 1)[:, None], 127.0)
+    scale = scale_of(tl.max(size_of(values), 1)[:, None], 127.0)
     tl.store(codes + columns, codes_of(values, scale).to(tl.int8), mask=mask)
     tl.store(scales + columns, tl.broadcast_to(scale, values.shape).to(tl.bfloat16), mask=mask & (columns == 0))
 
@@ -45,7 +51,7 @@ def store_four(codes, scales, columns, values, mask, HEAD_DIM: tl.constexpr):
     NUM_GROUPS: tl.constexpr = (values.shape[1] + GROUP - 1) // GROUP
     WIDTH: tl.constexpr = values.shape[1] // NUM_GROUPS  # heads of 16 numbers have one group of 16
     groups = tl.reshape(values, (values.shape[0], NUM_GROUPS, WIDTH))
-    scale = scale_of(tl.max(tl.abs(groups), 2), 7.0)
+    scale = scale_of(tl.max(size_of(groups), 2), 7.0)
     number = tl.reshape(codes_of(groups, scale[:, :, None]) + 8, values.shape).to(tl.int32)
     upper = tl.gather(number, tl.minimum(columns + HEAD_DIM // 2, values.shape[1] - 1) + number * 0, 1)
     tl.store(codes + columns, (number | (upper << 4)).to(tl.uint8), mask=mask & (columns < HEAD_DIM // 2))
