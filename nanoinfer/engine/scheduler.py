@@ -158,9 +158,9 @@ class Scheduler:
         if is_last_word and not self._modes.can_hold(sequence):
             self._fail(sequence, self._modes.refusal(sequence))
             return None, True
-        if verdict is Verdict.HELD:
+        if verdict is Verdict.HELD_BACK:
             held.append(sequence)
-        return None, verdict is Verdict.HELD
+        return None, verdict is Verdict.HELD_BACK
 
     def _least_left_first(self, begun: Iterable[Sequence]) -> list[tuple[int, Sequence]]:
         """Return the prompts that may have a part of a step before older ones, with how many tokens each has left.
@@ -193,9 +193,9 @@ class Scheduler:
             if one.row is None:
                 place = self.waiting.index(one)
                 verdict = self._let_in(one, held, list(islice(self.waiting, len(held), place)))
-                if verdict is Verdict.HELD and place == len(held) < MAX_HELD:
+                if verdict is Verdict.HELD_BACK and place == len(held) < MAX_HELD:
                     held.append(one)
-                elif verdict is not Verdict.ADMITTED and verdict is not Verdict.HELD:
+                elif verdict is not Verdict.ADMITTED and verdict is not Verdict.HELD_BACK:
                     break
             if one.state is SequenceState.PREFILL:
                 shorter.append(one)

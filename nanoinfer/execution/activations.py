@@ -17,7 +17,7 @@ from nanoinfer.execution.prompt_logprobs import score
 from nanoinfer.execution.recurrent import RecurrentStates
 from nanoinfer.execution.resources import Resources
 from nanoinfer.kernels.linear.counts import MAX_ROWS, padded_rows
-from nanoinfer.models.pieces import Held
+from nanoinfer.models.pieces import DeviceState
 from nanoinfer.models.step_tensors import StepTensors
 from nanoinfer.sampling_params import MAX_LOGPROBS
 
@@ -103,7 +103,7 @@ class Activations:
         memory = torch.zeros(layout.pool_shape(1)[1:], dtype=torch.uint8, device=device)
         by_shape = [shape.part.view(memory) for shape in spec.attentions]
         of_groups = [[by_shape[group.shape]] * layout.num_places for group in spec.kv_groups]
-        pieces = Pieces(model, Held(of_groups, RecurrentStates(spec, 1, device).of_layer))
+        pieces = Pieces(model, DeviceState(of_groups, RecurrentStates(spec, 1, device).of_layer))
         numbers = torch.arange(tokens, device=device)
         slots = torch.stack([numbers % group.block_size for group in spec.kv_groups])
         inputs = torch.zeros_like(numbers), numbers % plan.max_model_len, slots

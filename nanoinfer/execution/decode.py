@@ -70,7 +70,7 @@ class DecodeProgram:
         self.batch = DeviceTable(resources.runtime, 4 + max_batch)
         self.num_live, self.batch_rows = self.batch.tensor[:1], self.batch.tensor[4:]
         self.attention = DecodeAttention(resources, self._buffers.queries, self._lengths, self._block_tables)
-        self.section_ends = resources.pieces.whole, resources.pieces.cut
+        self.section_ends = resources.pieces.ends_without_kv, resources.pieces.ends_with_kv
         self.last: DecodeStep | None = None
 
     # Sections
@@ -89,11 +89,14 @@ class DecodeProgram:
         if indices[-1] < len(pieces.cuts) - 1 and not {0, len(pieces) - 1}.isdisjoint(indices):
             self._buffers.x[:size].copy_(tensors.x)
 
-    def run_section(self, is_cut: bool, section: int, size: int) -> None:
-        """Run a section of a step on the current stream; `is_cut`: of one in which KV may stream at every attention."""
-        ends = self.section_ends[is_cut]
+    def run_section(self, streams_kv: bool, section: int, size: int) -> None:
+        """Run a section of a step on the current stream.
+
+        streams_kv: of a step in which KV may stream at every attention.
+        """
+        ends = self.section_ends[streams_kv]
         indices = range(ends[section - 1] + 1 if section else 0, ends[section] + 1)
-        self.run_pieces(indices, size, self.attention.whole_rows and not is_cut)
+        self.run_pieces(indices, size, self.attention.whole_rows and not streams_kv)
 
     def sample(self, size: int) -> None:
         """Sample the next token of each row of a padded batch of `size` rows, whose logits the last piece has left."""
@@ -163,10 +166,11 @@ class DecodeProgram:
         for slot in product(sorted(set(self.attention.slot_kinds)), ring_slots) if may_offload else ():
             yield GraphWork(("slot", *slot), "ring slot graphs", prepare, [partial(self.attention.attend_slot, *slot)])
 
-    def _sections(self, is_cut: bool, size: int) -> GraphWork:
-        sections = range(len(self.section_ends[is_cut]))
-        launches = [partial(self.run_section, is_cut, section, size) for section in sections]
-        return GraphWork(_key_of_sections(is_cut, size), f"decode graphs, batch {size}", self._reset_tables, launches)
+    def _sections(self, streams_kv: bool, size: int) -> GraphWork:
+        sections = range(len(self.section_ends[streams_kv]))
+        launches = [partial(self.run_section, streams_kv, section, size) for section in sections]
+        key, what = _key_of_sections(streams_kv, size), f"decode graphs, batch {size}"
+        return GraphWork(key, what, self._reset_tables, launches)
 
     def _reset_tables(self) -> None:
         """Fill the tables with padding rows only, for the warm-up run before a capture to compute."""
@@ -252,8 +256,8 @@ class DecodeProgram:
             self._compute.copy(kv[gpu_block : gpu_block + count], slot[position : position + count])
 
 
-def _key_of_sections(is_cut: bool, size: int) -> Hashable:
-    return "sections" if is_cut else "step", size
+def _key_of_sections(streams_kv: bool, size: int) -> Hashable:
+    return "sections" if streams_kv else "step", size
 
 
 @dataclass(frozen=True)
@@ -311,8 +315,9 @@ class DecodeStep(OffloadStep):
     shares: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        self.is_cut = any(self.chunks)
-        self.section_ends, self._key = self.program.section_ends[self.is_cut], _key_of_sections(self.is_cut, self.size)
+        self.streams_kv = any(self.chunks)
+        self.section_ends = self.program.section_ends[self.streams_kv]
+        self._key = _key_of_sections(self.streams_kv, self.size)
 
     def is_repeated_by(self, step: StepPlan) -> bool:
         """Whether the next step reads just what this one reads.
@@ -325,7 +330,9 @@ class DecodeStep(OffloadStep):
 
     def compute(self, section: int) -> None:
         program = self.program
-        is_graph = program.enqueue(self._key, partial(program.run_section, self.is_cut, section, self.size), section)
+        is_graph = program.enqueue(
+            self._key, partial(program.run_section, self.streams_kv, section, self.size), section
+        )
         program.counters.eager_steps += section == 0 and not is_graph
 
     def sample(self) -> None:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Protocol
 
 from nanoinfer.models.decoder import Decoder
-from nanoinfer.models.pieces import Held
+from nanoinfer.models.pieces import DeviceState
 from nanoinfer.models.step_tensors import StepTensors
 from offload import Chunk, KVLayout, StreamPlan
 
@@ -56,11 +56,11 @@ class Pieces:
         reads: layer with attention -> where it reads keys and values.
         cuts: one behind each piece, and behind each slice of the head.
         group_of: layer with attention -> number of the group of layers whose blocks it reads.
-        whole: for each section of a step in which no KV streams, the number of its last piece.
-        cut: the same for a step in which KV may stream at every attention.
+        ends_without_kv: for each section of a step in which no KV streams, the number of its last piece.
+        ends_with_kv: the same for a step in which KV may stream at every attention.
     """
 
-    def __init__(self, model: Decoder, held: Held, most_rows: int = 0) -> None:
+    def __init__(self, model: Decoder, held: DeviceState, most_rows: int = 0) -> None:
         """most_rows: of a step that is not large, see `Cut.in_large_steps`; 0: none is."""
         self._pieces, self._held = model.pieces(), held
         self._most_rows = most_rows or sys.maxsize
@@ -69,8 +69,9 @@ class Pieces:
         self.cuts = (*(piece.cut for piece in self._pieces), *model.streamed.head_cuts())
         last = len(self.cuts) - 1
         self._without_kv: dict[bool, StreamPlan] = {}
-        self.whole = tuple(i for i, cut in enumerate(self.cuts) if cut.transfers or i == last)
-        self.cut = tuple(i for i in range(last + 1) if i in self.whole or self.cuts[i].reads is not None)
+        self.ends_without_kv = tuple(i for i, cut in enumerate(self.cuts) if cut.transfers or i == last)
+        reads = [i for i, cut in enumerate(self.cuts) if cut.reads is not None]
+        self.ends_with_kv = tuple(sorted({*self.ends_without_kv, *reads}))
 
     def __len__(self) -> int:
         """The number of pieces, without the head."""

@@ -16,7 +16,7 @@ from nanoinfer.execution.pieces import Pieces
 from nanoinfer.execution.recurrent import RecurrentStates
 from nanoinfer.kernels.kv.base import KVPart
 from nanoinfer.models.decoder import Decoder
-from nanoinfer.models.pieces import Held
+from nanoinfer.models.pieces import DeviceState
 from nanoinfer.step.memory_plan import MemoryPlan
 from offload import KVGroups, KVLayout, Places, Ring, Runtime, Stream
 
@@ -55,7 +55,7 @@ class Resources:
     def pieces(self) -> Pieces:
         groups = () if self.gpu_kv is None else range(len(self.groups))
         gpu_kv = [[self.kv_at(group, place) for place in range(self.layout.num_places)] for group in groups]
-        return Pieces(self.model, Held(gpu_kv, self.states.of_layer), self.plan.slot_rows)
+        return Pieces(self.model, DeviceState(gpu_kv, self.states.of_layer), self.plan.slot_rows)
 
     def kv_at(self, group: int, place: int) -> torch.Tensor:
         """Return a place of all blocks of the GPU pool, as the layers of this group read it."""

@@ -30,7 +30,7 @@ PASSING_SHARE = 16
 class Verdict(enum.Enum):
     ADMITTED = "admitted"
     REFUSED = "refused"  # there is no room: whoever stands behind waits, too
-    HELD = "held"  # there is room on the host and none on the GPU: others may pass for a while
+    HELD_BACK = "held back"  # there is room on the host and none on the GPU: others may pass for a while
     SPILL = "spill"  # as before, but no longer: enter offload mode and try again
 
 
@@ -190,7 +190,7 @@ class Admission:
                 return Verdict.REFUSED
             if self._keeps_throughput(wanted.num_own, len(running)):
                 return Verdict.ADMITTED
-            return Verdict.HELD if first or self._is_held(sequence, wanted) else Verdict.ADMITTED
+            return Verdict.HELD_BACK if first or self._is_held(sequence, wanted) else Verdict.ADMITTED
         num_lacking = wanted.num_room + self._num_room_of(passed, len(running)) + passing - self._room
         has_room = num_lacking <= 0
         if has_room and not held:
@@ -205,7 +205,7 @@ class Admission:
             return Verdict.REFUSED
         if has_room:
             return Verdict.ADMITTED
-        return Verdict.HELD if first or self._is_held(sequence, wanted) else Verdict.SPILL
+        return Verdict.HELD_BACK if first or self._is_held(sequence, wanted) else Verdict.SPILL
 
     def _num_room_of(self, passed: Several[Sequence], num_running: int) -> int:
         """Return how many GPU blocks those who are passed want in resident mode, even if nothing of them is found.

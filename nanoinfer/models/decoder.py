@@ -46,7 +46,7 @@ from nanoinfer.models.checkpoint_info import CheckpointInfo
 from nanoinfer.models.layer import DecoderLayer, KVSlots, Traits
 from nanoinfer.models.logits import Logits
 from nanoinfer.models.module_tensors import weight_sizes
-from nanoinfer.models.pieces import Held, Piece
+from nanoinfer.models.pieces import DeviceState, Piece
 from nanoinfer.models.step_tensors import StepTensors
 from nanoinfer.models.streamed import HostPlacement, StreamedWeights
 from nanoinfer.models.streamed_head import head_sizes
@@ -318,7 +318,7 @@ class Decoder(nn.Module):
         experts = tuple(one.kind for one in modules if isinstance(one, Experts))
         return self.spec.layers[layer], self._rope_of_layer[layer], weights, formats, experts
 
-    def run_layers(self, begin: int, end: int, cut: Cut, tensors: StepTensors, held: Held) -> None:
+    def run_layers(self, begin: int, end: int, cut: Cut, tensors: StepTensors, held: DeviceState) -> None:
         """Run a piece, as `piece` says. Its keys and values go to the layer of its cut."""
         if begin == 0:
             tensors.widen_positions()

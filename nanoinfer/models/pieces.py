@@ -16,7 +16,7 @@ from offload import Cut
 
 
 @dataclass(frozen=True)
-class Held:
+class DeviceState:
     """What pieces find on the device at fixed addresses, beside the weights.
 
     Attributes:
@@ -40,5 +40,5 @@ class Piece:
     """
 
     kind: Callable[[], Hashable]
-    run: Callable[[StepTensors, Held], None]
+    run: Callable[[StepTensors, DeviceState], None]
     cut: Cut = Cut()

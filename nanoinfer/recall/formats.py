@@ -15,7 +15,7 @@ from nanoinfer.execution.pieces import Pieces
 from nanoinfer.execution.recurrent import RecurrentStates
 from nanoinfer.measure.run import free_memory
 from nanoinfer.models.decoder import Decoder
-from nanoinfer.models.pieces import Held
+from nanoinfer.models.pieces import DeviceState
 from nanoinfer.models.step_tensors import StepTensors
 from nanoinfer.recall.evaluate import Exam
 from nanoinfer.weights.load import load_model, read_checkpoint, read_spec
@@ -96,7 +96,7 @@ def prompt_logits(model: Decoder, token_ids: list[int]) -> Tensor:
         KeyRange.of_one(count, torch.arange(*blocks, dtype=torch.int32, device=device)[None]) for blocks in ranges
     ]
     states = RecurrentStates(spec, 1, device)
-    pieces = Pieces(model, Held(of_groups, states.of_layer))
+    pieces = Pieces(model, DeviceState(of_groups, states.of_layer))
     positions = torch.arange(count, device=device)
     slots = torch.stack([first * part.block_size + positions for part, (first, _) in zip(parts, ranges, strict=True)])
     rows = torch.zeros_like(positions, dtype=torch.int32)

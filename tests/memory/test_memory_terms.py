@@ -27,7 +27,7 @@ from nanoinfer.models.checkpoint_info import CheckpointInfo
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.layer import KVSlots
 from nanoinfer.models.module_tensors import weight_sizes
-from nanoinfer.models.pieces import Held
+from nanoinfer.models.pieces import DeviceState
 from nanoinfer.models.registry import find_class, supported_architectures
 from nanoinfer.models.step_tensors import StepTensors
 from nanoinfer.weights.load import read_spec
@@ -267,7 +267,7 @@ def peak_of_prefill(model: Decoder, num_tokens: int) -> int:
     table = torch.empty(3, num_tokens, dtype=torch.int32, device="meta")
     tensors, pieces = (
         StepTensors(*table, table[0, :1]),
-        Pieces(model, Held([meta_pool(model)] * len(model.spec.kv_groups), {})),
+        Pieces(model, DeviceState([meta_pool(model)] * len(model.spec.kv_groups), {})),
     )
     backend = TorchBackend(replace(model.spec.attention, block_size=16), "meta")
     with LiveBytes() as live:
