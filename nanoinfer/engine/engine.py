@@ -127,14 +127,9 @@ class LLMEngine:
         self.samples_late = False
         self.masks = MaskMaker(self.vocab_size)
         self.scheduler = Scheduler(
-            self.kv_cache,
-            self.admission,
-            self.mover,
-            self.plan.max_num_batched_tokens,
-            self.executor.num_graph_tokens,
-            self.modes,
-            self._fail_sequence,
-        )
+            self.kv_cache, self.admission, self.mover, self.plan.max_num_batched_tokens, self.executor.num_graph_tokens,
+            self.modes, self._fail_sequence,
+        )  # fmt: skip
         self.sampling_defaults = built.sampling_defaults  # for fields of SamplingParams that a user leaves out
         self.meter = StepMeter(self.executor)
         self.work = Work(built, self.scheduler, self.planner, self._read_tokens)

@@ -38,6 +38,9 @@ class LocalExecutor(Executor):
         return self.runner.device.is_asynchronous
 
     def execute(self, plan: StepPlan, timeline: Timeline | None = None) -> tuple[np.ndarray | None, int]:
+        # A step after which nobody is left is never read. Of those before this one, the newest may be yet.
+        for number in [number for number in self._steps if number < plan.number - 1]:
+            del self._steps[number]
         counters = self.runner.offload.counters
         before = counters.streamed_bytes
         with self.runner.own_threads():

@@ -86,7 +86,7 @@ class Executor(ABC):
     @abstractmethod
     def execute(self, plan: StepPlan, timeline: Timeline | None = None) -> tuple[np.ndarray | None, int]:
         """Launch the layers of a step. Return the bytes that stream for each member, [members] int64 (None: none do),
-        and those that the copy engine brings in all.
+        and those that the copy engine brings in all. Steps before the one before are forgotten.
 
         timeline: as `timeline` returned it.
         """

@@ -488,3 +488,19 @@ def test_a_completion_goes_on_after_a_failure_although_a_token_of_another_one_wa
         engine.step()
     assert outcome(request)[1] == second
     assert_pools_as_before(engine)
+
+
+def test_steps_that_nobody_reads_are_forgotten(path, monkeypatch):
+    """The step behind one in which all stop computes a token too many for everybody, and is dropped."""
+    engine, launched = make_engine(path), []
+    sample = engine.runner.sample
+
+    def remember(*arguments):
+        tokens = sample(*arguments)
+        launched.append(weakref.ref(tokens))
+        return tokens
+
+    monkeypatch.setattr(engine.runner, "sample", remember)
+    for seed in range(6):
+        run(engine, random_prompts(1, 5, 9, seed), [SamplingParams(stop_token_ids=[*range(VOCAB)], max_tokens=9)])
+    assert len(launched) == 12 and sum(one() is not None for one in launched) <= 1

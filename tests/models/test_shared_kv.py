@@ -1,5 +1,7 @@
 """Layers that keep keys and values of several shapes, or read another layer's, as Gemma 3n and 4 have them."""
 
+from dataclasses import replace
+
 import pytest
 from engines import LAYER_BLOCK_BYTES, assert_pools_as_before, make_engine, random_prompts, run, some_params
 from kv_models import MODELS, plain_logits, registered, write_model
@@ -89,3 +91,13 @@ def test_tokens_of_a_block_follow_from_the_bytes_of_each_shape(paths):
     assert found["narrow windows"] == ({(None, 16), (40, 32)}, 2 * 16 * 64 * 4, [2 * 16 * 64 * 4] * 2)
     # padded to whole pages in which both shapes' tokens lie at whole distances: the copy unit counts those
     assert found["odd"] == ({(None, 32), (40, 32)}, 2**13 * 3, [2 * 32 * 48 * 4, 2 * 32 * 64 * 4])
+
+
+def test_a_size_that_leaves_too_few_tokens_is_refused_and_the_default_leaves_enough(paths):
+    spec = engine_of(paths, "wide windows").runner.spec
+    with pytest.raises(ValueError, match="block_size is 16 tokens, .* keep 2 times the bytes .* give a multiple of 32"):
+        spec.with_kv(16, None)
+    assert [one.block_size for one in spec.with_kv(None, None).attentions] == [128, 256]
+    wide, narrow = spec.attentions
+    eight_times = replace(spec, attentions=(replace(wide, num_q_heads=16, num_kv_heads=16), narrow))
+    assert [one.block_size for one in eight_times.with_kv(None, None).attentions] == [64, 512]

@@ -39,6 +39,7 @@ class Quantised(KVFormat):
 
     @property
     def turns(self) -> bool:
+        """Whether keys and queries are turned."""
         return self.key_bits == 4
 
     def fields(self, head_dim: int) -> tuple[Field, ...]:

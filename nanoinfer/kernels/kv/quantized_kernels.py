@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-GROUP = tl.constexpr(32)
+GROUP = tl.constexpr(32)  # as in `quantized`, which imports these functions
 
 
 @triton.jit
