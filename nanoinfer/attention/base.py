@@ -87,6 +87,8 @@ class KeyRange:
     """[S, W] int32, device: index in the KV buffer of logical block first_block + column."""
     max_query_len: int
     """The longest of the S query ranges (host), at least 1."""
+    num_blocks: Sequence[int]
+    """[S] columns of block_table that each sequence has blocks in (host)."""
     query_rows: tuple[int, int]
     """(first, last + 1) of the rows of q that the S sequences own: cu_seqlens_q[0] and cu_seqlens_q[S], on the host."""
     store_state: bool
@@ -110,6 +112,7 @@ class KeyRange:
             load_state=numbers(0),
             block_table=block_table,
             max_query_len=num_tokens,
+            num_blocks=block_table.shape[1:],
             query_rows=(0, num_tokens),
             store_state=False,
         )
@@ -139,6 +142,8 @@ class AttentionBackend(ABC):
     """Decode (decode_partial or decode_rows, merge) may be captured in a CUDA graph."""
     exact_splits: bool
     """Results are bit-identical wherever the blocks lie and however prefill is cut into key ranges."""
+    cuts_ranges: bool = False
+    """`prefill` may cut a key range itself, and wants a state for it."""
     reads_every_format: bool = False
     """It reads blocks through their format (``KVPart.read``, or its read function), and not as numbers of one type."""
     tiles_per_block: int = 1
@@ -223,8 +228,8 @@ class AttentionBackend(ABC):
         """Causal attention of all queries to one key range. Key ranges come in ascending order of position.
 
         q: [num_tokens, num_q_heads, head_dim], rows may be strided. out: the same shape, contiguous, written by the
-        last range only, and there sinks count, as in ``merge``. state may be None where the first range is the last:
-        load_state is 0 for every sequence and store_state is False.
+        last range only, and there sinks count, as in ``merge``. state may be None where the first range is the last
+        (load_state is 0 for every sequence and store_state is False), unless the backend cuts ranges itself.
         """
 
     def decode_rows(
@@ -245,6 +250,11 @@ class Backends(tuple[AttentionBackend, ...]):
         """Return for each shape an uninitialised workspace for ``capacity`` partials."""
         memory = self.memory(capacity)
         return [one.partials(capacity, memory) for one in self]
+
+    @property
+    def cut_ranges(self) -> bool:
+        """Whether one of them does, as in `AttentionBackend.cuts_ranges`."""
+        return any(one.cuts_ranges for one in self)
 
     def prefill_state(self, num_tokens: int) -> list[PrefillState]:
         """Return for each shape an uninitialised state for ``num_tokens`` queries."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from nanoinfer.attention.base import (
 )
 from nanoinfer.devices.registry import device_of, target_of
 from nanoinfer.kernels.attention.decode_partial import decode_partial
+from nanoinfer.kernels.attention.expand_kv import PlainRange, expanded
 from nanoinfer.kernels.attention.merge import merge
 from nanoinfer.kernels.attention.prefill import prefill
 from nanoinfer.kernels.attention.shape import KernelShape, can_use_tma, decode_programs, decode_tiles, prefill_tiles
@@ -48,12 +50,16 @@ class TritonBackend(AttentionBackend):
             precision=target.precision,
             interpreted=not target.is_compiled,
         )
+        self.prefill_shape, self.cuts_ranges = self.shape, spec.is_expanded
+        if spec.is_expanded:
+            tma = can_use_tma(target, spec.head_dim, spec.dtype)
+            self.prefill_shape = replace(self.shape, kv_format=None, tma=tma)
         if target.is_compiled:
             self.num_programs = decode_programs(self.shape, target.num_cores, target.core_memory)
-            self.tiles = prefill_tiles(self.shape, target.program_memory)
+            self.tiles = prefill_tiles(self.prefill_shape, target.program_memory)
         else:
             self.num_programs = INTERPRETER_PROGRAMS
-            self.tiles = prefill_tiles(self.shape, INTERPRETER_SHARED_MEMORY_BYTES)
+            self.tiles = prefill_tiles(self.prefill_shape, INTERPRETER_SHARED_MEMORY_BYTES)
         # A core takes the tiles of a block one after the other, at about 0.9 microseconds each: longer than everything
         # else in the attention of a short sequence.
         tiles_per_block = spec.block_size // decode_tiles(self.shape).block_n
@@ -132,13 +138,17 @@ class TritonBackend(AttentionBackend):
         assert state is not None or not key_range.store_state, "store_state needs a PrefillState"
         self._check_rows(q, kv)
         assert out.is_contiguous(), "out must be contiguous"
-        prefill(
-            q, kv, out, self._no_state if state is None else (state.acc, state.m, state.l),
-            (key_range.cu_seqlens_q, key_range.query_pos, key_range.first_block, key_range.kv_end,
-             key_range.load_state), key_range.block_table,
-            max_query_len=key_range.max_query_len, store_state=key_range.store_state, window=window,
-            sinks=sinks, own=own, shape=self.shape, tiles=self.tiles,
+        assert state is not None or not self.cuts_ranges, "a range that is cut needs a PrefillState"
+        sequences = (
+            key_range.cu_seqlens_q, key_range.query_pos, key_range.first_block, key_range.kv_end, key_range.load_state,
         )  # fmt: skip
+        whole = PlainRange(kv, sequences, key_range.block_table, key_range.store_state)
+        for one in expanded(whole, key_range.num_blocks, own, self.shape) if self.cuts_ranges else [whole]:
+            prefill(
+                q, one.kv, out, self._no_state if state is None else (state.acc, state.m, state.l),
+                one.sequences, one.block_table, max_query_len=key_range.max_query_len, store_state=one.store_state,
+                window=window, sinks=sinks, shape=self.prefill_shape, tiles=self.tiles,
+            )  # fmt: skip
 
     def _check_rows(self, x: Tensor, kv: Tensor) -> None:
         """The kernels derive all strides but the row's from the shape, and rely on aligned vector loads."""

@@ -82,11 +82,11 @@ class PrefillProgram:
         )
         gpu_ranges, histories = [], []
         for group, on_gpu, on_host in zip(self.resources.groups, gpu_blocks, host_blocks, strict=True):
-            first_blocks, table = _on_gpu(chunks, on_gpu, group)
+            first_blocks, num_blocks, table = _on_gpu(chunks, on_gpu, group)
             *history, load_state = self._history(chunks, on_host, first_blocks, group, packer)
             histories.append(history)
             tables = dict(first_block=packer.add(first_blocks), block_table=packer.add(table))
-            gpu_ranges.append(of_groups(load_state=load_state, **tables))
+            gpu_ranges.append(of_groups(load_state=load_state, num_blocks=num_blocks, **tables))
         passing, slot_tables, readers = zip(*histories, strict=True)
         packer.upload(self.resources.compute)
         if len(step.rows):
@@ -192,15 +192,20 @@ def _slots(blocks: np.ndarray, positions: np.ndarray, group: KVGroup) -> np.ndar
     return blocks[positions // group.block_size] * group.block_size + positions % group.block_size
 
 
-def _on_gpu(chunks: Sequence[PromptChunk], gpu_blocks: np.ndarray, group: KVGroup) -> tuple[list[int], np.ndarray]:
-    """Return for each chunk its first logical block on the GPU, and a line of the blocks from there on."""
-    num_blocks = [-(-chunk.end // group.block_size) for chunk in chunks]
-    first_blocks = [_first_gpu_block(blocks[:count]) for blocks, count in zip(gpu_blocks, num_blocks)]
-    width = max(count - first for count, first in zip(num_blocks, first_blocks, strict=True))
-    table = np.zeros((len(chunks), width), dtype=np.int32)
-    for line, blocks, first, count in zip(table, gpu_blocks, first_blocks, num_blocks, strict=True):
-        line[: count - first] = blocks[first:count]
-    return first_blocks, table
+def _on_gpu(
+    chunks: Sequence[PromptChunk], gpu_blocks: np.ndarray, group: KVGroup
+) -> tuple[list[int], list[int], np.ndarray]:
+    """Return for each chunk its first logical block on the GPU, how many there are, and a line of them."""
+    lines, firsts = [], []
+    for chunk, blocks in zip(chunks, gpu_blocks, strict=True):
+        needed = blocks[: -(-chunk.end // group.block_size)]
+        firsts.append(_first_gpu_block(needed))
+        lines.append(needed[firsts[-1] :])
+    counts = [len(line) for line in lines]
+    table = np.zeros((len(chunks), max(counts)), dtype=np.int32)
+    for row, line in zip(table, lines, strict=True):
+        row[: len(line)] = line
+    return firsts, counts, table
 
 
 def _first_gpu_block(blocks: np.ndarray) -> int:
@@ -291,7 +296,7 @@ class PrefillStep(OffloadStep):
 
     def _begin(self) -> None:
         resources = self.program.resources
-        if any(self.chunks):
+        if any(self.chunks) or resources.backends.cut_ranges:
             self.states = resources.backends.prefill_state(self.num_tokens)
         self.tensors.reserve(resources.model.spec)
         resources.states.reset(self.begun)
@@ -316,6 +321,7 @@ class PrefillStep(OffloadStep):
                 load_state=records[2],
                 block_table=self.program.slot_table.expand(count, -1),
                 max_query_len=int(self.lengths[first:last].max()),
+                num_blocks=[len(chunk.blocks)] * count,
                 query_rows=(int(self.lengths[:first].sum()), int(self.lengths[:last].sum())),
                 store_state=True,
             )

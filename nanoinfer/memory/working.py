@@ -48,6 +48,9 @@ def prefill_bytes(spec: ModelSpec, tokens: int, is_fused: bool = True) -> int:
     # Projections: their output, queries after the rotation, and the normalised input.
     attention = always + size * (projected + hidden)
     largest = tokens * max(attention, _dense_bytes(spec, always) if spec.has_dense_layers else 0)
+    if is_fused:  # attending: queries beside what is always there, and keys and values as plain numbers
+        plain = max(shape.expanded_blocks * (shape.expanded_block_bytes + 4) for shape in spec.attentions)
+        largest = max(largest, tokens * (always + size * heads) + plain)
     if spec.sparse is None:
         return largest
     sparse = sparse_bytes if is_fused else sparse_reference_bytes

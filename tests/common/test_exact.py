@@ -280,6 +280,7 @@ def prefill_chunks(backend, q, paged, cuts, window):
             load_state=int32([0] * count),
             block_table=int32(paged.tables),
             max_query_len=size,
+            num_blocks=[len(table) for table in paged.tables],
             query_rows=(0, count * size),
             store_state=False,
         )

@@ -1,5 +1,6 @@
 """Formats of KV of the tests' own: what is stored is read, by the kernels and by plain torch, in any cut."""
 
+import random
 from dataclasses import replace
 from functools import partial
 
@@ -24,6 +25,8 @@ from kv_one_vector import OneVector
 from nanoinfer.attention.torch_backend import TorchBackend
 from nanoinfer.attention.triton_backend import TritonBackend
 from nanoinfer.kernels import fused, reference
+from nanoinfer.kernels.attention import spec as of_specs
+from nanoinfer.kernels.attention.expand_kv import pieces
 from nanoinfer.kernels.kv.quantized import hadamard, int4, int8, k8v4
 from nanoinfer.kernels.layer.head_steps import HeadSteps
 from nanoinfer.layers.rope import rope_table
@@ -59,7 +62,7 @@ def paged_in(spec, own):
 @pytest.mark.parametrize("head_dim", [16, 48])
 @pytest.mark.parametrize("kv_format", FORMATS, ids=lambda one: one.name)
 @pytest.mark.parametrize("backend_class", [TorchBackend, TritonBackend])
-def test_attention_reads_what_was_stored(backend_class, kv_format, head_dim, window):
+def test_attention_reads_what_was_stored(backend_class, kv_format, head_dim, window, monkeypatch):
     spec = replace(make_spec(head_dim=head_dim, windows=(window,)), kv_format=kv_format)
     own = kv_format.own(table_of(head_dim), None)
     paged, backend = paged_in(spec, own), backend_class(spec, "cpu")
@@ -74,6 +77,22 @@ def test_attention_reads_what_was_stored(backend_class, kv_format, head_dim, win
     assert relative_error(whole, dense_prefill(spec, q, paged, begins, lens, window)) < 1e-5
     for cuts in (1, 2):
         assert torch.equal(run_prefill(backend, q, paged, begins, lens, window, cuts), whole)
+    for room in range(1, 5):  # blocks that are made plain numbers of at a time
+        monkeypatch.setattr(of_specs, "EXPANDED_BYTES", room * spec.expanded_block_bytes)
+        assert torch.equal(run_prefill(backend, q, paged, begins, lens, window), whole)
+
+
+def test_pieces_have_every_block_once_in_order_and_fit():
+    generator = random.Random(5)
+    for _ in range(200):
+        counts = [generator.choice([0, 1, 2, 3, 9, 40]) for _ in range(generator.randint(1, 9))]
+        room = generator.randint(1, 20)
+        found = list(pieces(counts, room))
+        assert all((last - first) * (end - begin) <= room for first, last, begin, end in found)
+        for number, count in enumerate(counts):
+            of_one = [(begin, end) for first, last, begin, end in found if first <= number < last]
+            assert of_one and all(one[1] == other[0] for one, other in zip(of_one, of_one[1:]))
+            assert of_one[0][0] == 0 and of_one[-1][1] >= count
 
 
 @pytest.mark.parametrize("kv_format", FORMATS, ids=lambda one: one.name)

@@ -172,7 +172,7 @@ def run_prefill(backend, q, paged, query_pos, q_lens, window=None, cuts=None):
     widest = max(len(table) for table in paged.tables)
     step = widest if cuts is None else cuts
     state = None
-    if cuts is not None:
+    if cuts is not None or backend.cuts_ranges:
         state = backend.prefill_state(len(q))
         for part in (state.acc, state.m, state.l):
             part.fill_(POISON)
@@ -187,6 +187,7 @@ def run_prefill(backend, q, paged, query_pos, q_lens, window=None, cuts=None):
             load_state=int32([int(first > 0)] * len(q_lens), device),
             block_table=int32(table, device),
             max_query_len=max(q_lens),
+            num_blocks=[len(blocks) for blocks in tables],
             query_rows=(0, len(q)),
             store_state=first + step < widest,
         )
@@ -217,6 +218,7 @@ def run_prefill_after_history(backend, q, paged, query_pos, q_lens):
             load_state=int32([int(last)] * len(history), device),
             block_table=int32([blocks + [2**30] * (widest - len(blocks)) for blocks in tables], device),
             max_query_len=max(q_lens),
+            num_blocks=[len(blocks) for blocks in tables],
             query_rows=(0, len(q)),
             store_state=not last,
         )
@@ -249,6 +251,7 @@ def run_prefill_through_ring(backend, q, paged, query_pos, q_lens, blocks_per_sl
                 load_state=int32([int(first > 0)], device),
                 block_table=int32([list(range(blocks_per_slot))], device),
                 max_query_len=q_lens[i],
+                num_blocks=[end - first],
                 query_rows=(cu[i], cu[i + 1]),
                 store_state=True,
             )
@@ -263,6 +266,7 @@ def run_prefill_through_ring(backend, q, paged, query_pos, q_lens, blocks_per_sl
         load_state=int32([int(cut > 0) for cut in history], device),
         block_table=int32([blocks + [2**30] * (widest - len(blocks)) for blocks in rest], device),
         max_query_len=max(q_lens),
+        num_blocks=[len(blocks) for blocks in rest],
         query_rows=(0, len(q)),
         store_state=False,
     )
@@ -293,6 +297,7 @@ def run_prefill_through_shared_slot(backend, q, paged, query_pos, q_lens, num_sh
             load_state=int32([int(first > 0)] * count, device),
             block_table=blocks,
             max_query_len=max(q_lens),
+            num_blocks=[blocks.shape[1]] * count,
             query_rows=(0, len(q)),
             store_state=first == 0,
         )

@@ -136,7 +136,7 @@ from slot_cases import make_slots
 from nanoinfer.devices.cuda import target_of_architecture
 from nanoinfer.devices.target import Target
 from nanoinfer.kernels import fused as layers
-from nanoinfer.kernels.attention import decode_partial, merge, prefill
+from nanoinfer.kernels.attention import decode_partial, expand_kv, merge, prefill
 from nanoinfer.kernels.attention.shape import KernelShape, can_use_tma, prefill_tiles
 from nanoinfer.kernels.experts.routing import SIGMOID, GatedActivation, Routing
 from nanoinfer.kernels.experts.slots import BLOCK_WORDS
@@ -279,17 +279,21 @@ def compile_attention(head_dim: int, kv_format: KVFormat, *, is_common: bool) ->
         layers.norm_rope_store(qkv, None, HeadSteps(), None, slots, kv, slots, q)
     out, lse, state = floats(8, 32, head_dim), floats(8, 32), (floats(8, 32, head_dim), floats(8, 32), floats(8, 32))
     tables = (ints(2), ints(1), ints(1), ints(1), ints(1))
+    if shape.is_expanded:
+        expand_kv.expand_kv(kv, own, zeros(4, 2, 256, 8, head_dim), ints(1, 4), ints(1), ints(1), shape=shape)
     tiles = prefill_tiles(shape, gpu.target.program_memory)
-    if not is_common and kv_format.is_operand:
+    if not is_common:
         tiles = replace(tiles, block_m=64, block_n=32, num_warps=4)
     lists = ints(8, 4), ints(1), ints(8), ints(8), out, lse, lse.clone()
     windows, batch_sizes = ((None, 100), (4, 64)) if is_common else ((100,), ())
     for window in windows[:1] if is_brief else windows:  # the window is compiled with what is not common
         decode_partial.decode_partial(q, kv, *lists, window=window, own=own, shape=shape, num_programs=33)
+        if shape.is_expanded:
+            continue
         prefill.prefill(
             q, kv, q.clone(), state, tables, ints(1, 4),
             max_query_len=8, store_state=False, window=window, shape=shape, tiles=tiles,
-            sinks=None if window is None else zeros(32), own=own,
+            sinks=None if window is None else zeros(32),
         )  # fmt: skip
     if is_common and gpu.target.has_dependent_launches:  # over a ring slot, whose list was just copied
         gpu.launches_follow_copy = True

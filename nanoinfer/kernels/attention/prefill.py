@@ -17,7 +17,7 @@ from nanoinfer.kernels.attention.shape import NO_WINDOW, KernelShape, Tiles, kv_
 def attend_tiles(
     acc, m, l,  # the running state: [BLOCK_M, BLOCK_D], [BLOCK_M], [BLOCK_M] float32
     q_tile, positions,  # [BLOCK_M, BLOCK_D], [BLOCK_M]: queries and their absolute positions
-    kv, kv_rows, own, head,  # as `prefill_kernel` takes them; the KV head
+    kv, kv_rows, head,  # as `prefill_kernel` takes them; the KV head
     table, range_start,  # this sequence's block table, position of its column 0
     begin, end,  # tiles of keys to attend to, absolute; begin is a multiple of BLOCK_N
     first_key, kv_end, window,  # keys outside [first_key, kv_end) are not read
@@ -33,7 +33,7 @@ def attend_tiles(
         # Memory of tokens that do not exist may hold NaN, and 0 * NaN would reach the result.
         exists = (keys >= first_key) & (keys < kv_end)
         k_t, v = READ(
-            kv, kv_rows, own, block, 0, start % BLOCK_SIZE, head, keys, exists, q_tile,
+            kv, kv_rows, None, block, 0, start % BLOCK_SIZE, head, keys, exists, q_tile,
             STRIDE, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, MASKED, TMA,
         )  # fmt: skip
         logits = tile_logits(q_tile, k_t, SCALE, SOFTCAP, PRECISION, WIDEN)
@@ -53,9 +53,8 @@ def attend_tiles(
 )  # fmt: skip
 def prefill_kernel(
     q,  # [num_tokens, num_q_heads, HEAD_DIM], rows q_stride apart
-    kv,  # blocks as `KVPart.view` returns them, STRIDE values apart
+    kv,  # blocks of numbers of q's dtype as `KVPart.view` returns them, STRIDE of them apart
     kv_rows,  # kv as a descriptor of rows of NUM_KV_HEADS * HEAD_DIM, with TMA
-    own,  # the layer's tensors that its format wants, as a tuple, or None
     out,  # [num_tokens, num_q_heads, HEAD_DIM]
     state_acc, state_m, state_l,  # [num_tokens, num_q_heads, HEAD_DIM], [num_tokens, num_q_heads] twice; float32
     cu_seqlens_q, query_pos, first_block, kv_end, load_state,  # [S + 1], then [S] each; int32
@@ -106,17 +105,17 @@ def prefill_kernel(
     table = block_table + seq.to(tl.int64) * table_stride
     if WINDOWED:  # without a window no first tile is cut, and an empty loop would cost registers
         acc, m, l = attend_tiles(
-            acc, m, l, q_tile, positions, kv, kv_rows, own, kv_head, table, range_start, begin,
+            acc, m, l, q_tile, positions, kv, kv_rows, kv_head, table, range_start, begin,
             tl.minimum(full, end), first_key, keys_end, window, True, READ, STRIDE, NUM_KV_HEADS, HEAD_DIM, BLOCK_D,
             BLOCK_SIZE, TO_LOG2, SCALE, SOFTCAP, PRECISION, WIDEN, TMA, BLOCK_N,
         )  # fmt: skip
     acc, m, l = attend_tiles(
-        acc, m, l, q_tile, positions, kv, kv_rows, own, kv_head, table, range_start, full, full_end,
+        acc, m, l, q_tile, positions, kv, kv_rows, kv_head, table, range_start, full, full_end,
         first_key, keys_end, window, False, READ, STRIDE, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE,
         TO_LOG2, SCALE, SOFTCAP, PRECISION, WIDEN, TMA, BLOCK_N,
     )  # fmt: skip
     acc, m, l = attend_tiles(
-        acc, m, l, q_tile, positions, kv, kv_rows, own, kv_head, table, range_start, tl.maximum(full, full_end),
+        acc, m, l, q_tile, positions, kv, kv_rows, kv_head, table, range_start, tl.maximum(full, full_end),
         end, first_key, keys_end, window, True, READ, STRIDE, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE,
         TO_LOG2, SCALE, SOFTCAP, PRECISION, WIDEN, TMA, BLOCK_N,
     )  # fmt: skip
@@ -147,7 +146,6 @@ def prefill(
     store_state: bool,
     window: int | None,
     sinks: Tensor | None = None,
-    own: tuple[Tensor, ...] = (),
     shape: KernelShape,
     tiles: Tiles,
 ) -> None:
@@ -155,13 +153,13 @@ def prefill(
 
     q, out: [num_tokens, num_q_heads, head_dim]; state: (acc, m, l), float32, m in base 2, acc not normalised;
     sequences: (cu_seqlens_q [S + 1], query_pos, first_block, kv_end, load_state [S]), int32; block_table: [S, W] int32;
-    sinks: as in `merge`; own: as `KVFormat.own` returns it.
+    sinks: as in `merge`.
     """
     num_sequences = block_table.shape[0]
     if num_sequences == 0 or max_query_len == 0:
         return
     prefill_kernel[(triton.cdiv(max_query_len, tiles.block_m), shape.num_q_heads, num_sequences)](
-        q, kv, kv_descriptor(kv, tiles.block_n, shape), own or None, out, *state, *sequences, block_table, sinks,
+        q, kv, kv_descriptor(kv, tiles.block_n, shape), out, *state, *sequences, block_table, sinks,
         q.stride(0), block_table.stride(0), int(store_state), NO_WINDOW if window is None else window,
         **shape.constants(), STRIDE=kv.stride(0), WINDOWED=window is not None, BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n, num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=True,

@@ -131,8 +131,5 @@ def prefill_tiles(shape: KernelShape, shared_memory_per_program: int) -> Tiles:
         block_m, block_n, num_warps, num_stages = 128, 64, 8, 2
     else:
         block_m, block_n, num_warps, num_stages = 64, 32, 4, 2
-    block_n = _keys(shape, block_n)
-    # Where keys are made of what values are made of, triton 3.6 lets a tile's loads run into the products of the one
-    # before: an H100 gave other results at each launch with two or three stages, and the same ones with one.
-    num_stages = 1 if shape.part.format.loads > 2 else num_stages
+    block_n = largest_tile(shape.block_size, block_n)
     return Tiles(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages)

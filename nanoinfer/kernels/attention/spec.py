@@ -13,6 +13,9 @@ from nanoinfer.kernels.kv.plain import Plain
 
 SHORT_BLOCKS = 6
 """The tiles of a row's blocks may be separate items if the row reads at most this many blocks."""
+EXPANDED_BYTES = 64 * 2**20
+"""Of the keys and values that prefill makes of other formats at a time, if a block has no more. The running softmax is
+stored and read once for so many: with 16,384 tokens of 8 heads of 128 numbers, that is a fiftieth of attending."""
 MAX_TILES_APART = 128
 """Most separate tiles in a step. If there would be more, all rows are attended to block by block."""
 
@@ -67,6 +70,21 @@ class AttentionSpec:
     def part(self) -> KVPart:
         """One layer's part of a KV block."""
         return KVPart(self.kv_format or Plain(self.dtype), self.block_size, self.num_kv_heads, self.head_dim)
+
+    @property
+    def is_expanded(self) -> bool:
+        """Whether keys and values are stored as something else than numbers of `dtype`."""
+        return self.kv_format not in (None, Plain(self.dtype))
+
+    @property
+    def expanded_blocks(self) -> int:
+        """How many blocks prefill makes numbers of `dtype` of at a time; 0 where they are stored as such."""
+        return max(1, EXPANDED_BYTES // self.expanded_block_bytes) if self.is_expanded else 0
+
+    @property
+    def expanded_block_bytes(self) -> int:
+        """Of a block's keys and values as numbers of `dtype`."""
+        return 2 * self.block_size * self.kv_size * self.dtype.itemsize
 
     @property
     def group_size(self) -> int:
