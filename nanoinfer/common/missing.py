@@ -47,7 +47,8 @@ _NAMES = by_name({
     "Llama4": _CHUNKS,
     "Qwen2Moe": "a shared expert behind a gate",
     "Phimoe": "its routing (SparseMixer)",
-    "Gemma3n Gemma4": "embeddings of each layer",
+    "Gemma3n": "embeddings of each layer",
+    "Gemma4Assistant Gemma4UnifiedAssistant gemma4-assistant": "the model that it guesses tokens for",
     "GPTNeoX GPTJ CodeGen Cohere command-r Falcon PhiForCausalLM phi2": "attention and MLP side by side",
     "GPT2 GPTBigCode OPTForCausalLM opt": "learned positions",
     "Bloom MPT": "positions by ALiBi",
@@ -91,7 +92,7 @@ def why_not(name: str, config: Mapping[str, Any] | None = None) -> str:
     if needs:
         return f"it needs {' and '.join(needs)}, which is not here yet"
     if any(part in (config or {}) for part in _OTHER_PARTS) or name.endswith("ForConditionalGeneration"):
-        return "it takes more than text, and only of Gemma 3, Mistral 3 and Llava the text part runs alone"
+        return "it takes more than text, and only of Gemma 3 and 4, Mistral 3 and Llava the text part runs alone"
     return "nobody has written this family yet"
 
 

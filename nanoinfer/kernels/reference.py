@@ -144,8 +144,11 @@ def norm_rope_store(
 ) -> None:
     """Apply norm and rotation to query and key heads; write queries to `q`, keys and values to their slots of `kv`."""
     num_q_heads = q.shape[1]
-    num_kv_heads = (qkv.shape[1] - num_q_heads) // 2
-    qk, v = qkv.split((num_q_heads + num_kv_heads, num_kv_heads), dim=1)
+    num_kv_heads = 0 if kv is None else (part_of(kv) if part is None else part).num_kv_heads
+    qk = qkv[:, : num_q_heads + num_kv_heads]
+    v = qkv[:, qkv.shape[1] - num_kv_heads :]  # of the keys' projection, where there is no other
+    if steps.norms_values:
+        v = rms_norm(v, torch.ones((), dtype=v.dtype), steps.eps, offset=False)
     if weights is not None and not steps.norm_last:
         qk = _norm_of_heads(qk, weights, num_q_heads, steps)
     if steps.clip is not None:
@@ -162,9 +165,10 @@ def norm_rope_store(
         part.store(part.format.turn(k), v, kv, slots)
 
 
-def _norm_of_heads(qk: Tensor, weights: tuple[Tensor, Tensor], num_q_heads: int, steps: HeadSteps) -> Tensor:
+def _norm_of_heads(qk: Tensor, weights: tuple[Tensor, Tensor | None], num_q_heads: int, steps: HeadSteps) -> Tensor:
     """qk: [N, num_q_heads + num_kv_heads, head_dim]; weights: [head_dim] each, or of all heads together."""
-    counts = num_q_heads, qk.shape[1] - num_q_heads
+    weights = weights if weights[1] is not None else weights[:1]
+    counts = (num_q_heads, qk.shape[1] - num_q_heads)[: len(weights)]
     if weights[0].numel() == qk.shape[2]:
         # [num_qk_heads, head_dim]: each head with its own weight.
         weight = torch.cat([weight.expand(count, -1) for weight, count in zip(weights, counts, strict=True)])

@@ -138,12 +138,10 @@ class Measure:
         """The numbers of the layers' weights that a token is multiplied with."""
         spec, hidden = self.spec, self.spec.hidden_size
         count = hidden * 2 * sum(attention.q_size + attention.kv_size for attention in spec.attention_of)
-        num_sparse = 0 if spec.sparse is None else spec.sparse.num_layers
-        matrices = 3 if spec.mlp_width > 1 else 2
-        count += (len(spec.layers) - num_sparse) * matrices * hidden * spec.intermediate_size
+        count += (3 if spec.mlp_width > 1 else 2) * hidden * sum(spec.mlp_sizes)
         if spec.sparse is not None:
             inner = spec.sparse.num_chosen * spec.sparse.intermediate_size + spec.sparse.shared_size
-            count += num_sparse * 3 * hidden * inner
+            count += spec.sparse.num_layers * 3 * hidden * inner
         return count
 
     @cached_property

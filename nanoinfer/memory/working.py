@@ -47,7 +47,7 @@ def prefill_bytes(spec: ModelSpec, tokens: int, is_fused: bool = True) -> int:
     always = 8 + state + size * (hidden + heads)  # positions, state, residual stream, attention output
     # Projections: their output, queries after the rotation, and the normalised input.
     attention = always + size * (projected + hidden)
-    largest = tokens * max(attention, _dense_bytes(spec, always) if spec.has_dense_layers else 0)
+    largest = tokens * max(attention, _dense_bytes(spec, always) if spec.intermediate_size else 0)
     if is_fused:  # attending: queries beside what is always there, and keys and values as plain numbers
         plain = max(shape.expanded_blocks * (shape.expanded_block_bytes + 4) for shape in spec.attentions)
         largest = max(largest, tokens * (always + size * heads) + plain)
@@ -71,7 +71,7 @@ def _dense_bytes(spec: ModelSpec, always: int) -> int:
 def graph_bytes(spec: ModelSpec, rows: int, prefill_tokens: int) -> int:
     """Transient bytes of the graphs, which share one pool: the larger of a layer and a decode step's logits."""
     size, heads = spec.dtype.itemsize, spec.q_size
-    most, dense = max(rows, prefill_tokens), spec.mlp_width * spec.intermediate_size if spec.has_dense_layers else 0
+    most, dense = max(rows, prefill_tokens), spec.mlp_width * spec.intermediate_size
     layer = most * size * (4 * spec.hidden_size + 3 * heads + dense)
     if spec.sparse is not None:
         layer = max(layer, most * size * spec.hidden_size + sparse_bytes(spec, most))

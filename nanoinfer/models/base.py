@@ -100,9 +100,10 @@ class ModelSpec:
     layers: tuple[AttentionState | RecurrentState, ...]
     """What each layer keeps."""
     hidden_size: int
-    intermediate_size: int
+    mlp_sizes: tuple[int, ...]
+    """The intermediate size of each layer's MLP that has no router; 0: there is none."""
     mlp_width: int = 3
-    """Values that an MLP computes from a row, for each of the intermediate size: gate, up and their product."""
+    """Values that an MLP computes from a row, for each of its intermediate size: gate, up and their product."""
     sparse: SparseSpec | None = None
     """What is sparse; None: nothing is."""
     attentions: tuple[AttentionSpec, ...]
@@ -157,9 +158,9 @@ class ModelSpec:
         return replace(self, **counts, piece_bytes=(), head_rows=(), slice_bytes=(), sparse=None)
 
     @property
-    def has_dense_layers(self) -> bool:
-        """Whether some layer has an MLP without experts."""
-        return self.sparse is None or self.sparse.num_layers < len(self.layers)
+    def intermediate_size(self) -> int:
+        """The largest intermediate size of an MLP that has no router; 0: no layer has one."""
+        return max(self.mlp_sizes)
 
     @cached_property
     def attention_layers(self) -> tuple[int, ...]:
@@ -204,6 +205,12 @@ class ModelSpec:
         """Tokens of the largest blocks."""
         return max(attention.block_size for attention in self.attentions)
 
+    @property
+    def block_shares(self) -> list[int]:
+        """For each shape: how many times the tokens of its blocks the largest hold."""
+        values = [attention.kv_size for attention in self.attentions]
+        return [2 ** round(math.log2(one / min(values))) for one in values]
+
     def with_kv(self, block_size: int | None, kv_format: KVFormat | None) -> ModelSpec:
         """Return the same with KV blocks of this format, as many tokens in the largest.
 
@@ -215,8 +222,7 @@ class ModelSpec:
         Raises:
             ValueError: blocks would have fewer tokens than a multiple of 16.
         """
-        values = [attention.kv_size for attention in self.attentions]
-        shares = [2 ** round(math.log2(one / min(values))) for one in values]
+        shares = self.block_shares
         if block_size is None:
             block_size = max(BLOCK_SIZE, LEAST_DEFAULT * max(shares))
         elif block_size % (least := 16 * max(shares)) and max(shares) > 1:

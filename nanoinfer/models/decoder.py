@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from nanoinfer.kernels.attention.spec import AttentionSpec
+from nanoinfer.kernels.attention.spec import AttentionSpec, HeadShape
 from nanoinfer.layers.experts import Experts, Sparse, SparseMLP
 from nanoinfer.layers.formats.base import Filling, Renamed, rename
 from nanoinfer.layers.formats.packed import temporary_bytes
@@ -84,6 +84,11 @@ class Decoder(nn.Module):
     """The field of a config with the size of the MLP."""
     rotates_in_part: bool = False
     """Whether a config's `partial_rotary_factor` counts."""
+    layer_fields: tuple[str, ...] = ()
+    """The fields of a config that `per_layer_config` may give layers of their own; transformers refuses to tell one of
+    the whole model then."""
+    optional_fields: tuple[str, ...] = ()
+    """The fields of a config that may be null, whatever other families need."""
     can_stretch: bool = True
     """Whether YaRN may take the place of a plain rotation."""
     layer_classes: Mapping[type, type[nn.Module]] = {AttentionState: DecoderLayer}
@@ -117,7 +122,7 @@ class Decoder(nn.Module):
         for index, state in enumerate(spec.layers):
             of_layer = Renamed(formats.below(f"model.layers.{index}", held), self.names)
             sparse = traits.sparse if self.is_sparse(hf_config, index) else None
-            own = replace(traits, formats=of_layer, sparse=sparse)
+            own = replace(traits, formats=of_layer, sparse=sparse, intermediate_size=spec.mlp_sizes[index])
             if isinstance(state, AttentionState):
                 own = replace(own, attention=spec.attentions[state.shape], keeps_kv=state.source is None)
             self.layers.append(self.layer_classes[type(state)](spec, own, device=device))
@@ -166,10 +171,16 @@ class Decoder(nn.Module):
         return tuple(AttentionState(windows[layer_type]) for layer_type in layer_types)
 
     @classmethod
-    def attention_shapes(cls, hf_config: PretrainedConfig) -> list[tuple[int, int | None, int]]:
-        """Return (query heads, KV heads, values of a head) of each shape: `AttentionState.shape` counts."""
+    def attention_shapes(cls, hf_config: PretrainedConfig) -> list[HeadShape]:
+        """Return the heads of each shape: `AttentionState.shape` counts."""
         head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
-        return [(hf_config.num_attention_heads, hf_config.num_key_value_heads, head_dim)]
+        return [HeadShape(hf_config.num_attention_heads, hf_config.num_key_value_heads, head_dim)]
+
+    @classmethod
+    def mlp_sizes(cls, hf_config: PretrainedConfig, traits: Traits) -> tuple[int, ...]:
+        """Return the intermediate size of each layer's MLP that has no router; 0: it has none."""
+        size, layers = getattr(hf_config, cls.intermediate_field), range(hf_config.num_hidden_layers)
+        return tuple(0 if traits.sparse is not None and cls.is_sparse(hf_config, layer) else size for layer in layers)
 
     @classmethod
     def is_sparse(cls, hf_config: PretrainedConfig, layer: int) -> bool:
@@ -205,9 +216,9 @@ class Decoder(nn.Module):
         architecture, layers = (hf_config.architectures or [cls.__name__])[0], cls.layer_states(hf_config)
         traits = cls.traits(hf_config)
         attentions = []
-        for shape, (q_heads, kv_heads, dim) in enumerate(cls.attention_shapes(hf_config)):
-            if dim < 16 or dim > 256 or dim % 16:
-                raise ValueError(f"{architecture} has head_dim={dim}: supported are multiples of 16 from 16 to 256")
+        for shape, (q_heads, kv_heads, dim, has_one_projection) in enumerate(cls.attention_shapes(hf_config)):
+            if dim < 16 or dim > 512 or dim % 16:
+                raise ValueError(f"{architecture} has head_dim={dim}: supported are multiples of 16 from 16 to 512")
             if not kv_heads or kv_heads < 1 or q_heads % kv_heads:
                 raise ValueError(
                     f"{architecture} has {q_heads} query heads and {kv_heads} KV heads: "
@@ -219,6 +230,7 @@ class Decoder(nn.Module):
                     num_q_heads=q_heads,
                     num_kv_heads=kv_heads,
                     head_dim=dim,
+                    has_one_projection=has_one_projection,
                     scale=dim**-0.5 if traits.attention_scale is None else traits.attention_scale,
                     softcap=traits.attention_softcap,
                     sinks=traits.attention_sinks,
@@ -230,7 +242,7 @@ class Decoder(nn.Module):
             architecture=architecture,
             layers=layers,
             hidden_size=hf_config.hidden_size,
-            intermediate_size=getattr(hf_config, cls.intermediate_field),
+            mlp_sizes=cls.mlp_sizes(hf_config, traits),
             mlp_width=traits.mlp.width,
             attentions=tuple(attentions),
             vocab_size=hf_config.vocab_size,

@@ -31,6 +31,8 @@ class Traits:
     norms_after: bool = False
     """A norm of what attention adds to the residual sum, and one of what the MLP adds."""
     mlp: type[MLP] = GatedMLP
+    intermediate_size: int = 0
+    """Of its MLP without a router; set for each layer."""
     qkv_bias: bool = False
     output_bias: bool = False
     """Bias of the attention's output projection."""
@@ -44,6 +46,8 @@ class Traits:
     qk_norm: str | None = None
     """Norm of queries and keys: "head", of each head, before the rotation; "rotated head", of each head, behind it;
     "all heads", of all query heads together and of all key heads together, before it."""
+    v_norm: bool = False
+    """Values are divided by the rms of each head."""
     clip_qkv: float | None = None
     """Queries, keys and values are cut to [-clip_qkv, clip_qkv] before the rotation."""
     interleaved_rope: bool = False
@@ -95,7 +99,8 @@ class Attention(nn.Module):
         self._shape, head_dim = traits.attention, traits.attention.head_dim
         q_size, kv_size = self._shape.q_size, self._shape.kv_size
         formats = traits.formats.below("self_attn")
-        made = {"q_proj": q_size} | (dict(k_proj=kv_size, v_proj=kv_size) if traits.keeps_kv else {})
+        of_kv = ("k_proj",) if self._shape.has_one_projection else ("k_proj", "v_proj")
+        made = {"q_proj": q_size} | (dict.fromkeys(of_kv, kv_size) if traits.keeps_kv else {})
         qkv = formats.as_held("qkv_proj", made)
         options = dict(dtype=spec.dtype, device=device)
         self.qkv_proj = Linear(spec.hidden_size, qkv, bias=traits.qkv_bias, formats=formats, **options)
@@ -116,6 +121,7 @@ class Attention(nn.Module):
             norm_last=traits.qk_norm == "rotated head",
             interleaved=traits.interleaved_rope,
             clip=traits.clip_qkv,
+            norms_values=traits.v_norm,
         )
 
     def project(
@@ -162,7 +168,7 @@ class DecoderLayer(nn.Module):
             activation = traits.sparse.activation or GatedActivation(name=traits.activation)
             self.mlp = SparseMLP(spec.hidden_size, traits.sparse, activation, **of_mlp)
         else:
-            size = spec.hidden_size, spec.intermediate_size
+            size = spec.hidden_size, traits.intermediate_size
             self.mlp = traits.mlp(*size, traits.activation, bias=traits.mlp_bias, **of_mlp)
         self.mlp_output_norm = norm(traits.norms_after)
 

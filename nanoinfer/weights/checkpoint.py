@@ -94,8 +94,8 @@ _FIELDS = by_name({
     "intermediate_size shared_intermediate_size moe_intermediate_size query_pre_attn_scalar": _count(1, 2**20),
     "num_hidden_layers decoder_sparse_step": _count(1, 1000),
     "num_attention_heads": _count(1, 1024),
-    "num_key_value_heads": _optional(_count(1, 1024)),
-    "head_dim n_group topk_group": _optional(_count(1, 2**12)),
+    "num_key_value_heads num_global_key_value_heads": _optional(_count(1, 1024)),
+    "head_dim global_head_dim n_group topk_group": _optional(_count(1, 2**12)),
     "max_position_embeddings": _count(1, MAX_POSITIONS),
     "original_max_position_embeddings": _optional(_count(1, MAX_POSITIONS)),
     "hidden_act hidden_activation": _TEXT,
@@ -103,7 +103,10 @@ _FIELDS = by_name({
     "rms_norm_eps norm_eps norm_epsilon": _number(1e-30, 1),
     "num_local_experts": _optional(_count(0, 2**20)),
     "num_experts n_routed_experts": _count(1, 2**12),
-    "num_experts_per_tok": _count(1, 2**10),
+    "num_experts_per_tok top_k_experts": _count(1, 2**10),
+    "num_kv_shared_layers": _count(0, 1000),
+    "hidden_size_per_layer_input": _optional(_count(0, 2**14)),
+    "vocab_size_per_layer_input": _count(1, MAX_VOCAB_SIZE),
     "n_shared_experts": _optional(_count(0, 2**10)),
     "first_k_dense_replace": _count(0, 1000),
     "mlp_only_layers": _optional(_listing("whole numbers", lambda one: type(one) is int)),
@@ -114,8 +117,10 @@ _FIELDS = by_name({
     "embedding_multiplier residual_multiplier attention_multiplier logits_scaling routed_scaling_factor": _FACTOR,
     "attn_logit_softcapping final_logit_softcapping": _optional(_number(1e-3, 1e6)),
     "use_bias attention_bias attention_out_bias mlp_bias tie_word_embeddings use_sliding_window use_qk_norm "
-    "norm_topk_prob": _FLAG,
-    "use_bidirectional_attention": _optional(_FLAG),
+    "norm_topk_prob attention_k_eq_v enable_moe_block use_double_wide_mlp": _FLAG,
+    "use_bidirectional_attention": _optional(
+        Rule('true, false, "vision" or "all"', lambda value: value in (True, False, "vision", "all"))
+    ),
     "no_rope_layer_interval sliding_window_pattern": _count(1, 2**30),
     "sliding_window": _optional(_count(0, 2**30)),
     "max_window_layers": _count(0, 2**30),
@@ -123,7 +128,6 @@ _FIELDS = by_name({
     "partial_rotary_factor": _optional(_number(0, 1)),
     "eos_token_id": TOKEN_IDS,
     "num_labels": _count(0, 2**16),  # transformers makes a list of this length
-    "per_layer_config": Rule("left out: all layers have the same sizes here", lambda value: value in (None, {})),
 })  # fmt: skip
 _ROPE_FIELDS = by_name({
     "rope_type type": _TEXT,
@@ -154,7 +158,9 @@ def check_fields(path: Path | str, values: Mapping[str, Any], model_class: type[
     for name, rule in _FIELDS.items():
         # transformers reads it only where the types are not given.
         if name in values and (name != "sliding_window_pattern" or not values.get("layer_types")):
-            rule.check(where, name, values[name])
+            if values[name] is not None or name not in model_class.optional_fields:
+                rule.check(where, name, values[name])
+    _check_layers(where, values, model_class)
     for name in ("rope_parameters", "rope_scaling"):
         by_layer_type = name == "rope_parameters" and model_class.rotates_by_layer_type
         _check_rope(where, name, values.get(name) or {}, model_class, by_layer_type)
@@ -169,6 +175,30 @@ def check_fields(path: Path | str, values: Mapping[str, Any], model_class: type[
             f"{where}: layer_types has {len(layer_types):,} entries, it must have one for each of the "
             f"{num_layers:,} layers of num_hidden_layers"
         )
+
+
+def _check_layers(where: str, values: Mapping[str, Any], model_class: type[Decoder]) -> None:
+    """Check what single layers have of their own."""
+    name, fields, num_layers = "per_layer_config", model_class.layer_fields, values.get("num_hidden_layers")
+    own = values.get(name) or {}
+    if not fields:
+        Rule("left out: all layers have the same sizes here", lambda value: not value).check(where, name, own)
+    of_layers = Rule(
+        f"an object of objects whose names are numbers of layers, below num_hidden_layers={num_layers}",
+        lambda value: (
+            isinstance(value, dict)
+            and all(str(one).isdecimal() and (num_layers is None or int(one) < num_layers) for one in value)
+            and all(isinstance(one, dict) for one in value.values())
+        ),
+    )
+    of_layers.check(where, name, own)
+    for layer, changed in own.items():
+        for field, value in changed.items():
+            if field not in fields:
+                raise ValueError(
+                    f"{where}: {name}.{layer} has {shown(field)}, layers may have their own {' and '.join(fields)}"
+                )
+            _FIELDS[field].check(where, f"{name}.{layer}.{field}", value)
 
 
 def check_config(path: Path | str, hf_config: PretrainedConfig, model_class: type[Decoder]) -> None:

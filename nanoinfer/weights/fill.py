@@ -261,8 +261,8 @@ def check_kv_scales(entries: Iterable[TensorEntry]) -> None:
 def fill_with_noise(model: Decoder, seed: int, progress: bool) -> None:
     """Fill the weights with normal noise, standard deviation 0.02.
 
-    The mean is 0; for norms it is the value that leaves the norm's input unscaled. Embeddings of a sparse model have
-    deviation 1: then a row's experts follow from its own token, and tokens drawn at random choose about uniformly.
+    The mean is 0; for norms and factors it is the value that leaves their input unscaled. Embeddings of a sparse model
+    have deviation 1: then a row's experts follow from its own token, and tokens drawn at random choose about uniformly.
     Otherwise all rows of a prompt would soon choose the same, as the mean over the prompt is most of each.
     """
     generator = torch.Generator(model.norm.weight.device).manual_seed(seed)
@@ -279,8 +279,7 @@ def fill_with_noise(model: Decoder, seed: int, progress: bool) -> None:
         if isinstance(module, nn.ParameterList):  # whose experts fill it
             continue
         for name, weight in module.named_parameters(recurse=False):
-            mean = module.neutral_weight if name == "weight" else 0.0
-            weight.normal_(mean, 0.02, generator=generator)
+            weight.normal_(getattr(module, f"neutral_{name}", 0.0), 0.02, generator=generator)
     assert next(groups, None) is None, "a run is left"
     if model.spec.sparse is not None:
         table = model.embed_tokens

@@ -18,6 +18,8 @@ from nanoinfer.weights.checkpoint import OBJECT
 # By architecture: the model_type of a text_config that names none.
 WRAPPERS = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
+    "Gemma4ForConditionalGeneration": "gemma4_text",
+    "Gemma4UnifiedForConditionalGeneration": "gemma4_unified_text",
     "Mistral3ForConditionalGeneration": "mistral",
     "LlavaForConditionalGeneration": "llama",
 }
@@ -51,10 +53,12 @@ def text_tensors(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
 
 def say_what_is_skipped(model_dir: str | Path, entries: Mapping[str, TensorEntry]) -> None:
     """Warn of weights that do not run. entries: of the whole checkpoint."""
-    skipped = [entry.num_bytes for name, entry in entries.items() if is_of_other_part(name)]
+    skipped = {name: entry.num_bytes for name, entry in entries.items() if is_of_other_part(name)}
     if skipped:
+        has_sound = any("audio" in name for name in skipped)
+        whose, what = ("vision and audio", "images and sound") if has_sound else ("vision", "images")
         warnings.warn(
-            f"the text part of {model_dir} runs alone: its vision weights ({len(skipped):,} tensors, "
-            f"{sum(skipped) / 2**20:,.0f} MiB) are skipped, and images are refused",
+            f"the text part of {model_dir} runs alone: its {whose} weights ({len(skipped):,} tensors, "
+            f"{sum(skipped.values()) / 2**20:,.0f} MiB) are skipped, and {what} are refused",
             stacklevel=2,
         )

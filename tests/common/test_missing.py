@@ -33,6 +33,7 @@ NEEDS = {
     "bloom": ("BloomForCausalLM", "positions by ALiBi"),
     "qwen2_moe": ("Qwen2MoeForCausalLM", "a shared expert behind a gate"),
     "gemma3n": ("Gemma3nForConditionalGeneration", "embeddings of each layer"),
+    "gemma4_assistant": ("Gemma4AssistantForCausalLM", "the model that it guesses tokens for"),
 }
 # By what GGUF files say.
 OF_FILES = {
@@ -64,7 +65,7 @@ def test_nothing_is_said_that_nobody_knows():
         assert why_not(name, {"num_experts": 8}) == "nobody has written this family yet"
     assert why_not("BertForMaskedLM") == why_not("Qwen3ForSequenceClassification") == "it does not generate text"
     said = why_not("Qwen2_5_VLForConditionalGeneration", {"vision_config": {}})
-    assert said == "it takes more than text, and only of Gemma 3, Mistral 3 and Llava the text part runs alone"
+    assert said == "it takes more than text, and only of Gemma 3 and 4, Mistral 3 and Llava the text part runs alone"
     assert [name for name in supported_architectures() if "which is not here" in why_not(name)] == []
     assert missing_layers(dict(layer_types=["full_attention", "attention", "sliding_attention"])) is None
     assert missing_layers(dict(layer_types=[["mamba"], 5])) is missing_layers(dict(layer_types=7)) is None

@@ -10,6 +10,7 @@ import random
 from functools import cache
 
 import pytest
+import torch
 from engines import assert_pools_as_before, make_engine, outcome, random_prompts
 from request_helpers import play_at_random
 from simulated import SimulatedRuntime
@@ -17,6 +18,7 @@ from tiny_models import make_checkpoint
 
 from nanoinfer import EngineConfig, LLMEngine, SamplingParams
 from nanoinfer.common.exact import threads
+from nanoinfer.weights.load import read_checkpoint, read_spec
 
 BLOCK_SIZE = 16
 # Odd sizes, sizes with tails behind whole vectors, and a vocabulary of two tiles of the sampler. Enough layers and
@@ -29,6 +31,17 @@ MODELS = {
     "qwen3": dict(hidden_size=64, intermediate_size=200, head_dim=32, num_heads=2, num_kv_heads=1, tied=True),
     "gemma3": dict(hidden_size=132, intermediate_size=141, sliding_window=37, num_kv_heads=1)
     | dict(final_logit_softcapping=20.0, attn_logit_softcapping=15.0),
+    "gemma4, one projection": dict(hidden_size=132, intermediate_size=141, sliding_window=37, attention_k_eq_v=True)
+    | dict(num_global_key_value_heads=1),
+    "gemma4, read twice": dict(hidden_size=75, intermediate_size=99, sliding_window=24, num_heads=3, num_kv_heads=1)
+    | dict(
+        head_dim=48,
+        global_head_dim=64,
+        num_layers=4,
+        num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )
+    | dict(use_double_wide_mlp=True),
 }
 # With experts in host memory, of which some are in slots.
 SLOTTED = {
@@ -117,6 +130,9 @@ def draw_engine(generator: random.Random, path, seed: int, requests: list, forma
     chunk = generator.choice([16, 32, 48, 64, 100, 400])
     max_len = max(len(prompt) + params.max_tokens for prompt, params in requests)
     fewest = max(12, -(-chunk // BLOCK_SIZE) + 3 + rows) if mode else -(-max_len // BLOCK_SIZE) + 3
+    num_groups = len(read_spec(read_checkpoint(path), torch.float32).kv_groups)
+    if num_groups > 1:
+        fewest = max(fewest, num_groups * (-(-min(chunk, max_len) // BLOCK_SIZE) + 3) + rows)
     return make_engine(
         path,
         SimulatedRuntime(generator.choice([None, seed])),

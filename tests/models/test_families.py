@@ -190,6 +190,22 @@ def _glm4_moe(draw):
     )
 
 
+def _gemma4(draw):
+    cycle = ["sliding_attention"] * draw.choice([0, 1, 1, 2, 3]) + ["full_attention"]
+    layer_types = cycle * draw.randint(1, 3) if len(cycle) < 4 else cycle
+    return dict(
+        layer_types=layer_types,
+        num_layers=len(layer_types),
+        sliding_window=draw.choice([5, 30]),
+        global_head_dim=draw.choice([16, 32, 48, 64]),
+        num_global_key_value_heads=draw.choice([None, 1]),
+        attention_k_eq_v=draw.random() < 0.6,
+        num_kv_shared_layers=draw.randint(0, len(layer_types) - len(cycle)) if draw.random() < 0.5 else 0,
+        use_double_wide_mlp=draw.random() < 0.5,
+        final_logit_softcapping=draw.choice([None, 5.0, 30.0]),
+    )
+
+
 def _rotations(draw):
     """Those that any family may have."""
     rope = draw.choice([
@@ -224,6 +240,8 @@ DRAWN = {
     "mixtral": _mixtral,
     "olmoe": _olmoe,
     "glm4_moe": _glm4_moe,
+    "gemma4": _gemma4,
+    "gemma4_unified": _gemma4,
     "llama": _rotations,
     "qwen3": _rotations,
 }
@@ -243,7 +261,8 @@ def draw_fields(family, draw):
 
 SPARSE = ("gpt_oss", "qwen3_moe", "mixtral", "olmoe", "glm4_moe")
 DRAW_MORE = {"qwen3_moe": 22, "glm4_moe": 4}  # the seeds that draw more than others
-CASES = {f"{family}-{seed}": (family, seed) for family in DRAWN for seed in range(40 if family in SPARSE else 10)}
+MORE_SEEDS = (*SPARSE, "gemma4", "gemma4_unified")
+CASES = {f"{family}-{seed}": (family, seed) for family in DRAWN for seed in range(40 if family in MORE_SEEDS else 10)}
 
 
 @pytest.mark.parametrize("family, seed", CASES.values(), ids=CASES)
@@ -256,10 +275,14 @@ def test_greedy_tokens_are_those_of_transformers_in_every_mode_and_batch(family,
     prompts += random_prompts(fuzz, 3, 60, seed + 1)
     max_tokens = 8 if fuzz else 4
     params = [SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=2)] * len(prompts)
-    resident = run(make_engine(path), prompts, params)
+    spec = read_spec(read_checkpoint(path), torch.float32)
+    block_size = 16 * max(spec.block_shares)
+    least = spec.with_kv(block_size, None).layout.part_bytes
+    blocks = dict(block_size=block_size, ring_slot_bytes=max(2**15, least))
+    resident = run(make_engine(path, **blocks), prompts, params)
     assert [found[0][0] for found in resident] == reference_tokens(path, prompts, max_tokens)
-    assert run(make_engine(path, enable_cpu_offload=True), prompts, params) == resident
-    alone = make_engine(path, max_num_batched_tokens=16)
+    assert run(make_engine(path, enable_cpu_offload=True, **blocks), prompts, params) == resident
+    alone = make_engine(path, max_num_batched_tokens=16, **blocks)
     assert [run(alone, [prompt], params[:1])[0] for prompt in prompts] == resident
 
 
@@ -269,7 +292,8 @@ def test_bfloat16_logits_are_close_to_transformers_and_weights_are_counted(famil
     model = load(path)
     reference = read_reference(path, torch.bfloat16)
     # Experts' tensors begin at multiples of 128 bytes.
-    assert model.spec.sparse or model.spec.weight_bytes == 2 * reference.num_parameters()
+    others = [one for name, one in reference.named_buffers() if name.endswith("layer_scalar")]
+    assert model.spec.sparse or model.spec.weight_bytes == 2 * (reference.num_parameters() + len(others))
     actual, theirs = dense_logits(model, tokens), logits_of(reference, tokens)
     exact = logits_of(reference.float(), tokens)
     # Where logits of a router nearly tie, a row may take another expert.

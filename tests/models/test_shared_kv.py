@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 import pytest
+from dense_model import dense_logits
 from engines import LAYER_BLOCK_BYTES, assert_pools_as_before, make_engine, random_prompts, run, some_params
-from kv_models import MODELS, plain_logits, registered, write_model
+from kv_models import MODELS, registered, write_model
 from simulated import SimulatedRuntime
 
 from nanoinfer import SamplingParams
@@ -43,7 +44,7 @@ def test_tokens_are_those_of_plain_attention(paths, name):
     engine, prompts = engine_of(paths, name), random_prompts(3, 20, 90)
     outcomes = run(engine, prompts, [SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)] * 3)
     for prompt, [(tokens, _, _)] in zip(prompts, outcomes, strict=True):
-        logits = plain_logits(engine.runner.model, prompt + list(tokens[:-1]))
+        logits = dense_logits(engine.runner.model, prompt + list(tokens[:-1]))
         assert logits[len(prompt) - 1 :].argmax(-1).tolist() == list(tokens)
 
 

@@ -277,6 +277,7 @@ def compile_attention(head_dim: int, kv_format: KVFormat, *, is_common: bool) ->
         layers.norm_rope_store(qkv, weights, pairs, part, slots, kv, slots, q, q_scales=table[:, 0].contiguous())
         layers.norm_rope_store(qkv, all_heads, HeadSteps(clip=8.0), table.float(), slots, kv, slots, q)
         layers.norm_rope_store(qkv, None, HeadSteps(), None, slots, kv, slots, q)
+        layers.norm_rope_store(qkv[:, :40], weights, HeadSteps(norms_values=True), table, slots, kv, slots, q)
     out, lse, state = floats(8, 32, head_dim), floats(8, 32), (floats(8, 32, head_dim), floats(8, 32), floats(8, 32))
     tables = (ints(2), ints(1), ints(1), ints(1), ints(1))
     if shape.is_expanded:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from nanoinfer.models.base import RecurrentState
@@ -25,26 +27,31 @@ def dense_attention(q, k, v, scale, softcap, window, sinks=None):
     return torch.einsum("hqk,khd->qhd", weights, v).contiguous()
 
 
-def empty_slots(spec, num_tokens: int) -> KVSlots:
-    """One block in which token i has slot i."""
-    attention = spec.attention
+def empty_slots(spec, num_tokens: int, layer: int = 0) -> KVSlots:
+    """One block in which token i has slot i, for the keys and values of a layer."""
+    attention = spec.attentions[spec.layers[layer].shape]
     kv = torch.zeros(1, 2, num_tokens, attention.num_kv_heads, attention.head_dim, dtype=spec.dtype)
     return KVSlots(kv, torch.arange(num_tokens))
 
 
+@torch.inference_mode()
 def dense_logits(model: Decoder, token_ids: list[int], first_position: int = 0) -> torch.Tensor:
     """The logits of every token of one sequence, computed at once: [num_tokens, vocab_size]."""
-    spec, row = model.spec, torch.zeros(len(token_ids), dtype=torch.int32)
-    positions = torch.arange(first_position, first_position + len(token_ids))
+    spec, row, made = model.spec, torch.zeros(len(token_ids), dtype=torch.int32), {}
+    positions, num_live = torch.arange(first_position, first_position + len(token_ids)), torch.tensor([len(token_ids)])
     x, normed = model.embed(torch.tensor(token_ids))
     for layer, state in enumerate(spec.layers):
         if isinstance(state, RecurrentState):
             normed = model.recur(layer, x, normed, row, torch.zeros(1, *state.shape, dtype=state.dtype))
             continue
-        target = empty_slots(spec, len(token_ids))
+        shape, target = spec.attentions[state.shape], empty_slots(spec, len(token_ids), layer)
+        if state.source is None:
+            made[layer] = target.kv[0]
+        else:
+            target = replace(target, kv=None)
         q = model.before_attention(layer, normed, positions, target)
-        k, v = target.kv[0]
+        k, v = made[layer if state.source is None else state.source]
         sinks = model.layers[layer].self_attn.sinks
-        attn = dense_attention(q, k, v, spec.attention.scale, spec.attention.softcap, state.window, sinks)
-        normed = model.after_attention(layer, x, attn, torch.tensor([len(x)], dtype=torch.int32))
+        attn = dense_attention(q, k, v, shape.scale, shape.softcap, state.window, sinks)
+        normed = model.after_attention(layer, x, attn, num_live.int())
     return model.logits(normed)

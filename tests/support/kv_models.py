@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import torch
-from dense_model import dense_attention
 from tiny_models import tiny_config
 
+from nanoinfer.kernels.attention.spec import HeadShape
 from nanoinfer.models import registry
 from nanoinfer.models.base import AttentionState
 from nanoinfer.models.decoder import Decoder
-from nanoinfer.models.layer import KVSlots
 
 WINDOW = 40
 
@@ -59,7 +57,7 @@ def registered() -> Iterator[None]:
             families = dict(
                 model_type="llama",
                 layer_states=classmethod(lambda cls, hf_config, states=states: states),
-                attention_shapes=classmethod(lambda cls, hf_config, shapes=shapes: [*shapes]),
+                attention_shapes=classmethod(lambda cls, hf_config, shapes=shapes: [HeadShape(*one) for one in shapes]),
             )
             registry.register(_architecture(name))(type("KVDecoder", (Decoder,), families))
         yield
@@ -75,19 +73,3 @@ def write_model(directory: Path, name: str) -> Path:
     sizes = dict(num_layers=len(states), num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
     tiny_config("llama", architectures=[_architecture(name)], **sizes).save_pretrained(directory)
     return directory
-
-
-@torch.inference_mode()
-def plain_logits(model: Decoder, token_ids: list[int]) -> torch.Tensor:
-    """Plain attention over a whole sequence; a layer without keys of its own takes those of its source."""
-    positions, made, spec = torch.arange(len(token_ids)), {}, model.spec
-    num_live = torch.tensor([len(token_ids)], dtype=torch.int32)
-    x, normed = model.embed(torch.tensor(token_ids))
-    for layer, state in enumerate(spec.layers):
-        shape, source = spec.attentions[state.shape], layer if state.source is None else state.source
-        if source == layer:
-            made[layer] = torch.zeros(1, 2, len(token_ids), shape.num_kv_heads, shape.head_dim)
-        q = model.before_attention(layer, normed, positions, KVSlots(made.get(layer), positions))
-        attn = dense_attention(q, *made[source][0], shape.scale, shape.softcap, state.window)
-        normed = model.after_attention(layer, x, attn, num_live)
-    return model.logits(normed)

@@ -90,13 +90,17 @@ def check_factor_of_a_sum(num_rows: int, dtype: torch.dtype, device: str) -> Non
 
 @dataclass(frozen=True, kw_only=True)
 class HeadCase:
-    """norm: none, of each head, or of all; turned: the part of a head that is turned."""
+    """norm: none, of each head, or of all; turned: the part of a head that is turned; from_keys: no heads of values."""
 
     norm: str | None = None
     turned: float = 1.0
     float32_table: bool = False
     scales: bool = False
+    from_keys: bool = False
     steps: HeadSteps = HeadSteps(eps=EPS)
+
+    def num_heads(self, num_q_heads: int, num_kv_heads: int) -> int:
+        return num_q_heads + (1 if self.from_keys else 2) * num_kv_heads
 
     def tensors(self, heads: tuple[int, int, int], dtype: torch.dtype, device: str) -> dict:
         """What `norm_rope_store` takes beside the heads themselves."""
@@ -129,6 +133,10 @@ HEAD_CASES = {
     "none": HeadCase(turned=0),
     "none, norm": HeadCase(turned=0, norm="head"),
     "scaled queries": HeadCase(scales=True),
+    "norm of values": HeadCase(norm="head", steps=HeadSteps(eps=EPS, rounds_once=True, norms_values=True)),
+    "norm of values, part": HeadCase(norm="head", turned=0.75, steps=HeadSteps(eps=EPS, norms_values=True)),
+    "values of keys": HeadCase(norm="head", from_keys=True, steps=HeadSteps(eps=EPS, norms_values=True)),
+    "values of keys, part": HeadCase(turned=0.5, from_keys=True),
 }
 
 
@@ -140,7 +148,7 @@ def check_norm_rope_store(
     kv_dtype: of the pool, where it is another one: float8 with values beyond its range among the keys and values.
     """
     num_q_heads, num_kv_heads, head_dim = heads
-    num_tokens, num_heads, block_size = 5, num_q_heads + 2 * num_kv_heads, 16
+    num_tokens, num_heads, block_size = 5, HEAD_CASES[case].num_heads(num_q_heads, num_kv_heads), 16
     wide = torch.randn(num_tokens, num_heads * head_dim + 32).to(device, dtype)
     if kv_dtype is not None:
         wide *= 300
@@ -183,7 +191,10 @@ def check_each_token_alone(
 ) -> None:
     """The bits of a token's queries, keys and values are the same at every number of tokens, and at any place."""
     num_q_heads, num_kv_heads, head_dim = heads
-    num_heads, tensors = num_q_heads + 2 * num_kv_heads, HEAD_CASES[case].tensors(heads, dtype, device)
+    num_heads, tensors = (
+        HEAD_CASES[case].num_heads(num_q_heads, num_kv_heads),
+        HEAD_CASES[case].tensors(heads, dtype, device),
+    )
     qkv = torch.randn(num_tokens, num_heads, head_dim).to(device, dtype)
     positions = torch.arange(num_tokens, device=device) * 4
 

@@ -12,6 +12,8 @@ from transformers import (
     Ernie4_5Config,
     Exaone4Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
+    Gemma4UnifiedTextConfig,
     Glm4Config,
     Glm4MoeConfig,
     GlmConfig,
@@ -50,6 +52,8 @@ _CONFIGS = {
     "qwen3": Qwen3Config,
     "qwen3_moe": Qwen3MoeConfig,
     "gemma3": Gemma3TextConfig,
+    "gemma4": Gemma4TextConfig,
+    "gemma4_unified": Gemma4UnifiedTextConfig,
     "gpt_oss": GptOssConfig,
     "granite": GraniteConfig,
     "granite4": GraniteMoeHybridConfig,
@@ -86,8 +90,8 @@ def tiny_config(
     """A config whose head size is not hidden_size / num_heads.
 
     sliding_window: llama has none; all layers of mistral and starcoder2; all but the first of qwen2 and qwen3; all but
-    the last of gemma3, olmo3 and exaone4, and every other one of gpt_oss, which take 8 where None is given; 0 means
-    none of exaone4. overrides: any other field of the family's config.
+    the last of gemma3, gemma4, olmo3 and exaone4, and every other one of gpt_oss, which take 8 where None is given; 0
+    means none of exaone4. overrides: any other field of the family's config.
     """
     fields = dict(
         vocab_size=VOCAB_SIZE,
@@ -113,6 +117,12 @@ def tiny_config(
     elif family == "gemma3":
         layer_types = ["sliding_attention"] * (num_layers - 1) + ["full_attention"]
         fields |= dict(sliding_window=sliding_window or 8, layer_types=layer_types, query_pre_attn_scalar=20)
+    elif family in ("gemma4", "gemma4_unified"):
+        layer_types = ["sliding_attention"] * (num_layers - 1) + ["full_attention"]
+        fields |= dict(sliding_window=sliding_window or 8, layer_types=layer_types, tie_word_embeddings=True)
+        fields |= dict(global_head_dim=2 * head_dim, final_logit_softcapping=30.0)
+        if family == "gemma4":
+            fields |= dict(hidden_size_per_layer_input=0, vocab_size_per_layer_input=VOCAB_SIZE)
     elif family in ("granite", "granite4"):
         fields |= dict(embedding_multiplier=5.0, residual_multiplier=0.3, attention_multiplier=0.2, logits_scaling=7.0)
         if family == "granite4":
@@ -183,7 +193,7 @@ def _save(
     generator = torch.Generator().manual_seed(seed)
     for name, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=generator)
-        if "norm" in name:
+        if "norm" in name or name.endswith("scale"):
             weight.data = 0.2 * noise + (0.0 if family == "gemma3" else 1.0)
         elif name.endswith("bias"):
             weight.data = 0.3 * noise
@@ -194,6 +204,8 @@ def _save(
         else:
             weight.data = 1.5 * weight.shape[-1] ** -0.5 * noise
     for name, bias in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            bias.copy_(1 + 0.2 * torch.randn(bias.shape, generator=generator))
         if name.endswith("e_score_correction_bias"):
             bias.copy_(0.3 * torch.randn(bias.shape, generator=generator))
     model.tie_weights()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,18 @@ MAX_TILES_APART = 128
 """Most separate tiles in a step. If there would be more, all rows are attended to block by block."""
 
 
+class HeadShape(NamedTuple):
+    """The heads of a layer as a config has them.
+
+    has_one_projection: whether keys and values are made of one projection.
+    """
+
+    num_q_heads: int
+    num_kv_heads: int | None
+    head_dim: int
+    has_one_projection: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
     """What attention layers of one shape have in common: the one declaration, from the config to the kernels.
@@ -31,6 +44,8 @@ class AttentionSpec:
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
+    has_one_projection: bool = False
+    """Whether keys and values are made of one projection."""
     scale: float
     """Factor on q.k, above 0 (usually head_dim ** -0.5)."""
     softcap: float | None

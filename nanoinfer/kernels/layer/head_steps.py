@@ -9,7 +9,8 @@ class HeadSteps:
 
     The tensors say the rest: norm weights of [head_dim] are for each head, those of all heads' size for all query heads
     together and for all key heads together; a position table of fewer columns than head_dim turns the first ones alone,
-    none turns nothing; a float32 table makes the rotation one in float32, rounded once.
+    none turns nothing; a float32 table makes the rotation one in float32, rounded once; where there are no heads of
+    values, they are made of what the keys are made of, before its norm.
     """
 
     eps: float = 0.0
@@ -23,3 +24,5 @@ class HeadSteps:
     """Elements 2d and 2d + 1 are a pair; otherwise d and d + half of what is turned."""
     clip: float | None = None
     """Queries, keys and values are cut to [-clip, clip] before the rotation."""
+    norms_values: bool = False
+    """Values are divided by the rms of each head, rounded."""

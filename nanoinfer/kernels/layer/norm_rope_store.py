@@ -97,7 +97,7 @@ def whole_heads(
 
 @triton.jit(do_not_specialize=["qkv_stride"], do_not_specialize_on_alignment=["positions", "slots"])
 def norm_rope_store_kernel(
-    qkv,  # [N, at least NUM_Q_HEADS + 2 * NUM_KV_HEADS, SIZE], tokens qkv_stride apart
+    qkv,  # [N, at least NUM_Q_HEADS + 2 * NUM_KV_HEADS, SIZE], tokens qkv_stride apart; without values with FROM_KEYS
     q_weight,  # [SIZE], or with OF_ALL [NUM_Q_HEADS, SIZE]; read with NORM or NORM_LAST
     k_weight,
     table,  # [max_position, 2 * HALF]: cosines, sines; read with TURN
@@ -125,6 +125,8 @@ def norm_rope_store_kernel(
     NORM: tl.constexpr,
     OF_ALL: tl.constexpr,
     NORM_LAST: tl.constexpr,
+    NORM_VALUES: tl.constexpr,
+    FROM_KEYS: tl.constexpr,
     OFFSET: tl.constexpr,
     ROUNDS_ONCE: tl.constexpr,
     TURN: tl.constexpr,
@@ -171,7 +173,7 @@ def norm_rope_store_kernel(
     let_next_in(PDL)
     # heads of a token are whole multiples of 16 values apart
     own = qkv + token * tl.multiple_of(qkv_stride, 16)
-    source = own + head * SIZE
+    source = own + (tl.where(is_v, head - NUM_KV_HEADS, head) if FROM_KEYS else head) * SIZE
     first = tl.load(source + first_at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(source + second_at, mask=inside, other=0.0).to(tl.float32)
     value_first = first
@@ -180,6 +182,12 @@ def norm_rope_store_kernel(
     if REST:
         rest = tl.load(source + rest_at, mask=in_rest, other=0.0).to(tl.float32)
         value_rest = rest
+    if NORM_VALUES:
+        scale = tl.rsqrt(mean_square(first, second, rest, SIZE, REST > 0) + eps)
+        value_first = rounded(first * scale, qkv)
+        value_second = rounded(second * scale, qkv)
+        if REST:
+            value_rest = rounded(rest * scale, qkv)
     if NORM:
         if OF_ALL:
             mean_q = mean_square_of_all(own, NUM_Q_HEADS, SIZE, WIDTH, HEADS)
@@ -273,7 +281,8 @@ def norm_rope_store(
 ) -> None:
     """Apply norm and rotation to query and key heads; write queries to `q`, keys and values to their slots of `kv`.
 
-    qkv: [N, num_q_heads + 2 * num_kv_heads, head_dim], heads packed; weights: of the query and the key norm, [head_dim]
+    qkv: [N, num_q_heads + 2 * num_kv_heads, head_dim], heads packed; without values, where these are made of the
+    projection that makes keys; weights: of the query and the key norm, [head_dim]
     each, or [num_q_heads * head_dim] and [num_kv_heads * head_dim] for a norm over all heads; table: [max_position,
     rotary_dim] cosines and sines of the first rotary_dim elements of a head, in qkv's dtype or float32; positions: [N]
     int64; kv: blocks as `KVPart.view` returns them, None: the heads are all queries; slots: [N] int32 or int64, block *
@@ -283,6 +292,8 @@ def norm_rope_store(
     num_tokens, num_heads, head_dim = qkv.shape
     part, blocks = part_of(q[:, None, None] if kv is None else kv) if part is None else part, q if kv is None else kv
     num_q_heads, num_kv_heads, kernels = q.shape[1], 0 if kv is None else part.num_kv_heads, part.format.kernels()
+    from_keys = num_kv_heads > 0 and num_heads == num_q_heads + num_kv_heads
+    num_heads += num_kv_heads * from_keys
     assert num_heads == num_q_heads + 2 * num_kv_heads, f"{num_heads} heads"
     assert qkv.stride(2) == 1 and qkv.stride(1) == head_dim, "heads of a token must be packed"
     assert q.is_contiguous() and blocks[:1].is_contiguous(), "q and blocks of kv must be packed"
@@ -302,7 +313,8 @@ def norm_rope_store(
         TILE=next_power_of_2(half), WIDTH=next_power_of_2(head_dim),
         REST=next_power_of_2(head_dim - 2 * half) if head_dim > 2 * half else 0,
         HEADS=HEADS_PER_PROGRAM, NORM=weights is not None and not steps.norm_last, OF_ALL=of_all,
-        NORM_LAST=weights is not None and steps.norm_last, OFFSET=steps.offset, ROUNDS_ONCE=steps.rounds_once,
+        NORM_LAST=weights is not None and steps.norm_last, NORM_VALUES=steps.norms_values, FROM_KEYS=from_keys,
+        OFFSET=steps.offset, ROUNDS_ONCE=steps.rounds_once,
         TURN=table is not None, IN_FLOAT32=table is not None and table.dtype != qkv.dtype,
         INTERLEAVED=steps.interleaved, CLIP=steps.clip is not None, SCALE=q_scales is not None,
         num_warps=4, **launch_options(qkv),

@@ -13,13 +13,12 @@ _BEGINNINGS = (
     (("model.language_model.", "model."), ("lm_head.", "lm_head.")),
     (("language_model.model.", "model."), ("language_model.lm_head.", "lm_head.")),
 )
-_OTHERS = tuple(
-    f"{beginning}{part}." for beginning in ("", "model.") for part in ("vision_tower", "multi_modal_projector")
-)
+_PARTS = "vision_tower", "multi_modal_projector", "audio_tower", "embed_vision", "embed_audio", "vision_embedder"
+_OTHERS = tuple(f"{beginning}{part}." for beginning in ("", "model.") for part in _PARTS)
 
 
 def is_of_other_part(name: str) -> bool:
-    """Whether a tensor belongs to the vision model, or to what joins it to the text model."""
+    """Whether a tensor belongs to the model of images or sound, or to what joins it to the text model."""
     return name.startswith(_OTHERS)
 
 

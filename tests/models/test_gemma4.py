@@ -1,0 +1,146 @@
+"""Gemma 4: what its configs say of single layers, in both forms, and the text part of its checkpoints."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from dense_model import dense_logits
+from engines import make_engine, random_prompts, run
+from safetensors.torch import load_file, save_file
+from tiny_models import logits_of, make_checkpoint, random_tokens, read_reference, tiny_config
+from transformers_reference import reference_tokens
+
+from nanoinfer import SamplingParams
+from nanoinfer.models.base import AttentionState
+from nanoinfer.weights.load import read_checkpoint, read_spec
+
+TYPES = (["sliding_attention"] * 2 + ["full_attention"]) * 2
+ONE_PROJECTION = dict(layer_types=TYPES, num_layers=6, attention_k_eq_v=True, num_global_key_value_heads=1)
+READS = dict(layer_types=TYPES, num_layers=6, num_kv_shared_layers=3, use_double_wide_mlp=True)
+
+
+def changed(path, change):
+    config = json.loads((path / "config.json").read_text())
+    change(config)
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def older(config):
+    """As files were published first: what full layers have otherwise is said once."""
+    (own,) = {tuple(sorted(one.items())) for one in config.pop("per_layer_config").values()}
+    own = dict(own)
+    config["global_head_dim"] = own["head_dim"]
+    config["num_global_key_value_heads"] = own.get("num_key_value_heads")
+
+
+def padded(config):
+    config["per_layer_config"] = {layer.zfill(2): own for layer, own in config["per_layer_config"].items()}
+
+
+@pytest.mark.parametrize("change", [older, padded])
+@pytest.mark.parametrize("family", ["gemma4", "gemma4_unified"])
+def test_both_forms_of_configs_say_the_same(family, change, tmp_path):
+    newer = make_checkpoint(family, tmp_path / "newer", **ONE_PROJECTION)
+    other = changed(make_checkpoint(family, tmp_path / "other", **ONE_PROJECTION), change)
+    specs = [read_spec(read_checkpoint(path), torch.float32) for path in (newer, other)]
+    assert specs[0] == specs[1]
+    heads = [(one.num_kv_heads, one.head_dim, one.has_one_projection) for one in specs[0].attentions]
+    assert heads == [(2, 16, False), (1, 32, True)]
+    assert [state.shape for state in specs[0].layers] == [0, 0, 1] * 2
+
+
+def test_layers_that_read_another_have_its_window_and_wide_mlps(tmp_path):
+    path = make_checkpoint("gemma4", tmp_path, **READS)
+    spec = read_spec(read_checkpoint(path), torch.float32)
+    sliding, full = (
+        (AttentionState(8, source, 0) for source in (None, 1)),
+        (AttentionState(None, at, 1) for at in (None, 2)),
+    )
+    (own, reads), (own_full, reads_full) = sliding, full
+    assert spec.layers == (own, own, own_full, reads, reads, reads_full)
+    assert spec.kv_layers == (0, 1, 2) and spec.mlp_sizes == (56, 56, 56, 112, 112, 112)
+
+
+def test_what_makes_keys_in_layers_that_read_others_is_left_in_the_file(tmp_path):
+    path, tokens = make_checkpoint("gemma4", tmp_path, **READS), random_tokens(30)
+    tensors, want = load_file(path / "model.safetensors"), logits_of(read_reference(path), tokens)
+    for name in ("k_proj", "v_proj", "k_norm"):
+        tensors[f"model.layers.4.self_attn.{name}.weight"] = tensors[f"model.layers.1.self_attn.{name}.weight"] + 1
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    engine = make_engine(path, block_size=32)
+    assert torch.allclose(dense_logits(engine.runner.model, tokens), want, rtol=1e-4, atol=1e-4 * want.abs().max())
+
+
+@pytest.mark.parametrize(
+    "own, message",
+    [
+        (
+            {"6": {"head_dim": 32}},
+            "per_layer_config is .*, it must be an object of objects .* below num_hidden_layers=6",
+        ),
+        ({"5": 32}, "per_layer_config is .*, it must be an object of objects"),
+        ({"5": {"head_dim": "32"}}, "per_layer_config.5.head_dim is '32', it must be a whole number"),
+        (
+            {"5": {"sliding_window": 5}},
+            "per_layer_config.5 has 'sliding_window', layers may have their own head_dim and",
+        ),
+    ],
+    ids=str,
+)
+def test_what_layers_may_not_have_of_their_own_is_refused(own, message, tmp_path):
+    path = changed(
+        make_checkpoint("gemma4", tmp_path, **ONE_PROJECTION), lambda config: config.update(per_layer_config=own)
+    )
+    with pytest.raises(ValueError, match=message):
+        read_checkpoint(path)
+
+
+def test_other_families_have_no_layers_of_their_own_sizes(tmp_path):
+    own = {"1": {"head_dim": 32}}
+    path = changed(make_checkpoint("llama", tmp_path), lambda config: config.update(per_layer_config=own))
+    with pytest.raises(ValueError, match="per_layer_config is .*, it must be left out: all layers have the same sizes"):
+        read_checkpoint(path)
+
+
+VISION = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+PARTS = {
+    "gemma4": (
+        transformers.Gemma4ForConditionalGeneration,
+        dict(
+            vision_config=VISION | dict(model_type="gemma4_vision", head_dim=16, position_embedding_size=16),
+            audio_config=None,
+        ),
+        "vision",
+        "images",
+    ),
+    "gemma4_unified": (
+        transformers.Gemma4UnifiedForConditionalGeneration,
+        dict(
+            vision_config=dict(model_type="gemma4_unified_vision", mm_embed_dim=48, output_proj_dims=48)
+            | dict(mm_posemb_size=4, patch_size=2),
+            audio_config=dict(model_type="gemma4_unified_audio", audio_embed_dim=16),
+        ),
+        "vision and audio",
+        "images and sound",
+    ),
+}
+
+
+@pytest.mark.parametrize("family", PARTS)
+def test_the_text_part_runs_alone_and_one_notice_says_what_is_skipped(family, tmp_path):
+    wrapper, others, whose, what = PARTS[family]
+    config = wrapper.config_class(text_config=tiny_config(family, **ONE_PROJECTION), **others)
+    model = wrapper(config)
+    for weight in model.parameters():
+        weight.data = 0.3 * torch.randn(weight.shape)
+    model.tie_weights()
+    model.save_pretrained(tmp_path)
+    prompts, params = random_prompts(2, 20, 40), [SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)] * 2
+    with pytest.warns(UserWarning) as warned:
+        engine = make_engine(tmp_path)
+    (said,) = [str(one.message) for one in warned if "runs alone" in str(one.message)]
+    assert f"its {whose} weights (" in said and f"are skipped, and {what} are refused" in said
+    found = run(engine, prompts, params)
+    assert [one[0][0] for one in found] == reference_tokens(tmp_path, prompts, 8, wrapper)
