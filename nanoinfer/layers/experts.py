@@ -286,6 +286,7 @@ class Sparse:
         has_wide_logits: whether the router's logits stay in float32; otherwise they are rounded to the model's dtype.
         router_bias, expert_bias: whether there are biases.
         choice_bias: whether a float32 bias is added for the choice alone.
+        has_factors: whether the weight of each expert is multiplied by a number that belongs to the expert.
         activation: inside an expert; None: that of the config.
     """
 
@@ -298,14 +299,19 @@ class Sparse:
     router_bias: bool = False
     expert_bias: bool = False
     choice_bias: bool = False
+    has_factors: bool = False
     activation: GatedActivation | None = None
 
 
 class SparseMLP(nn.Module):
     """The sum of a row's experts, weighted by a router, and of a shared expert, if there is one.
 
-    `gate` is the router, [num_experts, hidden_size], wide in every format.
+    `gate` is the router, [num_experts, hidden_size], wide in every format; `factors`, [num_experts], are those of the
+    experts' weights.
     """
+
+    neutral_factors = 1.0
+    """The factor that leaves a weight as it is."""
 
     def __init__(
         self,
@@ -325,6 +331,9 @@ class SparseMLP(nn.Module):
         if sparse.choice_bias:
             bias = torch.empty(routing.num_experts, dtype=torch.float32, device=device)
             self.choice_bias = nn.Parameter(bias, requires_grad=False)
+        self.factors = None
+        if sparse.has_factors:
+            self.factors = nn.Parameter(torch.empty(routing.num_experts, **options), requires_grad=False)
         self.experts = Experts(
             routing.num_experts,
             hidden_size,
@@ -349,11 +358,18 @@ class SparseMLP(nn.Module):
 
         num_live: [1] int32, how many rows are tokens: the others choose no expert.
         """
-        operations = self.experts.operations
-        logits = operations.wide_linear(normed, self.gate.weight) if self._has_wide_logits else self.gate(normed)
-        ids, weights = operations.choose_experts(logits, self._routing, self.choice_bias, num_live, normed.dtype)
+        return norm.after_sum(x, self.sums(normed, self.logits(normed), num_live))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Compute what experts are chosen by: [N, hidden_size] -> [N, num_experts]."""
+        return self.experts.operations.wide_linear(x, self.gate.weight) if self._has_wide_logits else self.gate(x)
+
+    def sums(self, normed: Tensor, logits: Tensor, num_live: Tensor) -> Tensor:
+        """Compute the two sums of each row, [2, N, hidden_size] float32. logits: [N, num_experts]."""
+        choose = self.experts.operations.choose_experts
+        ids, weights = choose(logits, self._routing, self.choice_bias, num_live, normed.dtype, self.factors)
         shared = None if self.shared_experts is None else self.shared_experts.as_shared(normed)
-        return norm.after_sum(x, self.experts(normed, ids, weights, self._routing.first_half, shared))
+        return self.experts(normed, ids, weights, self._routing.first_half, shared)
 
 
 def _is_fused(sparse: Sparse, formats: Formats) -> bool:

@@ -54,7 +54,8 @@ def prefill_bytes(spec: ModelSpec, tokens: int, is_fused: bool = True) -> int:
     if spec.sparse is None:
         return largest
     sparse = sparse_bytes if is_fused else sparse_reference_bytes
-    return max(largest, tokens * always + sparse(spec, tokens))
+    beside = size * hidden if spec.has_both else 0  # what the MLP gives
+    return max(largest, tokens * (always + beside) + sparse(spec, tokens))
 
 
 def _dense_bytes(spec: ModelSpec, always: int) -> int:
@@ -74,7 +75,8 @@ def graph_bytes(spec: ModelSpec, rows: int, prefill_tokens: int) -> int:
     most, dense = max(rows, prefill_tokens), spec.mlp_width * spec.intermediate_size
     layer = most * size * (4 * spec.hidden_size + 3 * heads + dense)
     if spec.sparse is not None:
-        layer = max(layer, most * size * spec.hidden_size + sparse_bytes(spec, most))
+        beside = 2 if spec.has_both else 1  # the sum, and as in `prefill_bytes`
+        layer = max(layer, most * size * beside * spec.hidden_size + sparse_bytes(spec, most))
     logits = (4 + size) * spec.vocab_size + size * spec.hidden_size
     return max(layer, rows * logits)
 

@@ -162,6 +162,12 @@ class ModelSpec:
         """The largest intermediate size of an MLP that has no router; 0: no layer has one."""
         return max(self.mlp_sizes)
 
+    @property
+    def has_both(self) -> bool:
+        """Whether some layer has experts beside an MLP."""
+        num_sparse = 0 if self.sparse is None else self.sparse.num_layers
+        return num_sparse + sum(size > 0 for size in self.mlp_sizes) > len(self.layers)
+
     @cached_property
     def attention_layers(self) -> tuple[int, ...]:
         """The layers with attention, ascending."""

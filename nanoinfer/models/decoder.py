@@ -271,7 +271,7 @@ class Decoder(nn.Module):
 
     def sparse_spec(self, sparse: Sparse | None) -> SparseSpec | None:
         """Return what of the model is sparse, with what its experts take."""
-        owners = [layer.mlp.experts for layer in self.layers if isinstance(getattr(layer, "mlp", None), SparseMLP)]
+        owners = [module.experts for module in self.layers.modules() if isinstance(module, SparseMLP)]
         if not owners:
             return None
         return SparseSpec(

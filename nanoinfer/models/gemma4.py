@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from dataclasses import replace
 
 from transformers import PretrainedConfig
 
 from nanoinfer.kernels.attention.spec import HeadShape
+from nanoinfer.layers.experts import Sparse
 from nanoinfer.layers.norm import WideRMSNorm
 from nanoinfer.models.base import AttentionState
 from nanoinfer.models.decoder import ATTENTION_BIAS, Decoder
 from nanoinfer.models.gemma4_layer import Gemma4Layer
 from nanoinfer.models.layer import Traits
 from nanoinfer.models.registry import register
+from nanoinfer.models.routing import routing_of
 
 _OF_KV = re.compile(r"model\.layers\.(\d{1,4})\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\..+")
 
@@ -40,6 +43,13 @@ class Gemma4Unified(Decoder):
         "attention_output_norm": "post_attention_layernorm",
         "post_attention_layernorm": "pre_feedforward_layernorm",
         "mlp_output_norm": "post_feedforward_layernorm",
+        "dense_output_norm": "post_feedforward_layernorm_1",
+        "sparse_norm": "pre_feedforward_layernorm_2",
+        "sparse_output_norm": "post_feedforward_layernorm_2",
+        "router_norm.weight": "router.scale",
+        "sparse.gate": "router.proj",
+        "sparse.factors": "router.per_expert_scale",
+        "sparse.experts": "experts",
     }
 
     @classmethod
@@ -109,6 +119,14 @@ class Gemma4(Gemma4Unified):
 
     @classmethod
     def traits(cls, hf_config: PretrainedConfig) -> Traits:
-        if hf_config.enable_moe_block or hf_config.hidden_size_per_layer_input:
-            raise ValueError("Gemma 4's experts and embeddings of each layer are not here yet")
-        return super().traits(hf_config)
+        if hf_config.hidden_size_per_layer_input:
+            raise ValueError("Gemma 4's embeddings of each layer are not here yet")
+        traits = super().traits(hf_config)
+        if not hf_config.enable_moe_block:
+            return traits
+        for name in cls.optional_fields:
+            if getattr(hf_config, name) is None:
+                raise ValueError(f"enable_moe_block=true needs {name}, which the config leaves out")
+        routing = routing_of(hf_config, "num_experts", num_chosen="top_k_experts")
+        sparse = Sparse(routing=routing, intermediate_size=hf_config.moe_intermediate_size, has_factors=True)
+        return replace(traits, sparse=sparse)

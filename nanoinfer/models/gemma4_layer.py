@@ -1,26 +1,55 @@
-"""A layer of Gemma 4: norms around attention and MLP, and all of it scaled by one number."""
+"""A layer of Gemma 4: norms around attention and MLP, experts beside it, and all of it scaled by one number."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
+from nanoinfer.kernels.experts.routing import GatedActivation
+from nanoinfer.layers.experts import SparseMLP
 from nanoinfer.layers.norm import RMSNorm
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.models.layer import DecoderLayer, Traits
 
 
 class Gemma4Layer(DecoderLayer):
-    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), then x * layer_scalar."""
+    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), then x * layer_scalar.
+
+    With experts the MLP is norm(mlp(norm(x))) + norm(experts(norm(x))), where the router has a norm of its own.
+    """
 
     neutral_layer_scalar = 1.0
     """The scalar that leaves x as it is."""
 
     def __init__(self, spec: ModelSpec, traits: Traits, *, device: torch.device | str) -> None:
-        super().__init__(spec, traits, device=device)
-        self.layer_scalar = nn.Parameter(torch.empty(1, dtype=spec.dtype, device=device), requires_grad=False)
+        super().__init__(spec, replace(traits, sparse=None), device=device)
+        size, options = spec.hidden_size, dict(dtype=spec.dtype, device=device)
+        self.layer_scalar = nn.Parameter(torch.empty(1, **options), requires_grad=False)
+        self.sparse = None
+        if traits.sparse is not None:
+            norms = (traits.norm(size, traits.norm_eps, **options) for _ in range(3))
+            self.dense_output_norm, self.sparse_norm, self.sparse_output_norm = norms
+            self.router_norm, self._router_factor = RMSNorm(size, traits.norm_eps, **options), size**-0.5
+            activation = GatedActivation(name=traits.activation)
+            options["formats"] = traits.formats.below("sparse")
+            self.sparse = SparseMLP(size, traits.sparse, activation, **options)
 
     def after_attention(self, x: Tensor, attn: Tensor, norm: RMSNorm, num_live: Tensor) -> Tensor:
         normed = self.post_attention_layernorm.after_sum(x, self.attention_output_norm(self.self_attn.o_proj(attn)))
-        x.add_(self.mlp_output_norm(self.mlp(normed))).mul_(self.layer_scalar)
+        added = self.mlp(normed)
+        if self.sparse is None:
+            added = self.mlp_output_norm(added)
+        else:
+            del normed
+            added = self.dense_output_norm(added)
+            added = self.mlp_output_norm.after_sum(added, self._experts(x, num_live))
+        x.add_(added).mul_(self.layer_scalar)
         return norm(x)
+
+    def _experts(self, x: Tensor, num_live: Tensor) -> Tensor:
+        """Return the normed sum of the experts of each row of x, [N, hidden_size]."""
+        logits = self.sparse.logits(self.router_norm(x).mul_(self._router_factor))
+        first, second = self.sparse.sums(self.sparse_norm(x), logits, num_live)
+        return self.sparse_output_norm(torch.add(first, second, out=torch.empty_like(x)))

@@ -24,18 +24,25 @@ _USUAL = {
 _SAID = {SOFTMAX: ("softmax", "greedy"), SIGMOID: ("sigmoid", "noaux_tc")}
 
 
-def routing_of(hf_config: PretrainedConfig, num_experts: str, *, reads: tuple[str, ...] = (), **own: Any) -> Routing:
+def routing_of(
+    hf_config: PretrainedConfig,
+    num_experts: str,
+    *,
+    num_chosen: str = "num_experts_per_tok",
+    reads: tuple[str, ...] = (),
+    **own: Any,
+) -> Routing:
     """Return how a model's routers choose.
 
     Args:
-        num_experts: the field with the number of experts.
+        num_experts, num_chosen: the fields with the number of experts, and of those that a token takes.
         reads: the fields of `_USUAL` that the family reads.
         own: what `Routing` has besides.
 
     Raises:
         ValueError: a token cannot take so many experts, or a field says what the family does not do.
     """
-    routing = Routing(num_experts=getattr(hf_config, num_experts), num_chosen=hf_config.num_experts_per_tok, **own)
+    routing = Routing(num_experts=getattr(hf_config, num_experts), num_chosen=getattr(hf_config, num_chosen), **own)
     usual = dict(zip(("scoring_func", "topk_method"), _SAID.get(routing.scores, (None, None)), strict=True))
     for name, only in (usual | _USUAL).items():
         value = getattr(hf_config, name, None)
@@ -43,7 +50,7 @@ def routing_of(hf_config: PretrainedConfig, num_experts: str, *, reads: tuple[st
             raise ValueError(f"{name}={shown(value)} is not supported, only {only!r}")
     count, num_groups, num_chosen_groups = routing.num_experts, routing.num_groups, routing.num_chosen_groups
     if routing.num_chosen > count:
-        raise ValueError(f"num_experts_per_tok={routing.num_chosen} is more than {num_experts}={count}")
+        raise ValueError(f"{num_chosen}={routing.num_chosen} is more than {num_experts}={count}")
     if num_groups > 1 and (count % num_groups or count < 2 * num_groups):
         raise ValueError(
             f"n_group={num_groups} does not cut {num_experts}={count} into equal groups of two experts or more"
@@ -53,6 +60,6 @@ def routing_of(hf_config: PretrainedConfig, num_experts: str, *, reads: tuple[st
     if num_chosen_groups * count // num_groups < routing.num_chosen:
         raise ValueError(
             f"topk_group={num_chosen_groups} leaves {num_chosen_groups * count // num_groups} experts of "
-            f"{num_experts}={count}, fewer than num_experts_per_tok={routing.num_chosen}"
+            f"{num_experts}={count}, fewer than {num_chosen}={routing.num_chosen}"
         )
     return routing

@@ -49,6 +49,7 @@ SLOTTED = {
     "gpt_oss": dict(num_layers=3),
     "glm4_moe": dict(num_layers=4),
     "mixtral": dict(num_layers=3),
+    "gemma4_moe": dict(num_layers=3, num_experts=12, attention_k_eq_v=True, num_global_key_value_heads=1),
 }
 DTYPES = ["float32", "bfloat16", "float16"]
 MAX_LEN = 512

@@ -195,3 +195,16 @@ def test_on_the_cpu_no_choice_depends_on_the_rows_beside(scores, groups):
         assert torch.equal(ids, wanted[rows]) and torch.equal(own, weights[rows]), (begin, count)
     ids, own = choice(reference, logits, routing, bias, num_live=100)
     same(own[:100], weights[:100])
+
+
+@OPERATIONS
+@pytest.mark.parametrize("dtype", [FULL, HALF])
+def test_factors_of_experts_multiply_their_weights_in_the_end(dtype, operations):
+    logits, factors = torch.randn(12, 16).to(dtype), torch.randn(16).to(dtype)
+    live = torch.tensor([10], dtype=torch.int32)
+    routing = Routing(num_experts=16, num_chosen=4)
+    (ids, weights), (wanted, plain) = (
+        operations.choose_experts(logits, routing, None, live, dtype, one) for one in (factors, None)
+    )
+    assert torch.equal(ids, wanted) and torch.equal(weights, plain * factors.float()[ids])
+    assert not weights[10:].any()

@@ -206,6 +206,12 @@ def _gemma4(draw):
     )
 
 
+def _gemma4_moe(draw):
+    count = draw.choice([1, 2, 5, 8, 13])
+    experts = dict(num_experts=count, top_k_experts=draw.randint(1, min(count, 6)))
+    return _gemma4(draw) | experts | dict(moe_intermediate_size=draw.choice([24, 160]), fused=draw.random() < 0.5)
+
+
 def _rotations(draw):
     """Those that any family may have."""
     rope = draw.choice([
@@ -241,6 +247,7 @@ DRAWN = {
     "olmoe": _olmoe,
     "glm4_moe": _glm4_moe,
     "gemma4": _gemma4,
+    "gemma4_moe": _gemma4_moe,
     "gemma4_unified": _gemma4,
     "llama": _rotations,
     "qwen3": _rotations,
@@ -261,7 +268,7 @@ def draw_fields(family, draw):
 
 SPARSE = ("gpt_oss", "qwen3_moe", "mixtral", "olmoe", "glm4_moe")
 DRAW_MORE = {"qwen3_moe": 22, "glm4_moe": 4}  # the seeds that draw more than others
-MORE_SEEDS = (*SPARSE, "gemma4", "gemma4_unified")
+MORE_SEEDS = (*SPARSE, "gemma4", "gemma4_moe", "gemma4_unified")
 CASES = {f"{family}-{seed}": (family, seed) for family in DRAWN for seed in range(40 if family in MORE_SEEDS else 10)}
 
 
@@ -311,7 +318,13 @@ def test_the_factor_of_embeddings_is_rounded_where_transformers_rounds_it(family
 
 
 @pytest.mark.parametrize(
-    "family, name", [("granite4", "input_linear"), ("starcoder2", "c_fc"), ("glm4", "gate_up_proj")]
+    "family, name",
+    [
+        ("granite4", "input_linear"),
+        ("starcoder2", "c_fc"),
+        ("glm4", "gate_up_proj"),
+        ("gemma4_moe", "experts.3.up_proj"),
+    ],
 )
 def test_modules_that_are_named_otherwise_are_quantised_alike_while_read_and_written(family, name, tmp_path):
     source = make_checkpoint(family, tmp_path / "wide", hidden_size=64, intermediate_size=96, dtype=torch.bfloat16)

@@ -29,6 +29,7 @@ def choose_experts_kernel(
     ids,  # [N, CHOSEN] int32
     weights,  # [N, CHOSEN] float32
     like,  # a pointer to the model's dtype
+    factors,  # [EXPERTS] in that dtype, on the weight of each expert; None: none
     factor,
     EXPERTS: tl.constexpr,
     CHOSEN: tl.constexpr,
@@ -102,12 +103,19 @@ def choose_experts_kernel(
     if ROUNDED:
         weight = weight.to(like.dtype.element_ty).to(tl.float32)
     weight *= factor
+    if factors is not None:
+        weight *= tl.load(factors + chosen, mask=turn < CHOSEN, other=0.0).to(tl.float32)
     tl.store(ids + own, chosen, mask=turn < CHOSEN)
     tl.store(weights + own, weight, mask=turn < CHOSEN)
 
 
 def choose_experts(
-    logits: Tensor, routing: Routing, bias: Tensor | None, num_live: Tensor, dtype: torch.dtype
+    logits: Tensor,
+    routing: Routing,
+    bias: Tensor | None,
+    num_live: Tensor,
+    dtype: torch.dtype,
+    factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Choose the experts of each row. A NaN in a row changes what this row alone gets, and its experts exist.
 
@@ -116,6 +124,7 @@ def choose_experts(
         bias: [num_experts] float32, which with "sigmoid" counts for the choice and not for the weight.
         num_live: [1] int32: rows from this number on choose nothing.
         dtype: the model's.
+        factors: [num_experts] in that dtype, what the weight of each expert is multiplied by in the end; None: nothing.
 
     Returns:
         Numbers of experts, [N, num_chosen] int32, in the order of the choice, and weights, float32. -1: none.
@@ -126,7 +135,8 @@ def choose_experts(
     assert logits.is_contiguous() and logits.data_ptr() % 16 == 0, "rows are packed, and begin where all others do"
     if num_rows:
         choose_experts_kernel[(num_rows,)](
-            logits, bias, num_live, ids, weights, torch.empty(0, dtype=dtype, device=logits.device), routing.factor,
+            logits, bias, num_live, ids, weights, torch.empty(0, dtype=dtype, device=logits.device), factors,
+            routing.factor,
             EXPERTS=routing.num_experts, CHOSEN=routing.num_chosen,
             SCORES={SOFTMAX: 0, SIGMOID: 1}.get(routing.scores, 2), NORMED=routing.is_normed,
             ROUNDED=routing.is_rounded, GROUPS=routing.num_groups, CHOSEN_GROUPS=routing.num_chosen_groups,

@@ -12,7 +12,12 @@ from nanoinfer.kernels.experts.slot_tables import SlotTables
 
 
 def choose_experts(
-    logits: Tensor, routing: Routing, bias: Tensor | None, num_live: Tensor, dtype: torch.dtype
+    logits: Tensor,
+    routing: Routing,
+    bias: Tensor | None,
+    num_live: Tensor,
+    dtype: torch.dtype,
+    factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Choose the experts of each row, as `choose.choose_experts` says."""
     value = logits.float()
@@ -44,6 +49,8 @@ def choose_experts(
     if routing.is_rounded:
         weights = weights.to(dtype).float()
     weights = weights * routing.factor
+    if factors is not None:
+        weights = weights * factors.float()[ids]
     is_live = torch.arange(len(logits), device=logits.device)[:, None] < num_live
     return ids.int().where(is_live, -1), weights.where(is_live, 0.0)
 
