@@ -113,7 +113,7 @@ def _loaded(setup: Setup, plan: MemoryPlan) -> tuple[Decoder, MemoryPlan]:
     try:
         return _load(setup, plan), plan
     except PinError as error:
-        is_needed = plan.num_expert_slots or plan.embedding_bytes or has_tied_head
+        is_needed = plan.num_expert_slots or plan.read_there_bytes or has_tied_head
         if not is_needed or config.pin_host_memory == "require":
             raise
         if config.expert_slots is not None:
@@ -145,6 +145,7 @@ def _load(setup: Setup, plan: MemoryPlan) -> Decoder:
             plan.num_expert_slots,
             plan.slot_rows,
             embeddings=plan.embedding_bytes > 0,
+            tables=plan.table_bytes > 0,
             head=plan.head_bytes > 0,
             require_pin=config.pin_host_memory == "require",
         ),

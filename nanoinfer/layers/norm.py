@@ -29,9 +29,9 @@ class RMSNorm(nn.Module):
         self._operations = operations_of(device)
         self._variant = dict(offset=self.offset, rounds_once=self.rounds_once)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute the norm of x, [..., size], in x's dtype."""
-        return self._norm(x)
+    def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Compute the norm of x, [..., size], in x's dtype, in `out` if that is given, which may be x."""
+        return self._norm(x, out=out)
 
     def after_sum(self, x: Tensor, other: Tensor, out: Tensor | None = None) -> Tensor:
         """Add `other` to x, in place, and return the norm of x, in `out` if that is given.

@@ -100,7 +100,7 @@ def bytes_read_per_step(spec: ModelSpec, lengths: list[int]) -> int:
     Of the weights not the unused embeddings, and of experts those that the rows choose: so many as are expected where
     each row chooses any of them, independently of the others.
     """
-    unread = 0 if spec.tied_embeddings else spec.embedding_bytes
+    unread = spec.unread_bytes
     if spec.sparse is not None:
         unread += int(spec.sparse.expert_bytes * (1 - spec.sparse.chosen_share(len(lengths))))
     return spec.weight_bytes - unread + kv_bytes(spec, lengths) + len(lengths) * spec.row_bytes

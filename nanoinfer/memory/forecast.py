@@ -114,8 +114,8 @@ class Forecast:
         if weights:
             streamed += f", {format_size(weights)} of it weights: what does not fit lies in host memory"
         embeddings = ""
-        if memory.embedding_bytes:
-            embeddings = f"; embeddings, {format_size(memory.embedding_bytes)}, lie in host memory"
+        if memory.read_there_bytes:
+            embeddings = f"; embeddings, {format_size(memory.read_there_bytes)}, lie in host memory"
         if memory.head_bytes:
             embeddings += f"; the head, {format_size(memory.head_bytes)}, is streamed in slices"
         rows = [

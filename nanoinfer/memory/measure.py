@@ -30,6 +30,7 @@ class Spent(Protocol):
     expert_bytes: int
     slot_rows: int
     embedding_bytes: int
+    table_bytes: int
 
 
 class Measure:
@@ -74,7 +75,7 @@ class Measure:
     def _bytes_read(self, rows: float, context: int) -> float:
         """Return the bytes that a step reads on the device; of whole rows these are `bytes_read_per_step`."""
         spec = self.spec
-        unread = 0 if spec.tied_embeddings else spec.embedding_bytes
+        unread = spec.unread_bytes
         if spec.sparse is not None:
             unread += spec.sparse.expert_bytes * (1 - spec.sparse.chosen_share(rows))
         return spec.weight_bytes - unread + rows * (_kv_bytes(spec, context) + spec.row_bytes)
@@ -122,8 +123,8 @@ class Measure:
         else:
             waited = num_steps * self._missed_bytes(plan, min(step_tokens, num_requests * tokens)) / rates.link
         passing = num_steps * in_each + num_requests * plan.head_bytes
-        if plan.embedding_bytes:
-            passing += num_requests * tokens * spec.hidden_size * spec.dtype.itemsize
+        looked_up = spec.hidden_size * (plan.embedding_bytes > 0) + spec.layer_inputs_size * (plan.table_bytes > 0)
+        passing += num_requests * tokens * looked_up * spec.dtype.itemsize
         # A step attends to all that came before it: what of that is not on the GPU passes in each of them.
         blocks = self._kv_blocks(plan, rows, tokens) / rows
         of_token = sum(1 / group.block_size for group in self._groups if group.window is None) or 1 / spec.block_size
@@ -148,7 +149,8 @@ class Measure:
     def _weights_read(self) -> int:
         """The bytes of the layers' weights, all of which a step of many tokens reads."""
         spec = self.spec
-        return spec.weight_bytes - spec.embedding_bytes - spec.head_bytes * (not spec.tied_embeddings)
+        head = spec.head_bytes * (not spec.tied_embeddings)
+        return spec.weight_bytes - spec.embedding_bytes - spec.table_bytes - head
 
 
 @lru_cache(maxsize=4096)

@@ -38,6 +38,7 @@ class Cost(NamedTuple):
     landing_bytes: int
     expert_bytes: int
     embedding_bytes: int
+    table_bytes: int
     num_expert_slots: int
     slot_rows: int
     num_gpu_blocks: int
@@ -51,7 +52,7 @@ class Cost(NamedTuple):
 
     @property
     def host_weight_bytes(self) -> int:
-        return self.streamed_bytes + self.expert_bytes + self.embedding_bytes
+        return self.streamed_bytes + self.expert_bytes + self.embedding_bytes + self.table_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,6 +112,11 @@ class Planner:
         """The bytes of embeddings that may lie in host memory; not of a tied head, which each step reads."""
         spec, reads = self.spec, self.device.reads_host_memory and self.may_pin
         return spec.embedding_bytes if reads and not spec.tied_embeddings and self.config.cpu_offload_gb != 0 else 0
+
+    @cached_property
+    def table_bytes(self) -> int:
+        """The bytes of a table of what layers read of a token, which lies in host memory where that can be read."""
+        return self.spec.table_bytes if self.device.reads_host_memory and self.may_pin else 0
 
     @cached_property
     def least(self) -> StreamedChoice:
@@ -174,7 +180,7 @@ class Planner:
     def num_blocks(self, candidate: Candidate) -> int:
         """Return the blocks of a candidate's pool, of which `cost` may leave less: an upper bound."""
         tokens, streamed, num_slots, embeddings = candidate
-        gains = self.embedding_bytes * embeddings + sizes_of(self.spec, streamed).freed_bytes
+        gains = self.table_bytes + self.embedding_bytes * embeddings + sizes_of(self.spec, streamed).freed_bytes
         if num_slots:
             gains += self.spec.sparse.expert_bytes - slot_bytes(self.spec.sparse, num_slots)
         return most_blocks(self.sized(tokens), gains)
@@ -189,7 +195,7 @@ class Planner:
         experts = spec.sparse.expert_bytes if num_slots else 0
         embeddings = self.embedding_bytes * candidate.embeddings
         landing = slot_bytes(spec.sparse, num_slots) if num_slots else on_host.landing_bytes
-        weights = on_host.num_bytes + experts + embeddings  # in host memory
+        weights = on_host.num_bytes + experts + embeddings + self.table_bytes  # in host memory
         fixed, least = sized.fixed_bytes - weights + landing, self.least_blocks(candidate.tokens)
         blocks = self._pool(sized, least, most_blocks(sized, weights - landing))
         host_blocks, lacks = self._host_blocks(sized, weights, fixed)
@@ -213,6 +219,7 @@ class Planner:
             landing,
             experts,
             embeddings,
+            self.table_bytes,
             num_slots,
             sized.slot_rows * (num_slots > 0),
             with_splits,

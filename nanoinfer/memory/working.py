@@ -44,10 +44,13 @@ def prefill_bytes(spec: ModelSpec, tokens: int, is_fused: bool = True) -> int:
     num_heads = max(attention.num_q_heads for attention in spec.attentions)
     projected = max(2 * attention.q_size + 2 * attention.kv_size for attention in spec.attentions)
     state = 4 * (heads + 2 * num_heads)  # the running softmax, float32
-    always = 8 + state + size * (hidden + heads)  # positions, state, residual stream, attention output
+    inputs = spec.layer_inputs_size
+    always = 8 + state + size * (hidden + heads + inputs)  # positions, state, residual stream, attention output
     # Projections: their output, queries after the rotation, and the normalised input.
     attention = always + size * (projected + hidden)
-    largest = tokens * max(attention, _dense_bytes(spec, always) if spec.intermediate_size else 0)
+    dense = _dense_bytes(spec, always) if spec.intermediate_size else 0
+    # The inputs of layers are made beside the norm of the embeddings.
+    largest = tokens * max(attention, dense, always + size * (hidden + inputs) + 8 if inputs else 0)
     if is_fused:  # attending: queries beside what is always there, and keys and values as plain numbers
         plain = max(shape.expanded_blocks * (shape.expanded_block_bytes + 4) for shape in spec.attentions)
         largest = max(largest, tokens * (always + size * heads) + plain)
@@ -73,7 +76,7 @@ def graph_bytes(spec: ModelSpec, rows: int, prefill_tokens: int) -> int:
     """Transient bytes of the graphs, which share one pool: the larger of a layer and a decode step's logits."""
     size, heads = spec.dtype.itemsize, spec.q_size
     most, dense = max(rows, prefill_tokens), spec.mlp_width * spec.intermediate_size
-    layer = most * size * (4 * spec.hidden_size + 3 * heads + dense)
+    layer = most * size * max(4 * spec.hidden_size + 3 * heads + dense, 2 * spec.hidden_size + spec.layer_inputs_size)
     if spec.sparse is not None:
         beside = 2 if spec.has_both else 1  # the sum, and as in `prefill_bytes`
         layer = max(layer, most * size * beside * spec.hidden_size + sparse_bytes(spec, most))

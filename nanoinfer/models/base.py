@@ -104,6 +104,8 @@ class ModelSpec:
     """The intermediate size of each layer's MLP that has no router; 0: there is none."""
     mlp_width: int = 3
     """Values that an MLP computes from a row, for each of its intermediate size: gate, up and their product."""
+    layer_input_size: int = 0
+    """Values that each layer reads of a token beside the residual sum."""
     sparse: SparseSpec | None = None
     """What is sparse; None: nothing is."""
     attentions: tuple[AttentionSpec, ...]
@@ -125,6 +127,8 @@ class ModelSpec:
     for a GPU has it."""
     embedding_bytes: int = 0
     """Bytes of the embeddings, of which a step reads a few rows."""
+    table_bytes: int = 0
+    """Bytes of a table of what layers read of a token, of which a step reads a few rows, too."""
     piece_bytes: tuple[int, ...] = ()
     """Bytes of each piece's projections and experts, which may lie in host memory; see `StreamedWeights`."""
     head_bytes: int = 0
@@ -154,13 +158,23 @@ class ModelSpec:
     def without_weights(self) -> ModelSpec:
         """The same for all formats of the weights."""
         counts = dict.fromkeys(("weight_bytes", "segment_bytes", "embedding_bytes", "head_bytes", "scratch_bytes"), 0)
-        counts |= dict.fromkeys(("matrix_bytes", "gpu_scratch_bytes", "product_bytes"), 0)
+        counts |= dict.fromkeys(("matrix_bytes", "gpu_scratch_bytes", "product_bytes", "table_bytes"), 0)
         return replace(self, **counts, piece_bytes=(), head_rows=(), slice_bytes=(), sparse=None)
 
     @property
     def intermediate_size(self) -> int:
         """The largest intermediate size of an MLP that has no router; 0: no layer has one."""
         return max(self.mlp_sizes)
+
+    @property
+    def layer_inputs_size(self) -> int:
+        """Values that all layers together read of a token beside the residual sum."""
+        return self.layer_input_size * len(self.layers)
+
+    @property
+    def unread_bytes(self) -> int:
+        """Bytes of the weights that no product reads: tables, of which a step reads rows."""
+        return self.table_bytes + (0 if self.tied_embeddings else self.embedding_bytes)
 
     @property
     def has_both(self) -> bool:

@@ -33,23 +33,21 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from nanoinfer.kernels.attention.spec import AttentionSpec, HeadShape
-from nanoinfer.layers.experts import Experts, Sparse, SparseMLP
+from nanoinfer.kernels.attention.spec import HeadShape
+from nanoinfer.layers.experts import Experts
 from nanoinfer.layers.formats.base import Filling, Renamed, rename
-from nanoinfer.layers.formats.packed import temporary_bytes
 from nanoinfer.layers.fused_experts import fused_views
-from nanoinfer.layers.linear import Embedding, Head, Linear, matrix_bytes, scratch_size, share_scratch
+from nanoinfer.layers.layer_inputs import LayerInputs
+from nanoinfer.layers.linear import Embedding, Head, Linear, share_scratch
 from nanoinfer.layers.norm import RMSNorm
 from nanoinfer.layers.rope import Context, distinct, longest_contexts, query_scales, rope_table
-from nanoinfer.models.base import AttentionState, ModelSpec, RecurrentState, SparseSpec
+from nanoinfer.models.base import AttentionState, ModelSpec, RecurrentState
 from nanoinfer.models.checkpoint_info import CheckpointInfo
 from nanoinfer.models.layer import DecoderLayer, KVSlots, Traits
 from nanoinfer.models.logits import Logits
-from nanoinfer.models.module_tensors import weight_sizes
 from nanoinfer.models.pieces import DeviceState, Piece
 from nanoinfer.models.step_tensors import StepTensors
 from nanoinfer.models.streamed import HostPlacement, StreamedWeights
-from nanoinfer.models.streamed_head import head_sizes
 from offload import Cut
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -118,6 +116,13 @@ class Decoder(nn.Module):
         table |= options | dict(is_on_host=on_host.embeddings or on_host.head and spec.tied_embeddings)
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, **table)
         self.streamed.take_embeddings(self.embed_tokens)
+        self.layer_inputs = None
+        if traits.layer_input_size:
+            sizes = spec.vocab_size, spec.hidden_size, len(spec.layers), traits.layer_input_size
+            options |= dict(is_on_host=on_host.tables, formats=Renamed(formats, self.names))
+            self.layer_inputs = LayerInputs(*sizes, traits.norm, traits.norm_eps, **options)
+            options = dict(dtype=spec.dtype, device=device)
+            self.streamed.take_table(self.layer_inputs.table)
         self.layers = nn.ModuleList()
         for index, state in enumerate(spec.layers):
             of_layer = Renamed(formats.below(f"model.layers.{index}", held), self.names)
@@ -209,83 +214,6 @@ class Decoder(nn.Module):
         """Return the tokens of context from which the rotation would be stretched."""
         return hf_config.max_position_embeddings
 
-    @classmethod
-    def spec_of(cls, checkpoint: CheckpointInfo, dtype: torch.dtype) -> ModelSpec:
-        """Return the model's numbers, before any weight is read; ValueError if it asks for what is not supported."""
-        hf_config = checkpoint.hf_config
-        architecture, layers = (hf_config.architectures or [cls.__name__])[0], cls.layer_states(hf_config)
-        traits = cls.traits(hf_config)
-        attentions = []
-        for shape, (q_heads, kv_heads, dim, has_one_projection) in enumerate(cls.attention_shapes(hf_config)):
-            if dim < 16 or dim > 512 or dim % 16:
-                raise ValueError(f"{architecture} has head_dim={dim}: supported are multiples of 16 from 16 to 512")
-            if not kv_heads or kv_heads < 1 or q_heads % kv_heads:
-                raise ValueError(
-                    f"{architecture} has {q_heads} query heads and {kv_heads} KV heads: "
-                    "num_attention_heads must be a multiple of num_key_value_heads"
-                )
-            states = [state for state in layers if isinstance(state, AttentionState) and state.shape == shape]
-            attentions.append(
-                AttentionSpec(
-                    num_q_heads=q_heads,
-                    num_kv_heads=kv_heads,
-                    head_dim=dim,
-                    has_one_projection=has_one_projection,
-                    scale=dim**-0.5 if traits.attention_scale is None else traits.attention_scale,
-                    softcap=traits.attention_softcap,
-                    sinks=traits.attention_sinks,
-                    windows=tuple(dict.fromkeys(state.window for state in states)),
-                    dtype=dtype,
-                )
-            )
-        spec = ModelSpec(
-            architecture=architecture,
-            layers=layers,
-            hidden_size=hf_config.hidden_size,
-            mlp_sizes=cls.mlp_sizes(hf_config, traits),
-            mlp_width=traits.mlp.width,
-            attentions=tuple(attentions),
-            vocab_size=hf_config.vocab_size,
-            **cls.context_limits(hf_config),
-            tied_embeddings=hf_config.tie_word_embeddings,
-        )
-        # Counted, not calculated: the bytes cannot drift from what the constructor allocates.
-        shapes_only = cls(checkpoint, spec, device="meta", max_position=1)
-        return replace(
-            spec,
-            **weight_sizes(shapes_only),
-            embedding_bytes=sum(weight.nbytes for weight in shapes_only.embed_tokens.parameters()),
-            **head_sizes(*shapes_only.logits.slices, dtype, max(shapes_only.streamed.num_bytes)),
-            scratch_bytes=dtype.itemsize * scratch_size(shapes_only, False),
-            matrix_bytes=matrix_bytes(shapes_only, dtype),
-            gpu_scratch_bytes=dtype.itemsize * scratch_size(shapes_only, dtype.itemsize == 2),
-            product_bytes=max(
-                temporary_bytes(scratch_size(shapes_only, False)),
-                max((one.matrix_bytes for one in shapes_only.modules() if isinstance(one, Experts)), default=0),
-            ),
-            sparse=shapes_only.sparse_spec(traits.sparse),
-            piece_bytes=tuple(shapes_only.streamed.num_bytes),
-            rope_row_bytes=sum(table.nbytes for table in shapes_only.rope_tables)
-            + dtype.itemsize * bool(traits.query_scaling),
-        )
-
-    def sparse_spec(self, sparse: Sparse | None) -> SparseSpec | None:
-        """Return what of the model is sparse, with what its experts take."""
-        owners = [module.experts for module in self.layers.modules() if isinstance(module, SparseMLP)]
-        if not owners:
-            return None
-        return SparseSpec(
-            num_layers=len(owners),
-            num_experts=sparse.routing.num_experts,
-            num_chosen=sparse.routing.num_chosen,
-            intermediate_size=sparse.intermediate_size,
-            shared_size=sparse.shared_size,
-            strides=tuple(one.stride for one in owners),
-            has_wide_logits=sparse.has_wide_logits,
-            is_parted=any(len(one.gate_up) > 1 for one in owners),
-            is_clamped=owners[0].activation.limit is not None,
-        )
-
     # The pieces
 
     def pieces(self) -> list[Piece]:
@@ -336,11 +264,13 @@ class Decoder(nn.Module):
             tensors.widen_positions()
             x, normed = self.embed(tensors.token_ids.long())
             tensors.set_x(x)
+            if self.layer_inputs is not None:
+                tensors.layer_inputs = self.layer_inputs(tensors.token_ids.long(), x, tensors.layer_inputs)
         else:
             tensors.drop_q()
             shape = self.spec.attentions[self.spec.layers[begin - 1].shape]
             attn = shape.heads_of(tensors.attention, len(tensors))
-            normed = self.after_attention(begin - 1, tensors.x, attn, tensors.num_live)
+            normed = self.after_attention(begin - 1, tensors.x, attn, tensors.num_live, tensors.layer_inputs)
         for layer in range(begin, end):
             normed = self.recur(layer, tensors.x, normed, tensors.rows, held.states[layer])
         if end == len(self.layers):
@@ -374,13 +304,17 @@ class Decoder(nn.Module):
         rope = None if index is None else self.rope_tables[index]
         return self.layers[layer].self_attn.project(normed, rope, self.query_scales, positions, target)
 
-    def after_attention(self, layer: int, x: Tensor, attn: Tensor, num_live: Tensor) -> Tensor:
+    def after_attention(
+        self, layer: int, x: Tensor, attn: Tensor, num_live: Tensor, layer_inputs: Tensor | None = None
+    ) -> Tensor:
         """Add the output projection and the MLP to x, in place. Return x normed for the next layer or the head.
 
         x: [N, hidden_size], the residual sum so far; attn: [N, num_q_heads, head_dim], contiguous; num_live: [1] int32,
-        how many rows are tokens.
+        how many rows are tokens; layer_inputs: what `layer_inputs` returns, where the model has them.
         """
-        return self.layers[layer].after_attention(x, attn.flatten(1), self._norm_before(layer + 1), num_live)
+        size = self.spec.layer_input_size
+        own = () if layer_inputs is None else (layer_inputs[:, layer * size : (layer + 1) * size],)
+        return self.layers[layer].after_attention(x, attn.flatten(1), self._norm_before(layer + 1), num_live, *own)
 
     def recur(self, layer: int, x: Tensor, normed: Tensor, rows: Tensor, state: Tensor) -> Tensor:
         """Run a whole layer that keeps a `RecurrentState`: add it to x, in place, and update the states of its rows.
@@ -426,6 +360,9 @@ class Decoder(nn.Module):
     def name_in_checkpoint(self, name: str) -> str:
         """Return what checkpoints call a module or parameter: "model." and its path, but for `lm_head`."""
         before, layers, own = name.partition(".layers.")
+        if not layers:
+            before, dot, own = name.partition(".")
+            return before + dot + rename(own, self.names)
         number, dot, own = own.partition(".")
         return before + layers + number + dot + rename(own, self.names)
 

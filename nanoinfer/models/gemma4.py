@@ -50,6 +50,12 @@ class Gemma4Unified(Decoder):
         "sparse.gate": "router.proj",
         "sparse.factors": "router.per_expert_scale",
         "sparse.experts": "experts",
+        "input_gate": "per_layer_input_gate",
+        "input_projection": "per_layer_projection",
+        "input_norm": "post_per_layer_input_norm",
+        "layer_inputs.table": "embed_tokens_per_layer",
+        "layer_inputs.projection": "per_layer_model_projection",
+        "layer_inputs.norm": "per_layer_projection_norm",
     }
 
     @classmethod
@@ -119,9 +125,10 @@ class Gemma4(Gemma4Unified):
 
     @classmethod
     def traits(cls, hf_config: PretrainedConfig) -> Traits:
-        if hf_config.hidden_size_per_layer_input:
-            raise ValueError("Gemma 4's embeddings of each layer are not here yet")
-        traits = super().traits(hf_config)
+        size, words = hf_config.hidden_size_per_layer_input or 0, hf_config.vocab_size_per_layer_input
+        if size and words != hf_config.vocab_size:
+            raise ValueError(f"vocab_size_per_layer_input={words} must be vocab_size={hf_config.vocab_size}")
+        traits = replace(super().traits(hf_config), layer_input_size=size)
         if not hf_config.enable_moe_block:
             return traits
         for name in cls.optional_fields:

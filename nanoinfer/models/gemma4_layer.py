@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from nanoinfer.kernels.experts.routing import GatedActivation
 from nanoinfer.layers.experts import SparseMLP
+from nanoinfer.layers.linear import Linear
 from nanoinfer.layers.norm import RMSNorm
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.models.layer import DecoderLayer, Traits
@@ -17,7 +18,8 @@ from nanoinfer.models.layer import DecoderLayer, Traits
 class Gemma4Layer(DecoderLayer):
     """x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), then x * layer_scalar.
 
-    With experts the MLP is norm(mlp(norm(x))) + norm(experts(norm(x))), where the router has a norm of its own.
+    With experts the MLP is norm(mlp(norm(x))) + norm(experts(norm(x))), where the router has a norm of its own. With
+    inputs of the layer, x + norm(projection(activation(gate(x)) * input)) comes before the scalar.
     """
 
     neutral_layer_scalar = 1.0
@@ -33,10 +35,18 @@ class Gemma4Layer(DecoderLayer):
             self.dense_output_norm, self.sparse_norm, self.sparse_output_norm = norms
             self.router_norm, self._router_factor = RMSNorm(size, traits.norm_eps, **options), size**-0.5
             activation = GatedActivation(name=traits.activation)
-            options["formats"] = traits.formats.below("sparse")
-            self.sparse = SparseMLP(size, traits.sparse, activation, **options)
+            self.sparse = SparseMLP(size, traits.sparse, activation, formats=traits.formats.below("sparse"), **options)
 
-    def after_attention(self, x: Tensor, attn: Tensor, norm: RMSNorm, num_live: Tensor) -> Tensor:
+        if own := traits.layer_input_size:
+            of_gate, of_projection = (traits.formats.below(name) for name in ("input_gate", "input_projection"))
+            self.input_gate = Linear(size, own, formats=of_gate, **options)
+            self.input_projection = Linear(own, size, formats=of_projection, **options)
+            self.input_norm, self._activation = traits.norm(size, traits.norm_eps, **options), traits.activation
+
+    def after_attention(
+        self, x: Tensor, attn: Tensor, norm: RMSNorm, num_live: Tensor, layer_input: Tensor | None = None
+    ) -> Tensor:
+        """layer_input: [N, layer_input_size], where the model has them."""
         normed = self.post_attention_layernorm.after_sum(x, self.attention_output_norm(self.self_attn.o_proj(attn)))
         added = self.mlp(normed)
         if self.sparse is None:
@@ -45,8 +55,13 @@ class Gemma4Layer(DecoderLayer):
             del normed
             added = self.dense_output_norm(added)
             added = self.mlp_output_norm.after_sum(added, self._experts(x, num_live))
-        x.add_(added).mul_(self.layer_scalar)
-        return norm(x)
+        x.add_(added)
+        del added
+        if layer_input is not None:
+            gate = self.input_gate(x)
+            gate = self.input_gate.operations.act(gate, self._activation).mul_(layer_input)
+            x.add_(self.input_norm(self.input_projection(gate)))
+        return norm(x.mul_(self.layer_scalar))
 
     def _experts(self, x: Tensor, num_live: Tensor) -> Tensor:
         """Return the normed sum of the experts of each row of x, [N, hidden_size]."""

@@ -37,6 +37,8 @@ class Traits:
     output_bias: bool = False
     """Bias of the attention's output projection."""
     mlp_bias: bool = False
+    layer_input_size: int = 0
+    """Values that each layer reads of a token beside the residual sum."""
     sparse: Sparse | None = None
     """What is sparse; set to None for each layer that is not."""
     attention: AttentionSpec | None = None

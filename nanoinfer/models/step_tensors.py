@@ -15,8 +15,8 @@ from nanoinfer.models.base import ModelSpec
 class StepTensors:
     """The tensors of one step, dropped when no longer needed. Its N rows are tokens, then padding.
 
-    Where x, queries and attention are given, the step uses these buffers and allocates none. The last two are flat:
-    layers of several shapes take turns in them (`AttentionSpec.heads_of`).
+    Where x, queries, attention and inputs of layers are given, the step uses these buffers and allocates none. Queries
+    and attention are flat: layers of several shapes take turns in them (`AttentionSpec.heads_of`).
 
     Attributes:
         token_ids, given_positions: [N] int32 or int64.
@@ -27,6 +27,7 @@ class StepTensors:
         x: [N, hidden_size], the residual sum so far; after the last piece the input of the head.
         queries: [N * most of a token], where layers leave q; None: each makes a new tensor.
         attention: [N * most of a token], which the attention fills; padding rows hold anything.
+        layer_inputs: [N, layer_inputs_size], which the first piece fills, where the model has them.
         q: [N, num_q_heads, head_dim], what the last piece left where queries are not given.
     """
 
@@ -38,6 +39,7 @@ class StepTensors:
     x: Tensor | None = None
     queries: Tensor | None = None
     attention: Tensor | None = None
+    layer_inputs: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.positions, self.q = self.given_positions, None
@@ -64,6 +66,8 @@ class StepTensors:
         """
         if self.attention is None:
             self.attention = torch.empty(len(self) * spec.q_size, dtype=spec.dtype, device=self.token_ids.device)
+        if self.layer_inputs is None and (size := spec.layer_inputs_size):
+            self.layer_inputs = torch.empty(len(self), size, dtype=spec.dtype, device=self.token_ids.device)
 
     def attention_rows(self, shape: AttentionSpec, count: int, begin: int = 0) -> tuple[Tensor, Tensor]:
         """Return queries and attention output of `count` rows from `begin` on, of a layer of this shape: each
@@ -88,11 +92,16 @@ class FixedBuffers:
         # Not zeros_like: on the meta device, where plans are counted, torch imports sympy for it.
         sizes = [num_tokens * spec.q_size] * 2
         self.queries, self.attention = (torch.zeros(size, dtype=spec.dtype, device=device) for size in sizes)
+        self.layer_inputs = None
+        if spec.layer_input_size:
+            shape = num_tokens, spec.layer_inputs_size
+            self.layer_inputs = torch.zeros(shape, dtype=spec.dtype, device=device)
 
     def first(self, count: int) -> dict[str, Tensor]:
         """Return the first rows, as arguments of `StepTensors`."""
         size = count * self._size
-        return dict(x=self.x[:count], queries=self.queries[:size], attention=self.attention[:size])
+        found = dict(x=self.x[:count], queries=self.queries[:size], attention=self.attention[:size])
+        return found if self.layer_inputs is None else found | dict(layer_inputs=self.layer_inputs[:count])
 
 
 class FixedTensors(StepTensors):

@@ -47,6 +47,7 @@ class HostPlacement:
             lie where the rest of their layer does. Not beside streamed pieces.
         slot_rows: the most rows of a step that brings experts one by one; larger ones have a layer's streamed together.
         embeddings: whether the embedding table lies there, which no tied head reads.
+        tables: whether a table of what layers read of a token does.
         head: whether the head does, with embeddings that are tied to it. It is streamed in every step that samples.
         require_pin: whether no other than pinned memory will do.
     """
@@ -55,6 +56,7 @@ class HostPlacement:
     num_slots: int = 0
     slot_rows: int = 0
     embeddings: bool = False
+    tables: bool = False
     head: bool = False
     require_pin: bool = False
 
@@ -100,7 +102,8 @@ class StreamedWeights:
         on_host: which weights are.
         runs: by number of the piece.
         slot_sets: the pools of experts that have slots.
-        table: the embeddings, if they lie in host memory; head_table: a head that does, and has its own weight.
+        table: the embeddings, if they lie in host memory; layer_table: what layers read of a token, if that does;
+            head_table: a head that does, and has its own weight.
         head: the slices of a head in host memory; None: it stays on the GPU.
         landing_buffers: [bytes] uint8 each; the areas of experts that have slots.
         num_bytes: bytes of the run that each piece would have, of what was taken so far.
@@ -130,6 +133,7 @@ class StreamedWeights:
         self.arenas: dict[int, HostArena] = {}
         self.slot_sets: list[SlotSet] = []
         self.table: HostTable | None = None
+        self.layer_table: HostTable | None = None
         self.head_table: HostTable | None = None
         self.head: StreamedHead | None = None
         self._spec = spec
@@ -155,6 +159,11 @@ class StreamedWeights:
         """Take the embeddings, if they are to lie in host memory: allocated on the CPU then."""
         if module.is_on_host:
             self.table = HostTable(module, self._device)
+
+    def take_table(self, module: Embedding) -> None:
+        """Take a table of what layers read of a token, as embeddings."""
+        if module.is_on_host:
+            self.layer_table = HostTable(module, self._device)
 
     def take_head(self, head: Head) -> list[Head]:
         """Take the head, tied embeddings or a weight of its own: allocated on the CPU if it is streamed.
@@ -236,9 +245,10 @@ class StreamedWeights:
         tables = [table.module for table in self._tables()]
         is_there = self.piece_of.keys() | set(tables)
         yield Group(lambda module: module not in is_there, self._device)
-        if self.table is not None:
-            self.table.open(REMEDY)
-            yield _group_of(self.table)
+        for table in (self.table, self.layer_table):
+            if table is not None:
+                table.open(REMEDY)
+                yield _group_of(table)
         pieces = sorted(self.runs)
         require_pin = self.on_host.require_pin or bool(self.slot_sets)  # kernels read pinned memory alone
         for number, piece in enumerate(pieces):
@@ -264,7 +274,7 @@ class StreamedWeights:
         return bool(self.runs or self._tables())
 
     def _tables(self) -> list[HostTable]:
-        return [table for table in (self.table, self.head_table) if table is not None]
+        return [table for table in (self.table, self.layer_table, self.head_table) if table is not None]
 
     def _slotted(self) -> Iterator[Experts]:
         for one in self.slot_sets:

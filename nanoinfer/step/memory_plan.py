@@ -35,6 +35,7 @@ class MemoryPlan:
             memory, and the bytes of all; 0: each lies on the GPU, or is streamed with its layer.
         slot_rows: the most rows of a step that brings single experts.
         embedding_bytes: of the embeddings, where these lie in host memory and the GPU reads rows there; else 0.
+        table_bytes: of a table of what layers read of a token, likewise.
         max_splits: splits of whole blocks that one decode step may attend to.
         is_taken_as_needed: memory for KV is taken page by page as requests fill it, as on the CPU.
     """
@@ -67,6 +68,7 @@ class MemoryPlan:
     expert_bytes: int = 0
     slot_rows: int = 0
     embedding_bytes: int = 0
+    table_bytes: int = 0
     is_taken_as_needed: bool = False
 
     @property
@@ -89,7 +91,12 @@ class MemoryPlan:
     @property
     def host_weight_bytes(self) -> int:
         """Of the weights in host memory."""
-        return self.passing_bytes + self.embedding_bytes
+        return self.passing_bytes + self.read_there_bytes
+
+    @property
+    def read_there_bytes(self) -> int:
+        """Of the weights in host memory of which the GPU reads rows where they lie."""
+        return self.embedding_bytes + self.table_bytes
 
     @property
     def passing_bytes(self) -> int:
@@ -122,8 +129,8 @@ class MemoryPlan:
             passes = f"{self.num_expert_slots} experts of each layer on the GPU, others come when they are chosen"
             streamed = f" and {gib(self.landing_bytes)} for {self.num_expert_slots} experts of each layer, of "
             streamed += f"{gib(self.expert_bytes)} in host memory"
-        if self.embedding_bytes:
-            streamed += f", embeddings {gib(self.embedding_bytes)} in host memory"
+        if self.read_there_bytes:
+            streamed += f", embeddings {gib(self.read_there_bytes)} in host memory"
         return (
             f"{begin}, {passes}; {gib(self.total_bytes)} of {gib(self.budget_bytes)} GiB of GPU memory: weights "
             f"{gib(self.weight_bytes)}{streamed}, KV cache {gib(self.pool_bytes)}, ring {gib(self.ring_bytes)}, "

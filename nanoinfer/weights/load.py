@@ -20,6 +20,7 @@ from nanoinfer.models.base import ModelSpec
 from nanoinfer.models.checkpoint_info import CheckpointInfo, TensorEntry
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.registry import find_class
+from nanoinfer.models.spec import spec_of
 from nanoinfer.models.streamed import HostPlacement
 from nanoinfer.weights.checkpoint import NAMES, OBJECT, check_fields
 from nanoinfer.weights.fill import fill_from_files, fill_with_noise, is_kv_scale
@@ -97,7 +98,7 @@ def read_spec(checkpoint: CheckpointInfo, dtype: str | torch.dtype) -> ModelSpec
 
 @lru_cache(maxsize=16)  # some ask for a checkpoint's several times; nobody writes to it
 def _spec(checkpoint: CheckpointInfo, dtype: torch.dtype) -> ModelSpec:
-    return find_class(checkpoint.hf_config.architectures).spec_of(checkpoint, dtype)
+    return spec_of(find_class(checkpoint.hf_config.architectures), checkpoint, dtype)
 
 
 def resolve_dtype(dtype: str | torch.dtype, hf_config: PretrainedConfig) -> torch.dtype:

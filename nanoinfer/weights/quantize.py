@@ -13,6 +13,7 @@ from torch import Tensor
 from nanoinfer.config import QUANTISED
 from nanoinfer.layers.experts import Experts, SparseMLP
 from nanoinfer.layers.formats.base import DENSE
+from nanoinfer.layers.linear import Embedding
 from nanoinfer.models.checkpoint_info import CheckpointInfo
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.registry import find_class
@@ -107,7 +108,12 @@ def _modules(checkpoint: CheckpointInfo) -> tuple[dict[str, int], list[str]]:
     sparse = [path for path, module in model.named_modules() if isinstance(module, SparseMLP)]
     routers = {model.name_in_checkpoint(f"model.{path}.gate") for path in sparse}
     expressions = {rf"re:.*\.{re.escape(_LAYER.sub('', name))}$" for name in routers}
-    columns = {name: size for name, size in names.items() if name not in (HEAD, EMBEDDINGS, *routers)}
+    tables = {
+        model.name_in_checkpoint(f"model.{path}")
+        for path, module in model.named_modules()
+        if isinstance(module, Embedding)
+    }
+    columns = {name: size for name, size in names.items() if name not in {HEAD, *tables, *routers}}
     return columns, sorted(expressions)
 
 

@@ -33,7 +33,7 @@ MODELS = {
     | dict(final_logit_softcapping=20.0, attn_logit_softcapping=15.0),
     "gemma4, one projection": dict(hidden_size=132, intermediate_size=141, sliding_window=37, attention_k_eq_v=True)
     | dict(num_global_key_value_heads=1),
-    "gemma4, read twice": dict(hidden_size=75, intermediate_size=99, sliding_window=24, num_heads=3, num_kv_heads=1)
+    "gemma4_inputs": dict(hidden_size=75, intermediate_size=99, sliding_window=24, num_heads=3, num_kv_heads=1)
     | dict(
         head_dim=48,
         global_head_dim=64,

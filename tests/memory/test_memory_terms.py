@@ -202,7 +202,7 @@ def meta_pool(model: Decoder) -> torch.Tensor:
 
 
 # Layers of another order or kind: norms behind alone, before and behind, no gate.
-OTHERS = ["olmo2", "glm4", "starcoder2", "nemotron", "granite", "gemma4"]
+OTHERS = ["olmo2", "glm4", "starcoder2", "nemotron", "granite", "gemma4", "gemma4_inputs"]
 # Where a step is at its peak: in the projections, in the gated layer, or behind it.
 SHAPES = {
     "projections": dict(num_heads=32, num_kv_heads=8, head_dim=64, hidden_size=64, intermediate_size=16),

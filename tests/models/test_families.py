@@ -206,6 +206,10 @@ def _gemma4(draw):
     )
 
 
+def _gemma4_inputs(draw):
+    return _gemma4(draw) | dict(hidden_size_per_layer_input=draw.choice([4, 8, 16]))
+
+
 def _gemma4_moe(draw):
     count = draw.choice([1, 2, 5, 8, 13])
     experts = dict(num_experts=count, top_k_experts=draw.randint(1, min(count, 6)))
@@ -247,6 +251,7 @@ DRAWN = {
     "olmoe": _olmoe,
     "glm4_moe": _glm4_moe,
     "gemma4": _gemma4,
+    "gemma4_inputs": _gemma4_inputs,
     "gemma4_moe": _gemma4_moe,
     "gemma4_unified": _gemma4,
     "llama": _rotations,
@@ -268,7 +273,7 @@ def draw_fields(family, draw):
 
 SPARSE = ("gpt_oss", "qwen3_moe", "mixtral", "olmoe", "glm4_moe")
 DRAW_MORE = {"qwen3_moe": 22, "glm4_moe": 4}  # the seeds that draw more than others
-MORE_SEEDS = (*SPARSE, "gemma4", "gemma4_moe", "gemma4_unified")
+MORE_SEEDS = (*SPARSE, "gemma4", "gemma4_inputs", "gemma4_moe", "gemma4_unified")
 CASES = {f"{family}-{seed}": (family, seed) for family in DRAWN for seed in range(40 if family in MORE_SEEDS else 10)}
 
 

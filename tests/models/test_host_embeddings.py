@@ -3,6 +3,7 @@
 import gc
 
 import pytest
+import torch
 from engines import SMALL, have_embeddings_on_host, make_engine, random_prompts, run, some_params
 from tiny_models import make_checkpoint
 
@@ -37,6 +38,23 @@ def test_embeddings_on_the_host_change_no_bit(settings, load_format, tmp_path, r
         assert memory.data_ptr() <= tensor.data_ptr() < memory.data_ptr() + len(memory)
     assert engine.plan.host_weight_bytes == engine.plan.embedding_bytes + engine.plan.streamed_bytes
     assert engine.plan.embedding_bytes == sum(one.nbytes for one in table.module.parameters())
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("settings", [{}, dict(quantization="int8"), dict(resident_weights_limit=0)], ids=str)
+def test_so_does_a_table_of_what_layers_read(settings, load_format, tmp_path, request):
+    path = make_checkpoint("gemma4_inputs", tmp_path, num_layers=4, num_kv_heads=2, global_head_dim=16)
+    settings = settings | dict(load_format=load_format, dtype="bfloat16")
+    wanted = run(make_engine(path, **settings), *workload())
+    request.getfixturevalue("on_host")
+    engine = make_engine(path, **settings)
+    assert run(engine, *workload()) == wanted
+    streamed, module = engine.runner.model.streamed, engine.runner.model.layer_inputs.table
+    assert streamed.layer_table.module is module and module.weight.dtype == torch.bfloat16
+    memory = streamed.layer_table.arena.segment(0)
+    assert memory.data_ptr() == module.weight.data_ptr()
+    assert engine.plan.table_bytes == module.weight.nbytes == 160 * 4 * 8 * 2
+    assert engine.plan.host_weight_bytes == engine.plan.table_bytes + engine.plan.streamed_bytes
 
 
 def test_where_pinning_is_refused_embeddings_stay_on_the_gpu(on_host, monkeypatch, tmp_path):

@@ -40,6 +40,7 @@ def dense_logits(model: Decoder, token_ids: list[int], first_position: int = 0) 
     spec, row, made = model.spec, torch.zeros(len(token_ids), dtype=torch.int32), {}
     positions, num_live = torch.arange(first_position, first_position + len(token_ids)), torch.tensor([len(token_ids)])
     x, normed = model.embed(torch.tensor(token_ids))
+    inputs = None if model.layer_inputs is None else model.layer_inputs(torch.tensor(token_ids), x)
     for layer, state in enumerate(spec.layers):
         if isinstance(state, RecurrentState):
             normed = model.recur(layer, x, normed, row, torch.zeros(1, *state.shape, dtype=state.dtype))
@@ -53,5 +54,5 @@ def dense_logits(model: Decoder, token_ids: list[int], first_position: int = 0) 
         k, v = made[layer if state.source is None else state.source]
         sinks = model.layers[layer].self_attn.sinks
         attn = dense_attention(q, k, v, shape.scale, shape.softcap, state.window, sinks)
-        normed = model.after_attention(layer, x, attn, num_live.int())
+        normed = model.after_attention(layer, x, attn, num_live.int(), inputs)
     return model.logits(normed)

@@ -70,13 +70,16 @@ def make_engine(path: Path, runtime: Runtime | None = None, **arguments) -> LLME
 
 
 def have_embeddings_on_host(monkeypatch) -> None:
-    """Have plans put embeddings into host memory, as they do for a GPU whose memory is short."""
+    """Have plans put embeddings that no tied head reads, and tables of what layers read, into host memory, as they do
+    for a GPU."""
     plan = Setup.plan
 
     def planned(self, config=None, may_pin=True):
         found = plan(self, config, may_pin)
-        size = self.spec.embedding_bytes * may_pin
-        return replace(found, embedding_bytes=size, weight_bytes=found.weight_bytes - size)
+        size, tables = self.spec.embedding_bytes * may_pin, self.spec.table_bytes * may_pin
+        size *= not self.spec.tied_embeddings
+        weight_bytes = found.weight_bytes - size - tables
+        return replace(found, embedding_bytes=size, table_bytes=tables, weight_bytes=weight_bytes)
 
     monkeypatch.setattr(Setup, "plan", planned)
 

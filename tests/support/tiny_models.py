@@ -53,6 +53,7 @@ _CONFIGS = {
     "qwen3_moe": Qwen3MoeConfig,
     "gemma3": Gemma3TextConfig,
     "gemma4": Gemma4TextConfig,
+    "gemma4_inputs": Gemma4TextConfig,
     "gemma4_moe": Gemma4TextConfig,
     "gemma4_unified": Gemma4UnifiedTextConfig,
     "gpt_oss": GptOssConfig,
@@ -118,14 +119,15 @@ def tiny_config(
     elif family == "gemma3":
         layer_types = ["sliding_attention"] * (num_layers - 1) + ["full_attention"]
         fields |= dict(sliding_window=sliding_window or 8, layer_types=layer_types, query_pre_attn_scalar=20)
-    elif family in ("gemma4", "gemma4_moe", "gemma4_unified"):
+    elif family.startswith("gemma4"):
         layer_types = ["sliding_attention"] * (num_layers - 1) + ["full_attention"]
         fields |= dict(sliding_window=sliding_window or 8, layer_types=layer_types, tie_word_embeddings=True)
         fields |= dict(global_head_dim=2 * head_dim, final_logit_softcapping=30.0)
         if family == "gemma4_moe":
             fields |= dict(enable_moe_block=True, num_experts=8, top_k_experts=3, moe_intermediate_size=24)
         if family != "gemma4_unified":
-            fields |= dict(hidden_size_per_layer_input=0, vocab_size_per_layer_input=VOCAB_SIZE)
+            size = 8 if family == "gemma4_inputs" else 0
+            fields |= dict(hidden_size_per_layer_input=size, vocab_size_per_layer_input=VOCAB_SIZE)
     elif family in ("granite", "granite4"):
         fields |= dict(embedding_multiplier=5.0, residual_multiplier=0.3, attention_multiplier=0.2, logits_scaling=7.0)
         if family == "granite4":

@@ -270,11 +270,16 @@ class Dense(WeightFormat):
 
 
 DENSE = Dense()
+_MOST_AT_ONCE = 4 * 2**30
+"""Bytes of a tensor that is filled with noise as a whole. Only tables that lie elsewhere are larger."""
 
 
 def fill_on_its_device(tensor: Tensor, generator: torch.Generator, fill: Callable[[Tensor], object]) -> None:
     """Fill a tensor with what a generator draws on its own device, wherever the tensor lies."""
-    if tensor.device == generator.device:
+    if tensor.nbytes > _MOST_AT_ONCE:
+        for rows in tensor.split(-(-len(tensor) * _MOST_AT_ONCE // (4 * tensor.nbytes))):
+            fill_on_its_device(rows, generator, fill)
+    elif tensor.device == generator.device:
         fill(tensor)
     else:
         values = torch.empty_like(tensor, device=generator.device)
