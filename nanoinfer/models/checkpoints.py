@@ -20,6 +20,8 @@ CHECKPOINTS: dict[str, str] = by_name({
     "mistralai/Mistral-7B-Instruct-v0.3 mistralai/Mistral-Nemo-Instruct-2407 "
     "mistralai/Mistral-Small-24B-Instruct-2501": "MistralForCausalLM",
     "google/gemma-3-1b-it google/gemma-3-4b-it google/gemma-3-12b-it google/gemma-3-27b-it": "Gemma3ForCausalLM",
+    "google/gemma-4-E2B-it google/gemma-4-E4B-it google/gemma-4-26B-A4B-it google/gemma-4-31B-it": "Gemma4ForCausalLM",
+    "google/gemma-4-12B-it": "Gemma4UnifiedForCausalLM",
     "microsoft/Phi-4-mini-instruct microsoft/phi-4": "Phi3ForCausalLM",
     "ibm-granite/granite-3.3-8b-instruct": "GraniteForCausalLM",
     "ibm-granite/granite-4.0-micro": "GraniteMoeHybridForCausalLM",

@@ -49,7 +49,7 @@ def shape_named(name: str | Path) -> str | None:
 
 def has_experts(name: str | None) -> bool:
     """Whether a shape is that of a sparse model; of no shape: False."""
-    return any(field.startswith("num_experts_per") for field in SHAPES.get(name, ()))
+    return any(field.startswith(("num_experts_per", "top_k_experts")) for field in SHAPES.get(name, ()))
 
 
 def refuse_shape(model: str) -> None:

@@ -11,8 +11,10 @@ from safetensors.torch import load_file, save_file
 from tiny_models import logits_of, make_checkpoint, random_tokens, read_reference, tiny_config
 from transformers_reference import reference_tokens
 
+import nanoinfer
 from nanoinfer import SamplingParams
 from nanoinfer.models.base import AttentionState
+from nanoinfer.models.shapes import has_experts, write_shape
 from nanoinfer.weights.load import read_checkpoint, read_spec
 
 TYPES = (["sliding_attention"] * 2 + ["full_attention"]) * 2
@@ -144,3 +146,38 @@ def test_the_text_part_runs_alone_and_one_notice_says_what_is_skipped(family, tm
     assert f"its {whose} weights (" in said and f"are skipped, and {what} are refused" in said
     found = run(engine, prompts, params)
     assert [one[0][0] for one in found] == reference_tokens(tmp_path, prompts, 8, wrapper)
+
+
+# Billions of weights, and of them in tables of what layers read; how many layers with windows and without keep KV, with
+# KiB of a token in each and tokens of its blocks.
+SIZES = {
+    "gemma-4-e2b": (4.63, 2.35, (12, 1, 256), (3, 2, 128)),
+    "gemma-4-e4b": (7.46, 2.82, (20, 2, 256), (4, 4, 128)),
+    "gemma-4-12b": (11.91, 0, (40, 8, 64), (8, 2, 256)),
+    "gemma-4-26b-a4b": (25.23, 0, (25, 8, 128), (5, 4, 256)),
+    "gemma-4-31b": (30.70, 0, (50, 16, 128), (10, 8, 256)),
+}
+
+
+@pytest.mark.parametrize("shape", SIZES)
+def test_shapes_have_the_sizes_of_the_models(shape, tmp_path):
+    weights, tables, *kinds = SIZES[shape]
+    spec = read_spec(read_checkpoint(write_shape(shape, tmp_path)), torch.bfloat16).with_kv(None, None)
+    assert (round(spec.weight_bytes / 2e9, 2), round(spec.table_bytes / 2e9, 2)) == (weights, tables)
+    assert has_experts(shape) == (spec.sparse is not None)
+    own = [spec.layers[layer] for layer in spec.kv_layers]
+    for is_windowed, (count, kib, tokens) in zip((True, False), kinds, strict=True):
+        shapes = {state.shape for state in own if (state.window is not None) == is_windowed}
+        assert sum((state.window is not None) == is_windowed for state in own) == count
+        (attention,) = (spec.attentions[shape] for shape in shapes)
+        assert (attention.part.num_bytes // attention.block_size, attention.block_size) == (kib * 1024, tokens)
+        assert attention.head_dim == (256 if is_windowed else 512) and attention.scale == 1.0
+
+
+@pytest.mark.parametrize("shape", ["gemma-4-e2b", "gemma-4-e4b"])
+def test_tables_lie_in_host_memory_in_every_plan_for_a_gpu(shape):
+    limits = dict(host_memory_limit="64GiB", max_model_len=8192)
+    for more in (dict(gpu_memory_limit="24GiB"), dict(gpu_memory_limit="24GiB", quantization="int4")):
+        plan = nanoinfer.plan(shape, **limits, **more).memory
+        assert round(plan.table_bytes / 2e9, 2) == SIZES[shape][1] and plan.read_there_bytes == plan.host_weight_bytes
+        assert plan.weight_bytes < 2e9 * (SIZES[shape][0] - SIZES[shape][1]) + 2**26
