@@ -282,9 +282,17 @@ class ModelSpec:
     def kv_bytes(self, length: int) -> int:
         """Return the bytes that a row of so many tokens reads in a decode step, of all layers: those in windows."""
         return sum(
-            (length if window is None else min(length, window)) * (attention.part.num_bytes // attention.block_size)
-            for window, attention in zip(self.windows, self.attention_of, strict=True)
+            (length if window is None else min(length, window)) * num_bytes
+            for window, num_bytes in self._read_of_token.items()
         )
+
+    @cached_property
+    def _read_of_token(self) -> dict[int | None, int]:
+        """By the window of layers, the bytes that all of these read of a token."""
+        found: dict[int | None, int] = {}
+        for window, attention in zip(self.windows, self.attention_of, strict=True):
+            found[window] = found.get(window, 0) + attention.part.num_bytes // attention.block_size
+        return found
 
     @property
     def row_bytes(self) -> int:
