@@ -22,7 +22,7 @@ GROUP = 32
 
 @dataclass(frozen=True)
 class Quantised(KVFormat):
-    """Codes of keys, of values, then the scales of each.
+    """Codes of keys, of values, then the scales of each; two scales of 8 bits lie side by side, for one load.
 
     Attributes:
         label: what `kv_cache_dtype` calls it.
@@ -44,15 +44,18 @@ class Quantised(KVFormat):
 
     def fields(self, head_dim: int) -> tuple[Field, ...]:
         codes = [Field(head_dim * bits // 8, torch.int8 if bits == 8 else torch.uint8) for bits in self.bits]
-        scales = [Field(1 if bits == 8 else -(-head_dim // GROUP), torch.bfloat16) for bits in self.bits]
-        return *codes, *scales
+        if self.bits == (8, 8):
+            return *codes, Field(2, torch.bfloat16)
+        return *codes, *(Field(1 if bits == 8 else -(-head_dim // GROUP), torch.bfloat16) for bits in self.bits)
 
     def encode(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         pairs = [(_to_eight if bits == 8 else _to_four)(x.float()) for x, bits in zip((k, v), self.bits, strict=True)]
-        return *(codes for codes, _ in pairs), *(scales for _, scales in pairs)
+        scales = [scales for _, scales in pairs]
+        return *(codes for codes, _ in pairs), *([torch.cat(scales, -1)] if self.bits == (8, 8) else scales)
 
     def decode(self, fields: tuple[Tensor, ...], positions: Tensor, own: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        pairs = zip(fields[:2], fields[2:], self.bits, strict=True)
+        scales = fields[2].split(1, -1) if self.bits == (8, 8) else fields[2:]
+        pairs = zip(fields[:2], scales, self.bits, strict=True)
         k, v = ((_of_eight if bits == 8 else _of_four)(codes, scales.float()) for codes, scales, bits in pairs)
         return k, v
 

@@ -62,15 +62,18 @@ def store_four(codes, scales, columns, values, mask, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
-def read_eight(codes, scales, columns, exists, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr):
-    """codes, scales: [tokens, 1], where each token's begin; columns: [1, BLOCK_D]. Returns float32, 0 beside heads."""
+def read_eight(codes, scale, columns, exists, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr):
+    """codes: [tokens, 1], where each token's begin; scale: [tokens, 1] float32; columns: [1, BLOCK_D].
+
+    Returns float32, 0 beside heads.
+    """
     number = loaded(codes + columns, exists & (columns < HEAD_DIM), MASKED or HEAD_DIM != columns.shape[1])
-    return float_of(number.to(tl.uint8, bitcast=True) ^ 128, 128) * loaded(scales, exists, MASKED).to(tl.float32)
+    return float_of(number.to(tl.uint8, bitcast=True) ^ 128, 128) * scale
 
 
 @triton.jit
 def read_four(codes, scales, columns, exists, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr):
-    """As `read_eight`."""
+    """As `read_eight`; scales: [tokens, 1], where each token's begin."""
     HALF: tl.constexpr = HEAD_DIM // 2
     if HEAD_DIM == columns.shape[1]:  # a power of two: a byte is loaded once, and a scale
         COUNT: tl.constexpr = (HEAD_DIM + GROUP - 1) // GROUP
@@ -119,10 +122,11 @@ def store_8_8(
     STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = BLOCK_SIZE * NUM_KV_HEADS
-    row = tl.where(is_v, ROWS, 0) + token * NUM_KV_HEADS + head
+    row = token * NUM_KV_HEADS + head
     part = part_of(kv, block, STRIDE)
-    codes = part.to(tl.pointer_type(tl.int8)) + row * HEAD_DIM
-    store_eight(codes, scales_at(part, 2 * ROWS * HEAD_DIM, row, 1), columns, values, mask)
+    codes = part.to(tl.pointer_type(tl.int8)) + (tl.where(is_v, ROWS, 0) + row) * HEAD_DIM
+    scales = scales_at(part, 2 * ROWS * HEAD_DIM, row, 2) + tl.where(is_v, 1, 0)
+    store_eight(codes, scales, columns, values, mask)
 
 
 @triton.jit
@@ -164,9 +168,11 @@ def read_8_8(
     row = ((token + start + tl.arange(0, exists.shape[0])) * NUM_KV_HEADS + head)[:, None]
     part = part_of(kv, block, STRIDE)
     codes = part.to(tl.pointer_type(tl.int8)) + row * HEAD_DIM
-    scales = scales_at(part, 2 * ROWS * HEAD_DIM, row, 1)
-    k = read_eight(codes, scales, columns, exists[:, None], HEAD_DIM, MASKED)
-    v = read_eight(codes + ROWS * HEAD_DIM, scales + ROWS, columns, exists[:, None], HEAD_DIM, MASKED)
+    # Both scales as one word: of two bytes a load is not begun ahead.
+    scales = loaded((part + 2 * ROWS * HEAD_DIM).to(tl.pointer_type(tl.int32)) + row, exists[:, None], MASKED)
+    of_k, of_v = (scales << 16).to(tl.float32, bitcast=True), (scales & -65536).to(tl.float32, bitcast=True)
+    k = read_eight(codes, of_k, columns, exists[:, None], HEAD_DIM, MASKED)
+    v = read_eight(codes + ROWS * HEAD_DIM, of_v, columns, exists[:, None], HEAD_DIM, MASKED)
     return k.to(like.dtype).T, v.to(like.dtype)
 
 
@@ -183,7 +189,8 @@ def read_8_4(
     row = ((token + start + tl.arange(0, exists.shape[0])) * NUM_KV_HEADS + head)[:, None]
     part = part_of(kv, block, STRIDE)
     codes = part.to(tl.pointer_type(tl.int8)) + row * HEAD_DIM
-    k = read_eight(codes, scales_at(part, SCALES, row, 1), columns, exists[:, None], HEAD_DIM, MASKED)
+    scale = loaded(scales_at(part, SCALES, row, 1), exists[:, None], MASKED).to(tl.float32)
+    k = read_eight(codes, scale, columns, exists[:, None], HEAD_DIM, MASKED)
     codes = part + ROWS * HEAD_DIM + row * (HEAD_DIM // 2)
     scales = scales_at(part, SCALES + 2 * ROWS, row, GROUPS)
     v = read_four(codes, scales, columns, exists[:, None], HEAD_DIM, MASKED)
