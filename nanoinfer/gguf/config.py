@@ -20,6 +20,8 @@ _EMBEDDINGS = "token_embd.weight"
 _GEMMA_27B_LAYERS = 62
 # Whose norms subtract the mean, and have another key.
 _OTHER_NORMS = ("nemotron", "starcoder2")
+# Whose layers have unlike heads and MLPs.
+_LAYERS_DIFFER = ("gemma4",)
 
 
 def raw_config(file: GGUFFile) -> dict[str, Any]:
@@ -56,6 +58,7 @@ def _common(keys: Keys) -> dict[str, Any]:
     keys.take("vocab_size", None)  # the embeddings say it
     keys.only("attention.causal", True)
     keys.only("pooling_type", 0)
+    differ = keys.architecture in _LAYERS_DIFFER
     hidden_size, num_heads = keys.count("embedding_length"), keys.count("attention.head_count")
     if not num_heads or not hidden_size:
         keys.refuse("attention.head_count", f"is {num_heads} for embedding_length {hidden_size}")
@@ -69,7 +72,7 @@ def _common(keys: Keys) -> dict[str, Any]:
         hidden_size=hidden_size,
         num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
-        num_key_value_heads=keys.count("attention.head_count_kv", num_heads),
+        num_key_value_heads=None if differ else keys.count("attention.head_count_kv", num_heads),
         head_dim=head_dim,
         max_position_embeddings=context,
         rope_parameters=rotation(keys, head_dim, context),
@@ -80,7 +83,7 @@ def _common(keys: Keys) -> dict[str, Any]:
         # transformers has ids of its own for some families, which lie beyond small vocabularies.
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
     )
-    if keys.has("feed_forward_length"):
+    if keys.has("feed_forward_length") and not differ:
         config["intermediate_size"] = keys.count("feed_forward_length")
     if keys.architecture in _OTHER_NORMS:
         keys.take("attention.layer_norm_rms_epsilon", None)  # files of nemotron have both
@@ -168,6 +171,55 @@ def _gemma3(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
         layer_types=_layer_types(slides),
         rope_parameters={"full_attention": rope, "sliding_attention": local},
         final_logit_softcapping=softcap or None,
+    )
+
+
+def _gemma4(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    """What full layers have otherwise than windowed ones is written as newer configs have it, layer by layer."""
+    num_layers, rope, tensors = common["num_hidden_layers"], common["rope_parameters"], keys.file.tensors
+    slides = keys.flags("attention.sliding_window_pattern", num_layers, 6)
+    num_shared, sizes = keys.count("attention.shared_kv_layers", 0), keys.counts("feed_forward_length", num_layers)
+    full, local = common["head_dim"], keys.count("attention.key_length_swa", common["head_dim"])
+    for name in ("attention.value_length_swa", "rope.dimension_count_swa"):
+        keys.only(name, local)
+    keys.only("attention.scale", 1.0)
+    kv_heads = keys.counts("attention.head_count_kv", num_layers, common["num_attention_heads"])
+    own = [
+        dict(head_dim=local if does else full, num_key_value_heads=heads)
+        for does, heads in zip(slides, kv_heads, strict=True)
+    ]
+    num_own = max(0, num_layers - num_shared)
+    is_wide = sizes[num_own:] == [2 * sizes[0]] * num_shared and num_shared > 0
+    if set(sizes[:num_own] if is_wide else sizes) != {sizes[0]}:
+        keys.refuse("feed_forward_length", f"is {shown(sizes)}: layers that read others' keys may have twice as much")
+    makes = {f"blk.{at}.attn_v.weight" in tensors for at in range(num_own) if not slides[at]}
+    if len(makes) > 1:
+        keys.refuse("block_count", "layers without a window have attn_v, or none has it")
+    experts, num_chosen = keys.count("expert_count", 0), keys.count("expert_used_count", 0)
+    size = keys.count("expert_feed_forward_length", 0)
+    return _named(
+        "Gemma4ForCausalLM",
+        "gemma4_text",
+        **own[0],
+        intermediate_size=sizes[0],
+        use_double_wide_mlp=is_wide,
+        per_layer_config={str(at): one for at, one in enumerate(own) if one != own[0]},
+        hidden_activation="gelu_pytorch_tanh",
+        sliding_window=keys.count("attention.sliding_window"),
+        layer_types=_layer_types(slides),
+        rope_parameters={
+            "full_attention": rope,
+            "sliding_attention": dict(rope_type="default", rope_theta=keys.number("rope.freq_base_swa", 10000.0)),
+        },
+        attention_k_eq_v=makes == {False} and "blk.0.attn_qkv.weight" not in tensors,
+        num_kv_shared_layers=num_shared,
+        hidden_size_per_layer_input=keys.count("embedding_length_per_layer_input", 0),
+        vocab_size_per_layer_input=common["vocab_size"],
+        final_logit_softcapping=keys.number("final_logit_softcapping", 0) or None,
+        enable_moe_block=experts > 0,
+        num_experts=experts or None,
+        top_k_experts=num_chosen or None,
+        moe_intermediate_size=size or None,
     )
 
 
@@ -324,6 +376,7 @@ CONFIGS: dict[str, Callable[[Keys, dict[str, Any]], dict[str, Any]]] = {
     "qwen3": _qwen3,
     "qwen3moe": _qwen3moe,
     "gemma3": _gemma3,
+    "gemma4": _gemma4,
     "gpt-oss": _gpt_oss,
     "phi3": _phi3,
     "granite": _granite,

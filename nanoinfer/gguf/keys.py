@@ -47,6 +47,15 @@ class Keys:
             self.refuse(name, f"is {shown(value)}, it must be a whole number of at least 0")
         return value
 
+    def counts(self, name: str, num_layers: int, default: Any = _MISSING) -> list[int]:
+        """Return a whole number for each layer, given so or as one for all."""
+        value = self.take(name, default)
+        values = value.tolist() if isinstance(value, np.ndarray) else value
+        values = list(values) if isinstance(values, list | tuple) else [values] * num_layers
+        if len(values) < num_layers or not all(type(one) is int and 0 <= one < 2**31 for one in values):
+            self.refuse(name, f"is {shown(value)}, it must be a whole number, or one for each of {num_layers:,} layers")
+        return values[:num_layers]
+
     def number(self, name: str, default: Any = _MISSING) -> float:
         """Return a finite number."""
         value = self._of_layers(name, self.take(name, default))

@@ -38,15 +38,17 @@ class Naming:
     """How an architecture differs.
 
     Attributes:
-        own: names of a layer's tensors, by their names in files, in place of `_LAYER`'s.
+        own: names of a layer's tensors, by their names in files, in place of `_LAYER`'s; with what these end with,
+            they are names of parameters.
         is_permuted: whether rows of q and k lie in llama.cpp's order.
         added: what all norms have in addition.
-        expert: the names of gate, up and down of an expert.
+        experts: the name of all experts of a layer; expert: those of gate, up and down of one.
     """
 
     own: Mapping[str, str] = field(default_factory=dict)
     is_permuted: bool = False
     added: float = 0.0
+    experts: str = "mlp.experts"
     expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -55,6 +57,9 @@ _WHOLE = {
     "output_norm.weight": "model.norm.weight",
     "output_norm.bias": "model.norm.bias",
     "output.weight": "lm_head.weight",
+    "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
+    "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
+    "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
 }
 _LAYER = {
     "attn_norm": "input_layernorm",
@@ -81,8 +86,30 @@ _NORMS_BEHIND = {
 _NORM_BEFORE_MLP = {"post_attention_norm": "post_attention_layernorm"}
 NAMINGS: dict[str, Naming] = by_name({
     "llama mistral3 granite smollm3": Naming(is_permuted=True),
-    "mixtral": Naming(is_permuted=True, expert=("w1", "w3", "w2"), own={"ffn_gate_inp": "block_sparse_moe.gate"}),
+    "mixtral": Naming(
+        is_permuted=True,
+        experts="block_sparse_moe.experts",
+        expert=("w1", "w3", "w2"),
+        own={"ffn_gate_inp": "block_sparse_moe.gate"},
+    ),
     "gemma3": Naming(added=1.0, own={**_NORMS_BEHIND, "ffn_norm": "pre_feedforward_layernorm"}),
+    "gemma4": Naming(
+        experts="experts",
+        own={
+            **_NORMS_BEHIND,
+            "ffn_norm": "pre_feedforward_layernorm",
+            "post_ffw_norm_1": "post_feedforward_layernorm_1",
+            "post_ffw_norm_2": "post_feedforward_layernorm_2",
+            "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+            "ffn_gate_inp": "router.proj",
+            "ffn_gate_inp.scale": "router.scale",
+            "ffn_down_exps.scale": "router.per_expert_scale",
+            "inp_gate": "per_layer_input_gate",
+            "proj": "per_layer_projection",
+            "post_norm": "post_per_layer_input_norm",
+            "layer_output_scale.weight": "layer_scalar",
+        },
+    ),
     "gpt-oss": Naming(own={**_NORM_BEFORE_MLP, "ffn_gate_inp": "mlp.router", "attn_sinks": "self_attn.sinks"}),
     "phi3": Naming(own={"ffn_up": "mlp.gate_up_proj"}),
     "glm4": Naming(
@@ -109,7 +136,7 @@ def naming_of(architecture: str, config: Mapping[str, Any]) -> Naming:
 
 # Parameters that are no weight or bias of a module.
 _BARE = ("self_attn.sinks", "mlp.gate.e_score_correction_bias")
-_IN_LAYER = re.compile(r"blk\.(\d{1,9})\.(.+)\.(weight|bias)")
+_IN_LAYER = re.compile(r"blk\.(\d{1,9})\.(.+)\.(weight|bias|scale)")
 _OF_LAYER = re.compile(r"blk\.(\d{1,9})\.")
 _ONE_EXPERT = re.compile(r"ffn_(gate|up|down)\.(\d+)")
 _ALL_EXPERTS = re.compile(r"ffn_(gate|up|down|gate_up)_exps")
@@ -139,8 +166,11 @@ def named_parts(file: GGUFFile, naming: Naming, config: Mapping[str, Any]) -> di
         if experts := dict(_experts(naming, whole, kind, ending)):
             parts |= {layer + own: part for own, part in experts.items()}
             continue
+        if (own := naming.own.get(f"{kind}.{ending}")) is not None:
+            parts[layer + own] = whole
+            continue
         own = naming.own.get(kind, _LAYER.get(kind))
-        if own is None:
+        if own is None or ending == "scale":
             parts[name] = whole
             continue
         if naming.is_permuted and kind in heads:
@@ -162,9 +192,8 @@ def skipped_part(name: str, num_layers: int) -> str | None:
 def _experts(naming: Naming, whole: Part, kind: str, ending: str) -> Iterator[tuple[str, Part]]:
     """Yield what a tensor has of experts, by its name in a layer; nothing, if it is none of experts."""
     names = dict(zip(("gate", "up", "down"), naming.expert, strict=True))
-    below = naming.own.get("ffn_gate_inp", "mlp.gate").rpartition(".")[0] if naming.expert[0] == "w1" else "mlp"
     if match := _ONE_EXPERT.fullmatch(kind):
-        yield f"{below}.experts.{match[2]}.{names[match[1]]}.{ending}", whole
+        yield f"{naming.experts}.{match[2]}.{names[match[1]]}.{ending}", whole
         return
     match = _ALL_EXPERTS.fullmatch(kind)
     if match is None or len(whole.shape) < 2:
@@ -177,5 +206,5 @@ def _experts(naming: Naming, whole: Part, kind: str, ending: str) -> Iterator[tu
     num_bytes = whole.tensor.num_bytes // (num_experts * len(held))
     for number in range(num_experts * len(held)):
         expert, part = divmod(number, len(held))
-        part = f"{below}.experts.{expert}.{names[held[part]]}.{ending}"
+        part = f"{naming.experts}.{expert}.{names[held[part]]}.{ending}"
         yield part, replace(whole, shape=shape, offset=number * num_bytes)

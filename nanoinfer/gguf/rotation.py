@@ -11,6 +11,8 @@ from nanoinfer.gguf.keys import Keys
 from nanoinfer.gguf.reader import GGUFTensor
 
 _MAX_FACTORS = 4096
+# Gemma 4's files divide the frequencies of pairs that are not turned by as much.
+_NOT_TURNED = 1e29
 # Llama 3.1's rotation, and of those that took it over. Files hold only the factors that follow from it.
 _LLAMA3 = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 
@@ -99,7 +101,11 @@ def _values(tensor: GGUFTensor) -> np.ndarray:
 def _divided(keys: Keys, num_turned: int, theta: float, context: int) -> dict[str, Any]:
     """Return a rotation whose frequencies are divided by `rope_freqs`: Llama 3's if it is that, to the last bits."""
     divisors = np.asarray(_factors(keys, "rope_freqs.weight", num_turned))
-    largest = float(divisors.max())
+    largest, num_left = float(divisors.max()), int((divisors == 1).sum())
+    if 0 < num_left < len(divisors) and bool(
+        (divisors[:num_left] == 1).all() and (divisors[num_left:] >= _NOT_TURNED).all()
+    ):
+        return dict(rope_type="proportional", partial_rotary_factor=_share(2 * num_left, num_turned))
     if largest > 1:
         expected = _llama3_factors(num_turned, theta, largest)
         if np.allclose(divisors, expected, rtol=1e-5, atol=0):

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from nanoinfer.common.errors import shown
 from nanoinfer.gguf.end_tokens import special_by_text
 from nanoinfer.gguf.sentencepiece import merges_of
-from nanoinfer.gguf.vocabulary import SENTENCEPIECE, TokenType, Vocabulary
+from nanoinfer.gguf.vocabulary import BYTE_PAIRS, SENTENCEPIECE, TokenType, Vocabulary
 
 _TEMPLATE = "tokenizer.chat_template"
 _SPECIAL, _ADDED = (TokenType.SPECIAL, TokenType.UNKNOWN), (TokenType.SPECIAL, TokenType.UNKNOWN, TokenType.ADDED)
@@ -40,7 +40,7 @@ def tokenizer_of(metadata: Mapping[str, Any]) -> PreTrainedTokenizerBase | None:
     if vocabulary is None:
         return None
     template = _chat_template(metadata)
-    tokenizer = _sentencepiece(vocabulary) if vocabulary.model == SENTENCEPIECE else _byte_pairs(vocabulary)
+    tokenizer = _byte_pairs(vocabulary) if vocabulary.model == BYTE_PAIRS else _sentencepiece(vocabulary)
     tokenizer.add_tokens(_added_tokens(vocabulary))
     named = {name: vocabulary.tokens[vocabulary.named[name]] for name in ("bos", "eos") if name in vocabulary.named}
     # A padding token that is ordinary text must stay text.
@@ -72,17 +72,21 @@ class _NotCopied:
 
 
 def _byte_pairs(vocabulary: Vocabulary) -> Tokenizer:
-    # The first of two that are the same counts.
-    merges = list(dict.fromkeys(tuple(merge.split(" ", 1)) for merge in vocabulary.merges))
-    for merge in merges:
-        if len(merge) != 2:
-            raise ValueError(f"tokenizer.ggml.merges has {shown(merge[0])}: two tokens with a space between are needed")
-    tokenizer = _tokenizer(vocabulary, merges, ignore_merges=vocabulary.pre.ignores_merges)
+    tokenizer = _tokenizer(vocabulary, _merges(vocabulary), ignore_merges=vocabulary.pre.ignores_merges)
     cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in vocabulary.pre.patterns]
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, as_bytes])
     tokenizer.decoder = decoders.Sequence([*_letters_kept(vocabulary), decoders.ByteLevel()])
     return tokenizer
+
+
+def _merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
+    # The first of two that are the same counts.
+    merges = list(dict.fromkeys(tuple(merge.split(" ", 1)) for merge in vocabulary.merges))
+    for merge in merges:
+        if len(merge) != 2:
+            raise ValueError(f"tokenizer.ggml.merges has {shown(merge[0])}: two tokens with a space between are needed")
+    return merges
 
 
 def _letters_kept(vocabulary: Vocabulary) -> list[decoders.Decoder]:
@@ -98,7 +102,7 @@ def _letters_kept(vocabulary: Vocabulary) -> list[decoders.Decoder]:
 def _sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
     unknown = vocabulary.named.get("unk")
     unknown_token = None if unknown is None else vocabulary.tokens[unknown]
-    merges = merges_of(vocabulary)
+    merges = merges_of(vocabulary) if vocabulary.model == SENTENCEPIECE else _merges(vocabulary)
     tokenizer = _tokenizer(vocabulary, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown_token)
     spaces = normalizers.Replace(" ", _SPACE)
     to_text = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -106,6 +110,8 @@ def _sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
         # To each text between added tokens.
         spaces = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces])
         to_text.append(decoders.Strip(" ", 1, 0))
+    if vocabulary.model != SENTENCEPIECE:  # no merge goes beyond a line
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|\n+"), "isolated")
     tokenizer.normalizer, tokenizer.decoder = spaces, decoders.Sequence(to_text)
     return tokenizer
 

@@ -15,7 +15,7 @@ from nanoinfer.gguf.pre import DEFAULT, PRE, Pre
 
 _PREFIX = "tokenizer.ggml."
 _NO_TOKENIZER = ("none", "no_vocab")
-BYTE_PAIRS, SENTENCEPIECE = "gpt2", "llama"
+BYTE_PAIRS, SENTENCEPIECE, CHARACTER_PAIRS = "gpt2", "llama", "gemma4"
 # All pairs of parts of a token are tried, which takes the square of its length. Known vocabularies have 3 million
 # characters, and tokens of at most 512.
 _MAX_CHARACTERS, _MAX_TOKEN_CHARACTERS = 2**25, 2**11
@@ -42,11 +42,11 @@ class Vocabulary:
     """The tokens of a file.
 
     Attributes:
-        model: BYTE_PAIRS or SENTENCEPIECE.
+        model: BYTE_PAIRS, SENTENCEPIECE, or CHARACTER_PAIRS: SentencePiece's tokens with merges in place of scores.
         tokens: the texts, all different; those of byte pairs are in GPT-2's letters for bytes.
         types: of each token.
         scores: of each token, float32; a higher one is merged earlier. Empty for byte pairs.
-        merges: of byte pairs, "left right", the first is merged earliest.
+        merges: of pairs, "left right", the first is merged earliest.
         pre: how text is cut into words before byte pairs are merged.
         named: ids by what they are for: "bos", "eos", "eot", "eom", "unk", "pad", "fim_pad", "fim_rep", "fim_sep".
         adds_space: a text begins with a space.
@@ -79,10 +79,11 @@ class Vocabulary:
         model = metadata.get(_PREFIX + "model", "none")
         if isinstance(model, str) and model in _NO_TOKENIZER:
             return None
-        if not isinstance(model, str) or model not in (BYTE_PAIRS, SENTENCEPIECE):
+        if not isinstance(model, str) or model not in (BYTE_PAIRS, SENTENCEPIECE, CHARACTER_PAIRS):
             raise ValueError(
-                f"{_PREFIX}model is {shown(model)}: only {BYTE_PAIRS!r} (byte pairs) and {SENTENCEPIECE!r} "
-                "(SentencePiece) are supported; set skip_tokenizer_init=True to work on token ids"
+                f"{_PREFIX}model is {shown(model)}: only {BYTE_PAIRS!r} (byte pairs), {SENTENCEPIECE!r} "
+                f"(SentencePiece) and {CHARACTER_PAIRS!r} are supported; set skip_tokenizer_init=True to work on token "
+                "ids"
             )
         name = metadata.get(_PREFIX + "pre", DEFAULT) if model == BYTE_PAIRS else DEFAULT
         if not isinstance(name, str) or name not in PRE:
@@ -96,16 +97,16 @@ class Vocabulary:
         for flag, what in ((bos, "bos"), (eos, "eos")):
             if flag and what not in named:
                 raise ValueError(f"{_PREFIX}add_{what}_token is true, but the file has no {_PREFIX}{_KEYS[what]}")
-        title = metadata.get("general.name")
+        title, has_begin = metadata.get("general.name"), model != BYTE_PAIRS or PRE[name].adds_bos
         return cls(
             model=model,
             tokens=tokens,
             types=_types(metadata, len(tokens)),
             scores=_scores(metadata, len(tokens)) if model == SENTENCEPIECE else np.zeros(0, np.float32),
-            merges=_texts(metadata, "merges") if model == BYTE_PAIRS else [],
+            merges=[] if model == SENTENCEPIECE else _texts(metadata, "merges"),
             pre=PRE[name],
             named=named,
-            adds_bos="bos" in named and (model == SENTENCEPIECE or PRE[name].adds_bos if bos is None else bos),
+            adds_bos="bos" in named and (has_begin if bos is None or model == CHARACTER_PAIRS else bos),
             adds_eos=bool(eos),
             adds_space=model == SENTENCEPIECE and _flag(metadata, "add_space_prefix") is not False,
             strips_after_special=isinstance(title, str) and any(name in title.lower() for name in ("phi-3", "phi3")),

@@ -119,7 +119,7 @@ class Decoder(nn.Module):
         self.layer_inputs = None
         if traits.layer_input_size:
             sizes = spec.vocab_size, spec.hidden_size, len(spec.layers), traits.layer_input_size
-            options |= dict(is_on_host=on_host.tables, formats=Renamed(formats, self.names))
+            options |= dict(is_on_host=on_host.tables, formats=formats)
             self.layer_inputs = LayerInputs(*sizes, traits.norm, traits.norm_eps, **options)
             options = dict(dtype=spec.dtype, device=device)
             self.streamed.take_table(self.layer_inputs.table)

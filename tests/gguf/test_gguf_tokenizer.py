@@ -48,6 +48,14 @@ def pieces(more, scores=None, types=None, **others):
     return named(model="llama", tokens=tokens, token_type=kinds, scores=scores) | named(**others)
 
 
+def characters(more, merges, types=None, **others):
+    """Gemma 4's: its special tokens, 256 bytes, and some tokens more."""
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *more]
+    kinds = [SPECIAL, SPECIAL, SPECIAL, UNKNOWN] + [BYTE] * 256 + list(types or [NORMAL] * len(more))
+    found = named(model="gemma4", tokens=tokens, token_type=kinds, merges=list(merges), bos_token_id=2, eos_token_id=1)
+    return found | named(unknown_token_id=3, add_space_prefix=False, **others)
+
+
 def texts_of(metadata, text, **options):
     tokenizer = tokenizer_of(metadata)
     return tokenizer.convert_ids_to_tokens(tokenizer.encode(text, **options))
@@ -85,7 +93,7 @@ def test_another_rule_is_refused_by_name(name):
     assert repr(name)[:20] in str(raised.value) and len(str(raised.value)) < 600
 
 
-@pytest.mark.parametrize("model", ["bert", "t5", "gemma4", 3, ["gpt2"], np.zeros(2)])
+@pytest.mark.parametrize("model", ["bert", "t5", "gemma5", 3, ["gpt2"], np.zeros(2)])
 def test_another_kind_of_tokenizer_is_refused_by_name(model):
     with pytest.raises(ValueError, match=r"tokenizer\.ggml\.model is .*only 'gpt2'"):
         tokenizer_of(byte_pairs() | named(model=model))
@@ -121,6 +129,20 @@ def test_begin_and_end_are_added_as_the_file_says(changed, begins, ends):
 def test_sentencepiece_begins_with_its_begin_token_and_a_space():
     assert texts_of(pieces(["▁", "a"]), "a") == ["<s>", "▁", "a"]
     assert texts_of(pieces(["▁", "a"], add_bos_token=False, add_space_prefix=False), "a") == ["a"]
+
+
+@pytest.mark.parametrize("flag", [None, False, True])
+def test_pairs_of_characters_have_spaces_as_signs_and_bytes_where_no_token_is(flag):
+    more = ["▁", "a", "b", "ab", "▁ab", "\n", "\n\n", "b\n", "<|tool_call>"]
+    merges = ["a b", "▁ ab", "\n \n", "b \n"]  # of which the last goes beyond a line, and none does
+    metadata = characters(more, merges, [NORMAL] * 8 + [ADDED], **({} if flag is None else {"add_bos_token": flag}))
+    assert texts_of(metadata, "ab ab\n\n\nab") == ["<bos>", "ab", "▁ab", "\n\n", "\n", "ab"]
+    assert texts_of(metadata, "  é<|tool_call>a") == ["<bos>", "▁", "▁", "<0xC3>", "<0xA9>", "<|tool_call>", "a"]
+    tokenizer = tokenizer_of(metadata)
+    for text in (" ab  b\n\n\né<|tool_call> a", "ab", " "):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    assert end_tokens(metadata | named(tokens=[*metadata["tokenizer.ggml.tokens"], "<turn|>"])) == [1, 269]
 
 
 def test_a_vocabulary_of_one_token_has_no_end():

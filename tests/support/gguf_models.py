@@ -11,6 +11,7 @@ import gguf
 import numpy as np
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig
 
 # The names of llama.cpp's architectures, by families.
 ARCHITECTURES = {
@@ -21,6 +22,9 @@ ARCHITECTURES = {
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe",
     "gemma3": "gemma3",
+    "gemma4": "gemma4",
+    "gemma4_inputs": "gemma4",
+    "gemma4_moe": "gemma4",
     "gpt_oss": "gpt-oss",
     "phi3": "phi3",
     "granite": "granite",
@@ -41,9 +45,17 @@ ARCHITECTURES = {
 # What a file can say of a family, where the test's checkpoints have something else by default.
 FIELDS = {
     "gemma3": dict(query_pre_attn_scalar=16, num_layers=6),
+    "gemma4": dict(num_layers=4, attention_k_eq_v=True, num_global_key_value_heads=1),
+    "gemma4_inputs": dict(
+        head_dim=48, global_head_dim=64, num_layers=4, num_kv_shared_layers=2, use_double_wide_mlp=True
+    )
+    | dict(layer_types=["sliding_attention", "full_attention"] * 2),
+    "gemma4_moe": dict(attention_k_eq_v=True),
     "granite": dict(head_dim=16, hidden_size=64),
     "mistral": {},
 }
+_BARE = ("layer_scalar", "experts.gate_up_proj", "experts.down_proj")
+_OF_ROUTER = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
 _PERMUTED = ("llama", "mistral", "mixtral", "ministral3", "granite", "smollm3")
 _OFFSET = ("gemma3", "nemotron")
 _FIELDS = {
@@ -120,7 +132,7 @@ def metadata_of(family: str, config: Mapping) -> dict:
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     found = {key: config[field] for key, field in _FIELDS.items() if config.get(field) is not None}
     found |= {"block_count": config["num_hidden_layers"], "rope.freq_base": float(full["rope_theta"])}
-    found |= _rotation(full, head_dim)
+    found |= _rotation(full, head_dim) | (_gemma4(config) if family.startswith("gemma4") else {})
     experts = [config[name] for name in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(name)]
     found |= {"expert_count": experts[0]} if experts else {}
     if size := config.get("moe_intermediate_size") or (family == "gpt_oss" and config["intermediate_size"]):
@@ -151,6 +163,28 @@ def metadata_of(family: str, config: Mapping) -> dict:
     return {f"{ARCHITECTURES[family]}.{key}": value for key, value in found.items()}
 
 
+def _gemma4(config: Mapping) -> dict:
+    read = AutoConfig.for_model(**config)
+    layers, types, num_layers = read.per_layer_config, read.layer_types, read.num_hidden_layers
+    full, sliding = (layers[kind].head_dim for kind in ("full_attention", "sliding_attention"))
+    size, num_own = read.intermediate_size, num_layers - read.num_kv_shared_layers
+    wide = 2 * size if read.use_double_wide_mlp else size
+    found = {
+        "attention.head_count_kv": [one.num_key_value_heads for one in layers],
+        "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in types],
+        "attention.sliding_window": read.sliding_window,
+        "attention.shared_kv_layers": read.num_kv_shared_layers,
+        "feed_forward_length": size if wide == size else [size if at < num_own else wide for at in range(num_layers)],
+        "embedding_length_per_layer_input": read.hidden_size_per_layer_input,
+        "rope.freq_base_swa": float(read.rope_parameters["sliding_attention"]["rope_theta"]),
+    }
+    for name in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
+        found |= {name: full, f"{name}_swa": sliding}
+    if read.enable_moe_block:
+        found |= {"expert_used_count": read.top_k_experts}
+    return found
+
+
 def _rotation(rope: Mapping, head_dim: int) -> dict:
     found = {"rope.dimension_count": int(head_dim * (rope.get("partial_rotary_factor") or 1))}
     kind = rope.get("rope_type", "default")
@@ -171,6 +205,7 @@ def tensors_of(family: str, config: Mapping, directory: Path) -> Iterator[tuple[
     num_heads, num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     architecture = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == ARCHITECTURES[family])
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
+    is_gemma4 = family.startswith("gemma4")
     held = {name: one.float() for one in map(load_file, directory.glob("*.safetensors")) for name, one in one.items()}
     for name, values in _stacked(family, held).items():
         if "q_proj" in name and family in _PERMUTED:
@@ -183,10 +218,22 @@ def tensors_of(family: str, config: Mapping, directory: Path) -> Iterator[tuple[
             continue
         if name.endswith("e_score_correction_bias"):
             name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+        if is_gemma4 and name.endswith(_BARE):
+            name += ".weight"
         found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        for of_router, theirs in _OF_ROUTER.items():
+            found = (
+                name.removeprefix("model.").replace("layers", "blk").replace(of_router, theirs)
+                if (name.endswith(of_router))
+                else found
+            )
         assert found is not None, f"the package has no name for {name}"
         yield found, values.contiguous().numpy()
     rope = config.get("rope_parameters") or {}
+    if is_gemma4:
+        head_dim = AutoConfig.for_model(**config).per_layer_config["full_attention"].head_dim
+        num_turned = int(rope["full_attention"]["partial_rotary_factor"] * head_dim // 2)
+        yield "rope_freqs.weight", np.asarray([1.0] * num_turned + [1e30] * (head_dim // 2 - num_turned), "f4")
     if rope.get("rope_type") == "longrope":
         for kind in ("long", "short"):
             yield f"rope_factors_{kind}.weight", np.asarray(rope[f"{kind}_factor"], "f4")

@@ -39,7 +39,7 @@ def assert_same(ours, wanted):
     assert weights.keys() == dict(ours.named_parameters()).keys()
     for name, one in ours.named_parameters():
         assert torch.equal(one, weights[name]), name
-    assert ours.spec.layers == wanted.spec.layers and ours.spec.attention == wanted.spec.attention
+    assert ours.spec.layers == wanted.spec.layers and ours.spec.attentions == wanted.spec.attentions
     for one, other in zip(ours.rope_tables, wanted.rope_tables, strict=True):
         assert torch.equal(one, other)
     prompt = random_tokens(20)
@@ -150,11 +150,12 @@ def test_norms_lose_no_bits_in_sixteen(tmp_path):
 # What blocks of 32 and of 256 columns the formats read, each in one kind of tensor.
 BLOCKS_OF_32 = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "F16", "MXFP4")
 MIXED = {"llama": {}, "qwen3_moe": dict(moe_intermediate_size=64), "gpt_oss": {}, "phi3": {}, "gemma3": {}}
+MIXED |= {"gemma4_inputs": dict(hidden_size_per_layer_input=32), "gemma4_moe": dict(moe_intermediate_size=64)}
 
 
 def in_blocks(family, tmp_path):
     """A file of several types, and one of what the package makes of its weights."""
-    fields = dict(hidden_size=64, intermediate_size=64, num_heads=4, tied=family == "llama")
+    fields = dict(hidden_size=64, intermediate_size=64, num_heads=4, tied=family == "llama" or "gemma4" in family)
     directory = make_checkpoint(family, tmp_path / "hf", **fields | FIELDS.get(family, {}) | MIXED[family])
 
     def type_of(name: str) -> str:
@@ -179,7 +180,7 @@ def test_blocks_are_the_model_of_what_the_package_expands_them_to(family, tmp_pa
     assert torch.equal(prompt_logits(load(packed), prompt), prompt_logits(load(expanded), prompt))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma4_inputs"])
 def test_blocks_have_the_same_tokens_in_every_mode(family, tmp_path):
     packed, expanded = in_blocks(family, tmp_path)
     wanted = greedy(expanded, {})
