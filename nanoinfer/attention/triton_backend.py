@@ -27,11 +27,11 @@ from nanoinfer.kernels.attention.shape import KernelShape, can_use_tma, decode_p
 MAX_TILES_PER_BLOCK = 8
 INTERPRETER_PROGRAMS = 2
 INTERPRETER_SHARED_MEMORY_BYTES = 99 * 1024
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 
 
 class TritonBackend(AttentionBackend):
-    """head_dim a multiple of 16 up to 256, any group size, float32, bfloat16 or float16, windows and soft caps.
+    """head_dim a multiple of 16 up to 512, any group size, float32, bfloat16 or float16, windows and soft caps.
 
     num_programs (per KV head) is the width of the persistent decode grid: as many as the GPU holds at once.
     """
@@ -48,18 +48,16 @@ class TritonBackend(AttentionBackend):
             **vars(spec),
             tma=spec.part.format.is_operand and can_use_tma(target, spec.head_dim, spec.dtype),
             precision=target.precision,
+            program_memory=target.program_memory if target.is_compiled else INTERPRETER_SHARED_MEMORY_BYTES,
             interpreted=not target.is_compiled,
         )
         self.prefill_shape, self.cuts_ranges = self.shape, spec.is_expanded
         if spec.is_expanded:
             tma = can_use_tma(target, spec.head_dim, spec.dtype)
             self.prefill_shape = replace(self.shape, kv_format=None, tma=tma)
+        self.num_programs, self.tiles = INTERPRETER_PROGRAMS, prefill_tiles(self.prefill_shape)
         if target.is_compiled:
             self.num_programs = decode_programs(self.shape, target.num_cores, target.core_memory)
-            self.tiles = prefill_tiles(self.prefill_shape, target.program_memory)
-        else:
-            self.num_programs = INTERPRETER_PROGRAMS
-            self.tiles = prefill_tiles(self.prefill_shape, INTERPRETER_SHARED_MEMORY_BYTES)
         # A core takes the tiles of a block one after the other, at about 0.9 microseconds each: longer than everything
         # else in the attention of a short sequence.
         tiles_per_block = spec.block_size // decode_tiles(self.shape).block_n

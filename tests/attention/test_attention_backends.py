@@ -37,7 +37,7 @@ SHAPES = [  # q_heads, kv_heads, head_dim, block_size, dtype, softcap, sinks
     (6, 2, 48, 32, torch.float32, 30.0, False),
     (7, 1, 80, 48, torch.float32, None, True),
     (3, 1, 128, 32, torch.bfloat16, None, False),
-    (2, 1, 256, 16, torch.bfloat16, 20.0, False),
+    (2, 1, 512, 16, torch.bfloat16, 20.0, False),
     (8, 1, 64, 32, torch.bfloat16, None, True),
 ]
 

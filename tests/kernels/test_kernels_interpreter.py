@@ -108,12 +108,12 @@ def test_store_partials_drops_stale_rows_and_marks_empty_splits():
 
 @pytest.mark.parametrize("block_size", [16, 48, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
-@pytest.mark.parametrize("shared_memory", [99 * KIB, 227 * KIB])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256, 512])
+@pytest.mark.parametrize("shared_memory", [64 * KIB, 99 * KIB, 227 * KIB])
 def test_tiles_divide_blocks_and_fit_shared_memory(head_dim, dtype, block_size, shared_memory):
-    shape = kernel_shape(head_dim, dtype, block_size)
+    shape = replace(kernel_shape(head_dim, dtype, block_size), program_memory=shared_memory)
     row_bytes = shape.block_d * dtype.itemsize
-    tiles = prefill_tiles(shape, shared_memory)
+    tiles = prefill_tiles(shape)
     for tile in (tiles, decode_tiles(shape)):
         assert block_size % tile.block_n == 0 and tile.block_n >= 16 and tile.block_m >= 16
     assert 2 * tiles.num_stages * tiles.block_n * row_bytes <= shared_memory

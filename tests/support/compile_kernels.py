@@ -265,7 +265,7 @@ def compile_attention(head_dim: int, kv_format: KVFormat, *, is_common: bool) ->
         num_q_heads=32, num_kv_heads=8, head_dim=head_dim, block_size=256, scale=0.1, softcap=None,
         dtype=torch.bfloat16, kv_format=kv_format,
         tma=kv_format.is_operand and can_use_tma(gpu.target, head_dim, torch.bfloat16),
-        interpreted=False, precision=gpu.target.precision,
+        interpreted=False, precision=gpu.target.precision, program_memory=gpu.target.program_memory,
     )  # fmt: skip
     qkv, table, slots = zeros(8, 48, head_dim), zeros(100, head_dim), torch.zeros(8, dtype=torch.int64)
     weights, own = (zeros(head_dim), zeros(head_dim)), kv_format.own(table, None)
@@ -282,8 +282,8 @@ def compile_attention(head_dim: int, kv_format: KVFormat, *, is_common: bool) ->
     tables = (ints(2), ints(1), ints(1), ints(1), ints(1))
     if shape.is_expanded:
         expand_kv.expand_kv(kv, own, zeros(4, 2, 256, 8, head_dim), ints(1, 4), ints(1), ints(1), shape=shape)
-    tiles = prefill_tiles(shape, gpu.target.program_memory)
-    if not is_common:
+    tiles = prefill_tiles(shape)
+    if not is_common and head_dim <= 256:
         tiles = replace(tiles, block_m=64, block_n=32, num_warps=4)
     lists = ints(8, 4), ints(1), ints(8), ints(8), out, lse, lse.clone()
     windows, batch_sizes = ((None, 100), (4, 64)) if is_common else ((100,), ())
@@ -382,6 +382,7 @@ for gpu.architecture in architectures:
     if is_brief and gpu.architecture != architectures[0]:
         continue
     compile_layers()
-    compile_attention(80, Plain(torch.bfloat16), is_common=False)
+    for head_dim in (80, 512):
+        compile_attention(head_dim, Plain(torch.bfloat16), is_common=False)
     compile_step()
 print("\n".join(sorted(compiled)))

@@ -28,7 +28,8 @@ class KernelShape(AttentionSpec):
     tma: bool = False
     """Whether tiles of KV are loaded by Hopper's copy unit (the tensor memory accelerator)."""
     precision: str = "tf32"
-    """As in `Target`."""
+    program_memory: int = 99 * 1024
+    """Both as in `Target`."""
     interpreted: bool
     """Whether the kernels run under Triton's interpreter. Its matrix product knows no bfloat16, so operands are rounded
     where the GPU rounds them and then widened."""
@@ -99,7 +100,14 @@ def decode_tiles(shape: KernelShape) -> Tiles:
     attention takes 12 instead of 14 microseconds). Fewer rows do not, since their tiles are separate items.
     """
     rows = max(16, next_power_of_2(shape.group_size))  # tl.dot takes no side below 16
-    wide = shape.block_d * shape.dtype.itemsize > 256
+    row_bytes = shape.block_d * shape.dtype.itemsize
+    if row_bytes >= 1024:  # two stages of 32 keys and values take 128 KiB
+        fitting = [(32, 2), (16, 2), (16, 1)]
+        taken = [rows * row_bytes + 2 * keys * stages * row_bytes for keys, stages in fitting]
+        fits = [size <= shape.program_memory for size in taken[:-1]]
+        block_n, stages = fitting[fits.index(True)] if any(fits) else fitting[-1]
+        return Tiles(block_m=rows, block_n=_keys(shape, block_n), num_warps=8, num_stages=stages)
+    wide = row_bytes > 256
     block_n = _keys(shape, 16 if wide and shape.dtype == torch.float32 else 32 if wide else 64)
     if shape.tma and not wide:
         return Tiles(block_m=rows, block_n=min(block_n, 32), num_warps=2, num_stages=3)
@@ -110,18 +118,28 @@ def decode_programs(shape: KernelShape, num_sms: int, shared_memory_per_sm: int)
     """Return the programs per KV head of the persistent decode grid: what the GPU holds at once, up to 4 per SM."""
     tiles = decode_tiles(shape)
     stage_bytes = shape.part.format.loads * tiles.block_n * shape.block_d * shape.dtype.itemsize
-    program_bytes = tiles.num_stages * stage_bytes + 1024  # CUDA keeps 1 KiB of each program's shared memory
+    q_bytes = tiles.block_m * shape.block_d * shape.dtype.itemsize
+    program_bytes = tiles.num_stages * stage_bytes + q_bytes + 1024  # CUDA keeps 1 KiB of each program's shared memory
     per_sm = max(1, min(4, shared_memory_per_sm // program_bytes))
     return max(1, per_sm * num_sms // shape.num_kv_heads)
 
 
-def prefill_tiles(shape: KernelShape, shared_memory_per_program: int) -> Tiles:
+def prefill_tiles(shape: KernelShape) -> Tiles:
     """Choose tiles by head size and by the shared memory that one program may take.
 
     One program may take 99 KiB on sm_86 and sm_89, 163 KiB on sm_80 and 227 KiB on sm_90.
     """
-    large = shared_memory_per_program >= 160 * 1024
-    if shape.dtype == torch.float32:  # no matrix units for IEEE float32: small tiles, for exactness and not speed
+    large, memory = shape.program_memory >= 160 * 1024, shape.program_memory
+    if shape.block_d > 256:  # a tile of 64 queries takes 64 KiB in 16 bits, and its sums half of a core's registers
+        if shape.dtype == torch.float32:
+            block_m, block_n, num_warps, num_stages = 16, 16, 8, 1
+        elif memory >= 192 * 1024:
+            block_m, block_n, num_warps, num_stages = 64, 32, 8, 2
+        elif memory >= 98 * 1024:
+            block_m, block_n, num_warps, num_stages = 64, 16, 8, 2
+        else:
+            block_m, block_n, num_warps, num_stages = 32, 16, 4, 1
+    elif shape.dtype == torch.float32:  # no matrix units for IEEE float32: small tiles, for exactness and not speed
         block_m, block_n, num_warps, num_stages = 16, 16, 4 if shape.block_d <= 128 else 8, 1
     elif shape.block_d <= (128 if shape.tma else 64):  # one warp group, whose registers hold the whole tile
         block_m, block_n, num_warps, num_stages = 128, 64, 4, 3
