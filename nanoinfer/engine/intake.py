@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from nanoinfer.common.errors import RequestError, shown
 from nanoinfer.engine.modes import Modes
 from nanoinfer.engine.start import BuiltEngine
-from nanoinfer.engine.token_limits import check_can_come, check_some_left, token_limits
+from nanoinfer.engine.token_limits import check_can_come, check_some_left, suppressing, token_limits
 from nanoinfer.parsers.answer_format import PROMPT_END_TOKENS, AnswerFormat
 from nanoinfer.requests.detokenizer import TokenTexts
 from nanoinfer.requests.prompts import Prompt, encode_within, renders_first, too_long, unpack
@@ -36,6 +36,7 @@ class Intake:
         self._vocab_size, self._max_model_len = built.executor.spec.vocab_size, built.executor.plan.max_model_len
         self._random = random.Random(built.config.seed)  # seeds of requests that give none
         self._token_texts = TokenTexts(built.tokenizer)
+        self._suppressed = tuple(one for one in built.suppressed_token_ids if one < self._vocab_size)
         self._known_limits = lru_cache(maxsize=64)(token_limits)  # many requests ask for the same
         self._grammars = GrammarCompiler(self._end_token_ids, self._vocab_size)
         self._thinking_end: tuple[AnswerFormat, ThinkingEnd] | None = None
@@ -100,6 +101,8 @@ class Intake:
             bias = tuple(sorted((params.logit_bias or {}).items()))
             fields = bias, params.allowed_token_ids, params.bad_words
             limits = self._known_limits(*fields, tokenizer, self._vocab_size)
+        if self._suppressed:
+            limits = suppressing(limits or TokenLimits(), self._suppressed)
         if params.structured_outputs is not None:
             grammar = self._grammars.compile(params.structured_outputs, tokenizer)
             limits = replace(limits or TokenLimits(), grammar=grammar)
@@ -153,7 +156,7 @@ class Intake:
         request = Request(request_id, text, token_ids, params, *about_model)
         for index in range(params.n):
             seed = self._random.getrandbits(64) if params.seed is None else (params.seed + index) % 2**64
-            matcher = None if grammar is None else Matcher(grammar, ends, params.min_tokens)
+            matcher = None if grammar is None else Matcher(grammar, ends, params.min_tokens, self._suppressed)
             budget = params.thinking_token_budget
             thinking = None if end is None else ThinkingBudget(end, budget, is_thinking=is_thinking)
             given = token_ids, params, seed, max_tokens, limits, matcher, thinking

@@ -29,7 +29,7 @@ from nanoinfer.step.executor import Executor
 from nanoinfer.step.memory_plan import MemoryPlan
 from nanoinfer.weights.fill import check_kv_scales
 from nanoinfer.weights.find import find_model
-from nanoinfer.weights.generation_config import end_token_ids, sampling_defaults
+from nanoinfer.weights.generation_config import end_token_ids, sampling_defaults, suppressed_token_ids
 from nanoinfer.weights.headers import tensors_of
 from nanoinfer.weights.load import load_model
 from nanoinfer.weights.tokenizer_files import load_tokenizer
@@ -55,6 +55,7 @@ class BuiltEngine:
     tokenizer: PreTrainedTokenizerBase | None
     end_token_ids: frozenset[int]
     sampling_defaults: dict[str, Any]
+    suppressed_token_ids: tuple[int, ...] = ()
 
 
 def build(config: EngineConfig, runtime: Runtime | None) -> BuiltEngine:
@@ -81,7 +82,9 @@ def build(config: EngineConfig, runtime: Runtime | None) -> BuiltEngine:
     runner = ModelRunner(config, plan, runtime, model, setup.backends, memory_before)
     executor = LocalExecutor(runner, Rates.of(runner.device).link)
     kv = kv_side(config, executor)
-    return BuiltEngine(config, executor, tokenizer=tokenizer, end_token_ids=end_ids, sampling_defaults=defaults, **kv)
+    of_files = dict(end_token_ids=end_ids, sampling_defaults=defaults)
+    of_files |= dict(suppressed_token_ids=suppressed_token_ids(checkpoint))
+    return BuiltEngine(config, executor, tokenizer=tokenizer, **of_files, **kv)
 
 
 def _known(config: EngineConfig, place: torch.device) -> Setup:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import replace
+from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase
 
@@ -38,6 +40,12 @@ def token_limits(
             field="bad_words",
         )
     return TokenLimits(bias=bias, allowed=allowed, words=words)
+
+
+@lru_cache(maxsize=64)  # so that rows with equal limits have one line
+def suppressing(limits: TokenLimits, token_ids: tuple[int, ...]) -> TokenLimits:
+    """Return the limits with tokens that never come, whatever a request asks for."""
+    return replace(limits, words=(*limits.words, *((one,) for one in token_ids)))
 
 
 def spellings(tokenizer: PreTrainedTokenizerBase | None, words: Iterable[str]) -> list[tuple[int, ...]]:
@@ -80,8 +88,8 @@ def check_some_left(limits: TokenLimits, banned: Collection[int], vocab_size: in
     allowed = range(vocab_size) if limits.allowed is None else limits.allowed
     if all(token_id in never for token_id in allowed):
         raise RequestError(
-            "allowed_token_ids, bad_words and min_tokens leave no token to begin with: allow more tokens, or give "
-            "min_tokens=0",
+            "allowed_token_ids, bad_words, min_tokens and the checkpoint's suppress_tokens leave no token to begin "
+            "with: allow more tokens, or give min_tokens=0",
             field="bad_words" if limits.allowed is None else "allowed_token_ids",
         )
 

@@ -35,13 +35,17 @@ class Matcher:
     Args:
         end_token_ids: what ends the sequence: end tokens and stop_token_ids.
         min_tokens: before that many tokens these do not come, unless nothing else is left.
+        suppressed: tokens that never come, whatever the grammar takes.
     """
 
-    def __init__(self, grammar: Grammar, end_token_ids: Collection[int], min_tokens: int) -> None:
+    def __init__(
+        self, grammar: Grammar, end_token_ids: Collection[int], min_tokens: int, suppressed: Collection[int] = ()
+    ) -> None:
         self.grammar, self._min_tokens = grammar, min_tokens
         self._state: Any = None  # copied when it is first needed
         self._num_read = 0
         self._ends = mask_of(end_token_ids, len(grammar.known)) if min_tokens else None
+        self._suppressed = mask_of(suppressed, len(grammar.known)) if suppressed else None
 
     def read(self, token_ids: Sequence[int], begin: int) -> Any:
         """Go on to behind all tokens of a sequence, and return llguidance's matcher. begin: where its output begins.
@@ -65,6 +69,13 @@ class Matcher:
         """
         self._check()
         words &= self.grammar.known
+        if self._suppressed is not None and words.any():
+            words &= ~self._suppressed
+            if not words.any():
+                raise ValueError(
+                    "structured_outputs: the grammar takes only tokens here that the checkpoint's suppress_tokens "
+                    "(generation_config.json) forbids: the text so far is cut off"
+                )
         if self._ends is not None and self._num_read < self._min_tokens:
             others = words & ~self._ends
             if others.any():

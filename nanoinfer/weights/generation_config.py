@@ -40,6 +40,13 @@ def end_token_ids(checkpoint: CheckpointInfo) -> frozenset[int]:
     return frozenset(ids if isinstance(ids, list) else [ids])
 
 
+def suppressed_token_ids(checkpoint: CheckpointInfo) -> tuple[int, ...]:
+    """Return the tokens that generation_config.json says must never come, ascending; ValueError if they are no ids."""
+    ids = read(checkpoint.directory).get("suppress_tokens") if checkpoint.gguf is None else None
+    TOKEN_IDS.check(str(checkpoint.directory / FILE), "suppress_tokens", ids)
+    return tuple(sorted(set(ids if isinstance(ids, list) else [] if ids is None else [ids])))
+
+
 def sampling_defaults(checkpoint: CheckpointInfo, model: str = "") -> dict[str, Any]:
     """Return values for fields of SamplingParams that a request leaves out; ValueError if one is not allowed.
 
