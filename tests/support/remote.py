@@ -107,7 +107,13 @@ def make_parted_engine(connection, config: EngineConfig, monkeypatch) -> LLMEngi
         executor = RemoteExecutor(connection, config)
         parts = kv_side(config, executor)
         return SimpleNamespace(
-            config=config, executor=executor, tokenizer=None, end_token_ids=frozenset(), sampling_defaults={}, **parts
+            config=config,
+            executor=executor,
+            tokenizer=None,
+            end_token_ids=frozenset(),
+            sampling_defaults={},
+            suppressed_token_ids=(),
+            **parts,
         )
 
     with monkeypatch.context() as patch:
