@@ -114,14 +114,23 @@ def layer_norm(
     return result if out is None else out.copy_(result)
 
 
-def apply_rope(x: Tensor, table: Tensor, positions: Tensor, *, interleaved: bool = False) -> Tensor:
+def apply_rope(
+    x: Tensor, table: Tensor, positions: Tensor, *, interleaved: bool = False, distance: int | None = None
+) -> Tensor:
     """Rotate every head of x: [N, num_heads, head_dim], at positions [N] int64; returns a new contiguous tensor.
 
     table: [max_position, rotary_dim] cosines and sines, for the first rotary_dim elements of each head. In x's dtype:
     the products are rounded to it before they are added, as in transformers (x * cos + rotate_half(x) * sin). In
-    float32: the sum alone is rounded. interleaved: pairs are neighbours, and not half of rotary_dim apart.
+    float32: the sum alone is rounded. interleaved: pairs are neighbours, and not half of rotary_dim apart; distance: or
+    so many elements apart.
     """
     cos, sin = table.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+    if distance is not None:
+        first, second = x[..., : cos.shape[-1]], x[..., distance : distance + cos.shape[-1]]
+        result = x.clone()
+        result[..., : cos.shape[-1]] = (first * cos - second * sin).to(x.dtype)
+        result[..., distance : distance + cos.shape[-1]] = (second * cos + first * sin).to(x.dtype)
+        return result
     turned, rest = x[..., : table.shape[1]], x[..., table.shape[1] :]
     first, second = (turned[..., 0::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)
     pair = (first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype)
@@ -154,7 +163,7 @@ def norm_rope_store(
     if steps.clip is not None:
         qk, v = qk.clamp(-steps.clip, steps.clip), v.clamp(-steps.clip, steps.clip)
     if table is not None:
-        qk = apply_rope(qk, table, positions, interleaved=steps.interleaved)
+        qk = apply_rope(qk, table, positions, interleaved=steps.interleaved, distance=steps.distance)
     if weights is not None and steps.norm_last:
         qk = _norm_of_heads(qk, weights, num_q_heads, steps)
     rotated, k = qk.split((num_q_heads, num_kv_heads), dim=1)

@@ -67,6 +67,8 @@ def rope_inv_freq(
 ) -> tuple[Tensor, float]:
     """Return the radians per position of each pair, [rotary_dim / 2] float32 on `device`, and a factor on the cosines.
 
+    Of type "proportional", whose last pairs have angles of 0, only the pairs before them.
+
     parameters: the config's `rope_parameters` (of one kind of layer): `rope_type` and `rope_theta`, and what the type
     needs. Of type "default", inv_freq[d] = rope_theta ** (-2d / rotary_dim). What other types make of it is
     transformers' code: "linear" is position interpolation (Chen et al., arXiv:2306.15595), "yarn" arXiv:2309.00071,
@@ -99,7 +101,18 @@ def rope_inv_freq(
         max_position_embeddings=context.limit,
         rope_parameters=dict(parameters),
     )
-    return transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[rope_type](config, device, seq_len=context.length)
+    found, factor = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[rope_type](
+        config, device, seq_len=context.length
+    )
+    if rope_type == "proportional":  # an angle of 0 turns nothing, and its cosines would be most of the table
+        found = found[: max(1, int((found != 0).sum()))]
+    return found, factor
+
+
+def pair_distance(parameters: Mapping | None, head_dim: int) -> int | None:
+    """Return how far apart the elements of a pair lie, as in `HeadSteps`; parameters: of a layer, None: nothing turns."""
+    is_proportional = parameters is not None and parameters.get("rope_type") == "proportional"
+    return head_dim // 2 if is_proportional else None
 
 
 def rope_table(

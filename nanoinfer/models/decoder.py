@@ -40,7 +40,7 @@ from nanoinfer.layers.fused_experts import fused_views
 from nanoinfer.layers.layer_inputs import LayerInputs
 from nanoinfer.layers.linear import Embedding, Head, Linear, share_scratch
 from nanoinfer.layers.norm import RMSNorm
-from nanoinfer.layers.rope import Context, distinct, longest_contexts, query_scales, rope_table
+from nanoinfer.layers.rope import Context, distinct, longest_contexts, pair_distance, query_scales, rope_table
 from nanoinfer.models.base import AttentionState, ModelSpec, RecurrentState
 from nanoinfer.models.checkpoint_info import CheckpointInfo
 from nanoinfer.models.layer import DecoderLayer, KVSlots, Traits
@@ -129,7 +129,9 @@ class Decoder(nn.Module):
             sparse = traits.sparse if self.is_sparse(hf_config, index) else None
             own = replace(traits, formats=of_layer, sparse=sparse, intermediate_size=spec.mlp_sizes[index])
             if isinstance(state, AttentionState):
-                own = replace(own, attention=spec.attentions[state.shape], keeps_kv=state.source is None)
+                shape = spec.attentions[state.shape]
+                distance = pair_distance(self.rope_parameters(hf_config)[index], shape.head_dim)
+                own = replace(own, attention=shape, keeps_kv=state.source is None, rope_distance=distance)
             self.layers.append(self.layer_classes[type(state)](spec, own, device=device))
             self.streamed.take_layer(index, self.layers[index])
         self.norm = traits.norm(spec.hidden_size, traits.norm_eps, factor=traits.residual_factor, **options)

@@ -52,6 +52,8 @@ class Traits:
     """Values are divided by the rms of each head."""
     clip_qkv: float | None = None
     """Queries, keys and values are cut to [-clip_qkv, clip_qkv] before the rotation."""
+    rope_distance: int | None = None
+    """As in `HeadSteps`; set for each layer."""
     interleaved_rope: bool = False
     """Elements 2d and 2d + 1 of a head are turned together; otherwise d and d + half of what is turned."""
     float32_rope: bool = False
@@ -122,6 +124,7 @@ class Attention(nn.Module):
             rounds_once=traits.norm.rounds_once,
             norm_last=traits.qk_norm == "rotated head",
             interleaved=traits.interleaved_rope,
+            distance=traits.rope_distance,
             clip=traits.clip_qkv,
             norms_values=traits.v_norm,
         )

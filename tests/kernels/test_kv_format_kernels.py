@@ -97,8 +97,8 @@ def test_pieces_have_every_block_once_in_order_and_fit():
 
 @pytest.mark.parametrize("kv_format", FORMATS, ids=lambda one: one.name)
 @pytest.mark.parametrize("turned", [48, 32, 0])
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_the_store_writes_a_tokens_bytes_and_no_others(kv_format, turned, interleaved):
+@pytest.mark.parametrize("steps", [HeadSteps(), HeadSteps(interleaved=True), HeadSteps(distance=24)], ids=range(3))
+def test_the_store_writes_a_tokens_bytes_and_no_others(kv_format, turned, steps):
     spec = replace(make_spec(q_heads=4, head_dim=48), kv_format=kv_format)
     qkv, positions, slots = torch.randn(5, 8, 48), torch.tensor([0, 7, 63, 3, 40]), torch.tensor([47, 0, -1, 16, 33])
     rope, kept, found = table_of(turned) if turned else None, slots[slots >= 0], []
@@ -109,7 +109,7 @@ def test_the_store_writes_a_tokens_bytes_and_no_others(kv_format, turned, interl
     def stored(operations, rows):
         kv, q = poison(), torch.empty(len(slots[rows]), 4, 48)
         where = positions[rows], kv, slots[rows], q
-        operations.norm_rope_store(qkv[rows], None, HeadSteps(interleaved=interleaved), rope, *where, part=spec.part)
+        operations.norm_rope_store(qkv[rows], None, steps, rope, *where, part=spec.part)
         return q, kv
 
     for operations in (fused, reference):

@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from nanoinfer.kernels.reference import apply_rope
 from nanoinfer.layers import rope
-from nanoinfer.layers.rope import Context, longest_contexts, query_scales, rope_inv_freq, rope_table
+from nanoinfer.layers.rope import Context, longest_contexts, pair_distance, query_scales, rope_inv_freq, rope_table
 
 DEFAULT = dict(rope_type="default", rope_theta=10000.0)
 LLAMA3 = dict(
@@ -55,7 +55,9 @@ def test_rotation_equals_transformers_bit_for_bit(name, dtype, length):
     cos, sin = LlamaRotaryEmbedding(config)(x, positions[None])
     expected = apply_rotary_pos_emb(x, x, cos[0], sin[0])[0]
     table = rope_table(config.rope_parameters, 64, length, dtype, "cpu", Context(2048, length))
-    assert torch.equal(apply_rope(x, table, positions), expected)
+    distance = pair_distance(config.rope_parameters, 64)
+    assert torch.equal(apply_rope(x, table, positions, distance=distance), expected)
+    assert table.shape[1] == (16 if name == "proportional" else 64)
 
 
 @pytest.mark.parametrize("family, turned", [("phi3", 0.75), ("ernie4_5", 1.0), ("glm4", 0.5)])

@@ -1,6 +1,6 @@
 """Checks of the layer kernels against `nanoinfer.kernels.reference`, for the interpreter and for a GPU."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -97,6 +97,7 @@ class HeadCase:
     float32_table: bool = False
     scales: bool = False
     from_keys: bool = False
+    apart: bool = False
     steps: HeadSteps = HeadSteps(eps=EPS)
 
     def num_heads(self, num_q_heads: int, num_kv_heads: int) -> int:
@@ -111,7 +112,8 @@ class HeadCase:
         table_dtype = torch.float32 if self.float32_table else dtype
         table = rope_table(rope, head_dim, 200, table_dtype, device) if self.turned else None
         scales = (1 + torch.arange(200) / 100).to(device, dtype) if self.scales else None
-        return dict(weights=weights or None, steps=self.steps, table=table, q_scales=scales)
+        steps = replace(self.steps, distance=head_dim // 2) if self.apart else self.steps
+        return dict(weights=weights or None, steps=steps, table=table, q_scales=scales)
 
 
 HEAD_CASES = {
@@ -137,6 +139,9 @@ HEAD_CASES = {
     "norm of values, part": HeadCase(norm="head", turned=0.75, steps=HeadSteps(eps=EPS, norms_values=True)),
     "values of keys": HeadCase(norm="head", from_keys=True, steps=HeadSteps(eps=EPS, norms_values=True)),
     "values of keys, part": HeadCase(turned=0.5, from_keys=True),
+    "part, half a head apart": HeadCase(
+        norm="head", turned=0.25, apart=True, steps=HeadSteps(eps=EPS, norms_values=True)
+    ),
 }
 
 

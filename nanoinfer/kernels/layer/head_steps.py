@@ -22,6 +22,9 @@ class HeadSteps:
     """The norm comes behind the rotation, of each head."""
     interleaved: bool = False
     """Elements 2d and 2d + 1 are a pair; otherwise d and d + half of what is turned."""
+    distance: int | None = None
+    """Elements d and d + distance are a pair, and what lies between and behind is not turned; None: as many apart as
+    there are pairs. Not with `interleaved`."""
     clip: float | None = None
     """Queries, keys and values are cut to [-clip, clip] before the rotation."""
     norms_values: bool = False

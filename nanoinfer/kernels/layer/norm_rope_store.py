@@ -76,8 +76,8 @@ def scaled(value, scale, weight, like, OFFSET: tl.constexpr, ROUNDS_ONCE: tl.con
 @triton.jit
 def whole_heads(
     first, second, rest,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, REST: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, DISTANCE: tl.constexpr, TILE: tl.constexpr,
+    REST: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """Join the parts of heads: [HEADS, TILE] twice and [HEADS, REST] -> [HEADS, WIDTH]."""
     column = tl.broadcast_to(tl.arange(0, WIDTH)[None, :], [HEADS, WIDTH])
@@ -85,13 +85,15 @@ def whole_heads(
         is_second = column % 2 == 1
         at = column // 2
     else:
-        is_second = column >= HALF
-        at = tl.where(is_second, column - HALF, column)
+        is_second = column >= DISTANCE
+        at = tl.where(is_second, column - DISTANCE, column)
+    in_pair = at < HALF
     at = tl.minimum(at, TILE - 1)
     joined = tl.where(is_second, tl.gather(second, at, 1), tl.gather(first, at, 1))
     if REST:
-        at = tl.minimum(tl.maximum(column - 2 * HALF, 0), REST - 1)
-        joined = tl.where(column >= 2 * HALF, tl.gather(rest, at, 1), joined)
+        at = column - 2 * HALF if INTERLEAVED else tl.where(is_second, column - 2 * HALF, column - HALF)
+        at = tl.minimum(tl.maximum(at, 0), REST - 1)
+        joined = tl.where(in_pair, joined, tl.gather(rest, at, 1))
     return joined
 
 
@@ -118,9 +120,10 @@ def norm_rope_store_kernel(
     BLOCK_SIZE: tl.constexpr,
     SIZE: tl.constexpr,  # of a head
     HALF: tl.constexpr,  # pairs of a head that are turned; with no TURN half of the head
+    DISTANCE: tl.constexpr,  # between the two of a pair, as in `HeadSteps`
     TILE: tl.constexpr,
     WIDTH: tl.constexpr,  # the tile of a whole head
-    REST: tl.constexpr,  # the tile of the columns behind the pairs, 0: there are none
+    REST: tl.constexpr,  # the tile of the columns of no pair, 0: there are none
     HEADS: tl.constexpr,
     NORM: tl.constexpr,
     OF_ALL: tl.constexpr,
@@ -147,7 +150,7 @@ def norm_rope_store_kernel(
         second_at = 2 * column + 1
     else:
         first_at = column
-        second_at = HALF + column
+        second_at = DISTANCE + column
     if TURN:
         row = table + tl.load(positions + token) * (2 * HALF) + column
         cos = tl.load(row, mask=in_half, other=0.0).to(tl.float32)
@@ -158,7 +161,8 @@ def norm_rope_store_kernel(
     is_q = head < NUM_Q_HEADS
     is_v = head >= NUM_Q_HEADS + NUM_KV_HEADS
     if REST:
-        rest_at = 2 * HALF + tl.arange(0, REST)[None, :]
+        rest_at = HALF + tl.arange(0, REST)[None, :]
+        rest_at += HALF if INTERLEAVED else tl.where(rest_at < DISTANCE, 0, HALF)
         in_rest = is_head & (rest_at < SIZE)
     if NORM or NORM_LAST:
         first_weight = head_weight(q_weight, k_weight, head, first_at, in_half, NUM_Q_HEADS, NUM_KV_HEADS, SIZE, OF_ALL)
@@ -237,7 +241,9 @@ def norm_rope_store_kernel(
 
     every = tl.arange(0, WIDTH)[None, :]
     if STORES_HEADS:
-        heads = whole_heads(result_first, result_second, result_rest, HEADS, WIDTH, HALF, TILE, REST, INTERLEAVED)
+        heads = whole_heads(
+            result_first, result_second, result_rest, HEADS, WIDTH, HALF, DISTANCE, TILE, REST, INTERLEAVED
+        )
         heads = tl.where(is_head & (every < SIZE), heads, 0.0)
     q_target = q + (token * NUM_Q_HEADS + head) * SIZE
     if TURN_HEADS is not None:
@@ -284,7 +290,7 @@ def norm_rope_store(
     qkv: [N, num_q_heads + 2 * num_kv_heads, head_dim], heads packed; without values, where these are made of the
     projection that makes keys; weights: of the query and the key norm, [head_dim]
     each, or [num_q_heads * head_dim] and [num_kv_heads * head_dim] for a norm over all heads; table: [max_position,
-    rotary_dim] cosines and sines of the first rotary_dim elements of a head, in qkv's dtype or float32; positions: [N]
+    rotary_dim] cosines and sines of a head's pairs, in qkv's dtype or float32; positions: [N]
     int64; kv: blocks as `KVPart.view` returns them, None: the heads are all queries; slots: [N] int32 or int64, block *
     block_size + offset, a negative one is skipped; q: [N, num_q_heads, head_dim], packed; q_scales: [max_position] in
     qkv's dtype, factors on the queries behind the rotation; part: how blocks lie, None: plain, as kv says.
@@ -310,6 +316,7 @@ def norm_rope_store(
         slots, q, blocks, qkv.stride(0), steps.eps, 0.0 if steps.clip is None else steps.clip,
         STORE=kernels.store, STORES_HEADS=kernels.stores_heads, TURN_HEADS=kernels.turn, STRIDE=blocks.stride(0),
         NUM_Q_HEADS=num_q_heads, NUM_KV_HEADS=num_kv_heads, BLOCK_SIZE=part.block_size, SIZE=head_dim, HALF=half,
+        DISTANCE=half if table is None or steps.distance is None else steps.distance,
         TILE=next_power_of_2(half), WIDTH=next_power_of_2(head_dim),
         REST=next_power_of_2(head_dim - 2 * half) if head_dim > 2 * half else 0,
         HEADS=HEADS_PER_PROGRAM, NORM=weights is not None and not steps.norm_last, OF_ALL=of_all,
