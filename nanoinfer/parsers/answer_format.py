@@ -11,6 +11,7 @@ from nanoinfer.common.errors import choose
 from nanoinfer.common.tables import by_name
 from nanoinfer.parsers.base import Reader, ToolReader, pieces_of
 from nanoinfer.parsers.events import CallArguments, CallBegun, CallEnded, Event, Reasoning, Text
+from nanoinfer.parsers.gemma4 import Gemma4Reader
 from nanoinfer.parsers.grammar import FINAL, SHAPES, CallGrammar
 from nanoinfer.parsers.harmony import CALL, CHANNEL, END, RETURN, START, HarmonyReader
 from nanoinfer.parsers.hermes import HermesReader
@@ -27,6 +28,7 @@ from nanoinfer.parsers.turns import TurnRules
 # that write them so. The first of which all do counts.
 _CALLS: dict[str, tuple[type[ToolReader], tuple[str, ...]]] = {
     "openai": (HarmonyReader, (HARMONY,)),
+    "gemma4": (Gemma4Reader, ("<|tool_call>call:", "<tool_call|>")),
     "seed_oss": (SeedOssReader, ("<seed:tool_call>", "<function=", "<parameter=")),
     "qwen3_coder qwen3_xml": (Qwen3CoderReader, ("<tool_call>", "<function=", "<parameter=")),
     "glm45 glm47": (Glm4Reader, ("<tool_call>", "<arg_key>", "<arg_value>")),

@@ -13,7 +13,9 @@ from functools import cache
 from typing import Any
 
 from nanoinfer.common.tables import by_name
+from nanoinfer.parsers.bare_values import BareValues
 from nanoinfer.parsers.branches import Unenforceable
+from nanoinfer.parsers.gemma4 import QUOTE
 from nanoinfer.parsers.tagged_values import escaped, properties_of, value_of
 from nanoinfer.parsers.tools import Tool
 from nanoinfer.structured.schemas import to_supported
@@ -40,6 +42,7 @@ class CallShape:
         first, last: what stands before the first call and behind the last one.
         value: of arguments that stand between tags, each by itself: the texts before the key, before and behind the
             value; None: the arguments are a JSON object.
+        is_bare: the arguments are an object as `bare_values` has it.
     """
 
     begin: str
@@ -48,6 +51,7 @@ class CallShape:
     first: str = ""
     last: str = ""
     value: tuple[str, str, str] | None = None
+    is_bare: bool = False
     other_begin: str | None = None
 
 
@@ -62,6 +66,7 @@ SHAPES: dict[str, CallShape] = by_name({
     "glm45 glm47": CallShape(
         "<tool_call>{name}\n", "</tool_call>", value=("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n")
     ),
+    "gemma4": CallShape("<|tool_call>call:{name}", "<tool_call|>", "", is_bare=True),
     "llama3_json llama4_json": CallShape('{"name": "{name}", "parameters": ', "}", "; "),
     "mistral": CallShape("[TOOL_CALLS]{name}[ARGS]", "", ""),
     "mistral_id": CallShape("[TOOL_CALLS]{name}[CALL_ID]{id}[ARGS]", "", ""),
@@ -177,16 +182,19 @@ class CallGrammar:
 
     def _rule(self, name: str, body: str, kind: str = "") -> str:
         """Add a rule, and return its name: that of another one, which says the same. Each has a limited number."""
-        known = self._names.setdefault(kind + body, name)
-        if known == name:
+        if kind + body not in self._names:
+            self._names[kind + body] = name
             self._rules.append(f"{name}{kind}: {body}")
-        return known
+        return self._names[kind + body]
 
     def _arguments(self, name: str, parameters: Mapping[str, Any]) -> str:
         """Add the rule of a tool's arguments, and return its name."""
         schema = dict(to_supported(parameters) or {})
         schema.setdefault("type", "object")
         schema.setdefault("x-guidance", _SPACES)
+        if self._shape.is_bare:
+            values = BareValues(self._rule, self._text, QUOTE in self._token_ids)
+            return values.of(name, schema, schema)
         if self._shape.value is None:
             return self._rule(name, f"%json {json.dumps(schema)}")
         properties, needed, least, most = properties_of(schema)

@@ -18,7 +18,7 @@ CITY = Tool("f", {"properties": {"text": {"type": "string"}, "count": {"type": "
 TAGS = (
     "<tool_call> </tool_call> <think> </think> [TOOL_CALLS] [ARGS] [CALL_ID] <|channel|> <|message|> <|constrain|> "
     "<|end|> <|start|> <arg_key> </arg_key> <arg_value> </arg_value> <seed:tool_call> </seed:tool_call> <seed:think> "
-    "</seed:think>"
+    '</seed:think> <|tool_call> <tool_call|> <|"|> <|channel> <channel|>'
 ).split()
 
 

@@ -33,6 +33,8 @@ class Style:
         parser: the name of its parser.
         ends: texts of tokens that end an answer; the engine leaves them out.
         has_content: whether text may stand before calls.
+        quotes_keys: whether keys within arguments may be any text.
+        thinks: whether the template is told to have the model think; else it writes in the prompt that it has.
     """
 
     template: str
@@ -40,6 +42,8 @@ class Style:
     ends: tuple[str, ...]
     max_calls: int = 3
     has_content: bool = True
+    quotes_keys: bool = True
+    thinks: bool = False
 
     def text(self) -> str:
         return LLAMA3 if self.template == "llama3" else (TEMPLATES / f"{self.template}.jinja").read_text()
@@ -52,6 +56,9 @@ STYLES = {
     "Qwen3-Coder": Style("Qwen3-Coder", "qwen3_coder", ("<|im_end|>\n",)),
     "Seed-OSS": Style("ByteDance-Seed-OSS", "seed_oss", ("<seed:eos>",)),
     "GLM-4.6": Style("GLM-4.6", "glm45", ()),
+    "Gemma-4": Style(
+        "google-gemma-4-31B-it", "gemma4", ("<|tool_response>",), has_content=False, quotes_keys=False, thinks=True
+    ),
     "Llama-3": Style("llama3", "llama3_json", ("<|eot_id|>",), max_calls=1, has_content=False),
     "Mistral-Small": Style("Mistral-Small-3.2-24B-Instruct-2506", "mistral", ("</s>",), has_content=False),
     "Mistral-Nemo": Style("mistralai-Mistral-Nemo-Instruct-2407", "mistral", ("</s>",), has_content=False),
@@ -82,14 +89,15 @@ def text_of(draw: random.Random) -> str:
     return "".join(draw.choice(_WORDS) + draw.choice(("", " ")) for _ in range(draw.randrange(6)))
 
 
-def arguments_of(draw: random.Random, kinds: tuple[str, ...]) -> dict:
+def arguments_of(draw: random.Random, kinds: tuple[str, ...], quotes_keys: bool = True) -> dict:
+    key = text_of if quotes_keys else lambda draw: draw.choice(("", "b", "naïve", "a-b c", "漢字"))
     values = {
         "text": lambda: text_of(draw),
         "count": lambda: draw.randrange(-99, 10**9),
         "share": lambda: draw.choice((0.5, -2.25, 1e-7, 3.0)),
         "is_on": lambda: draw.random() < 0.5,
         "places": lambda: [text_of(draw) for _ in range(draw.randrange(3))],
-        "more": lambda: {"a": [{"b": text_of(draw)}, None, True], text_of(draw): {}} if draw.random() < 0.7 else {},
+        "more": lambda: {"a": [{"b": text_of(draw)}, None, True], key(draw): {}} if draw.random() < 0.7 else {},
         "maybe": lambda: draw.choice((None, 7)),
     }
     names = draw.sample(kinds, min(len(kinds), draw.randrange(4)))
@@ -100,7 +108,7 @@ def message_of(draw: random.Random, style: Style, kinds: tuple[str, ...] = tuple
     calls = [
         {
             "id": f"{draw.randrange(10**9):09}", "type": "function",
-            "function": {"name": draw.choice(TOOLS).name, "arguments": arguments_of(draw, kinds)},
+            "function": {"name": draw.choice(TOOLS).name, "arguments": arguments_of(draw, kinds, style.quotes_keys)},
         }
         for _ in range(draw.randrange(1, style.max_calls + 1))
     ]  # fmt: skip
@@ -125,6 +133,7 @@ class Writer:
     def answer(self, message: dict) -> tuple[str, str]:
         """The prompt, and what the model writes behind it to say this message."""
         said, wanted = [{"role": "user", "content": "Q?"}], dict(tokenize=False, tools=None)
+        wanted |= {"enable_thinking": True} if self.style.thinks else {}
         prompt = self.tokenizer.apply_chat_template(said, add_generation_prompt=True, **wanted)
         whole = self.tokenizer.apply_chat_template([*said, message], add_generation_prompt=False, **wanted)
         shared = next((at for at in range(len(prompt)) if prompt[at] != whole[at : at + 1]), len(prompt))
