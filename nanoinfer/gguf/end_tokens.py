@@ -34,6 +34,10 @@ _PARTS = (
 )
 
 
+# Where the one is a token, the other is text: HTML, in Gemma 4's vocabulary.
+_PLAIN_BESIDE = "<|tool_response>", "</s>"
+
+
 def end_tokens(metadata: Mapping[str, Any]) -> list[int]:
     """Return the tokens that end a completion, in order. No tokenizer need be known: the list of tokens is enough.
 
@@ -47,7 +51,7 @@ def end_tokens(metadata: Mapping[str, Any]) -> list[int]:
         return []
     ids = {text: at for at, text in enumerate(tokens) if isinstance(text, str) and (text in _ENDS or text in _GAPS)}
     named = named_ids(metadata, len(tokens))
-    ends = {ids[text] for text in _ENDS if text in ids}
+    ends = {ids[text] for text in _ends_of(ids)}
     ends |= {named[name] for name in ("eos", "eot", "eom") if name in named}
     for name, texts in _GAP_ENDS.items():
         first = next((ids[text] for text in texts if text in ids), None)
@@ -59,4 +63,11 @@ def end_tokens(metadata: Mapping[str, Any]) -> list[int]:
 
 def special_by_text(texts: Collection[str]) -> Iterable[str]:
     """Return those texts that are special tokens, whatever the file says of them."""
-    return (text for text in texts if text in _ENDS or text in _GAPS)
+    ends = _ends_of(texts)
+    return (text for text in texts if text in ends or text in _GAPS)
+
+
+def _ends_of(texts: Collection[str]) -> set[str]:
+    """Return those texts that say that they end something."""
+    marker, plain = _PLAIN_BESIDE
+    return {text for text in _ENDS if text in texts} - ({plain} if marker in texts else set())

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from nanoinfer.gguf.sources import ollama_stops
 from nanoinfer.models.checkpoint_info import CheckpointInfo
 from nanoinfer.sampling_params import Advised, SamplingParams
@@ -41,9 +43,19 @@ def end_token_ids(checkpoint: CheckpointInfo) -> frozenset[int]:
 
 
 def suppressed_token_ids(checkpoint: CheckpointInfo) -> tuple[int, ...]:
-    """Return the tokens that generation_config.json says must never come, ascending; ValueError if they are no ids."""
-    ids = read(checkpoint.directory).get("suppress_tokens") if checkpoint.gguf is None else None
-    TOKEN_IDS.check(str(checkpoint.directory / FILE), "suppress_tokens", ids)
+    """Return the tokens that generation_config.json, or a GGUF file, says must never come, ascending.
+
+    Raises:
+        ValueError: they are no ids.
+    """
+    if checkpoint.gguf is None:
+        where, name = str(checkpoint.directory / FILE), "suppress_tokens"
+        ids = read(checkpoint.directory).get(name)
+    else:
+        where, name = str(checkpoint.directory), "tokenizer.ggml.suppress_tokens"
+        ids = checkpoint.gguf.metadata.get(name)
+        ids = ids.tolist() if isinstance(ids, np.ndarray) else ids
+    TOKEN_IDS.check(where, name, ids)
     return tuple(sorted(set(ids if isinstance(ids, list) else [] if ids is None else [ids])))
 
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from engines import make_engine, outcome, random_prompts, run
+from gguf_models import write_gguf
 from structured import make_structured_checkpoint
 from tiny_models import make_checkpoint
 from transformers_reference import reference_tokens
@@ -71,3 +72,11 @@ def test_what_the_file_says(content, wanted, tmp_path):
 def test_what_is_no_token_is_refused(tmp_path):
     with pytest.raises(ValueError, match="generation_config.json: suppress_tokens is 'x', it must be a token id"):
         make_engine(suppress(make_checkpoint("llama", tmp_path), "x"))
+
+
+def test_a_gguf_file_says_it_in_its_metadata(tmp_path):
+    path = make_checkpoint("llama", tmp_path / "hf")
+    for ids, wanted in (([9, 4], (4, 9)), (None, ())):
+        extra = {"tokenizer.ggml.suppress_tokens": ids}
+        file = write_gguf("llama", path, tmp_path / "model.gguf", **extra)
+        assert suppressed_token_ids(read_checkpoint(file)) == wanted

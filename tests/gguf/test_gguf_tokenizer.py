@@ -145,6 +145,17 @@ def test_pairs_of_characters_have_spaces_as_signs_and_bytes_where_no_token_is(fl
     assert end_tokens(metadata | named(tokens=[*metadata["tokenizer.ggml.tokens"], "<turn|>"])) == [1, 269]
 
 
+def test_a_tag_of_html_is_text_where_another_token_is_an_end():
+    more = ["</s>", "<turn|>", "<|tool_response>", "a"]
+    metadata = characters(more, [], [NORMAL, SPECIAL, ADDED, NORMAL])
+    assert [metadata["tokenizer.ggml.tokens"][at] for at in end_tokens(metadata)] == [
+        "<eos>", "<turn|>", "<|tool_response>",
+    ]  # fmt: skip
+    tokenizer = tokenizer_of(metadata)
+    assert tokenizer.decode([260, 263], skip_special_tokens=True) == "</s>a"
+    assert 260 in end_tokens(characters(["</s>"], []))
+
+
 def test_a_vocabulary_of_one_token_has_no_end():
     metadata = named(model="llama", tokens=["a"], add_bos_token=False, add_space_prefix=False)
     assert end_tokens(metadata) == []
