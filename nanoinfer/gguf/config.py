@@ -192,7 +192,11 @@ def _gemma4(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
     is_wide = sizes[num_own:] == [2 * sizes[0]] * num_shared and num_shared > 0
     if set(sizes[:num_own] if is_wide else sizes) != {sizes[0]}:
         keys.refuse("feed_forward_length", f"is {shown(sizes)}: layers that read others' keys may have twice as much")
-    makes = {f"blk.{at}.attn_v.weight" in tensors for at in range(num_own) if not slides[at]}
+    makes = {
+        any(f"blk.{at}.attn_{name}.weight" in tensors for name in ("v", "qkv"))
+        for at in range(num_own)
+        if not slides[at]
+    }
     if len(makes) > 1:
         keys.refuse("block_count", "layers without a window have attn_v, or none has it")
     experts, num_chosen = keys.count("expert_count", 0), keys.count("expert_used_count", 0)
@@ -211,7 +215,7 @@ def _gemma4(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
             "full_attention": rope,
             "sliding_attention": dict(rope_type="default", rope_theta=keys.number("rope.freq_base_swa", 10000.0)),
         },
-        attention_k_eq_v=makes == {False} and "blk.0.attn_qkv.weight" not in tensors,
+        attention_k_eq_v=makes == {False},
         num_kv_shared_layers=num_shared,
         hidden_size_per_layer_input=keys.count("embedding_length_per_layer_input", 0),
         vocab_size_per_layer_input=common["vocab_size"],

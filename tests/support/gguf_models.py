@@ -245,7 +245,7 @@ def merged(tensors: Iterable[tuple[str, np.ndarray]]) -> Iterator[tuple[str, np.
     """Tensors with q, k and v of a layer in one, as the converter's --fuse-qkv writes them."""
     held = dict(tensors)
     for name in list(held):
-        if ".attn_q." in name:
+        if ".attn_q." in name and name.replace("attn_q", "attn_v") in held:
             parts = [held.pop(name.replace("attn_q", f"attn_{part}")) for part in "qkv"]
             held[name.replace("attn_q", "attn_qkv")] = np.concatenate(parts)
     yield from held.items()

@@ -52,7 +52,7 @@ def test_a_file_is_the_model_that_it_was_made_of(family, tmp_path):
     assert_same(load(path), load(directory))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe", "gemma3", "gemma4", "gemma4_inputs"])
 def test_q_k_and_v_may_be_one_tensor(family, tmp_path):
     directory, path = two(family, tmp_path)
     wanted = prompt_logits(load(path), random_tokens(20))
