@@ -73,12 +73,17 @@ def _model(model: str) -> Iterator[tuple[str, Any]]:
 
     checkpoint = read_checkpoint(model)
     spec = read_spec(checkpoint, "auto")
-    heads = spec.attention
-    sizes = f"{len(spec.layers)} layers of {spec.hidden_size}, {heads.num_q_heads} heads of {heads.head_dim}"
+    heads = " or ".join(
+        f"{one.num_q_heads} heads of {one.head_dim} ({one.num_kv_heads} of keys and values)" for one in spec.attentions
+    )
+    sizes = f"{len(spec.layers)} layers of {spec.hidden_size}, {heads}"
     experts = "" if spec.sparse is None else f", {spec.sparse.num_chosen} of {spec.sparse.num_experts} experts"
-    yield "model", f"{spec.architecture}: {sizes} ({heads.num_kv_heads} of keys and values){experts}"
+    yield "model", f"{spec.architecture}: {sizes}{experts}"
     yield "context", f"{spec.max_position:,} tokens"
-    yield "on the device", f"{format_size(spec.weight_bytes)} of weights, computed in {str(spec.dtype)[6:]}"
+    held = f"{format_size(spec.weight_bytes - spec.table_bytes)} of weights, computed in {str(spec.dtype)[6:]}"
+    if spec.table_bytes:
+        held += f"; {format_size(spec.table_bytes)} of embeddings of each layer lie in host memory"
+    yield "on the device", held
     if accelerator() is not None:
         yield "plan", ""
         yield from (("", line) for line in nanoinfer.plan(model).report().splitlines())

@@ -138,7 +138,10 @@ class Measure:
     def _weights_of_token(self) -> int:
         """The numbers of the layers' weights that a token is multiplied with."""
         spec, hidden = self.spec, self.spec.hidden_size
-        count = hidden * 2 * sum(attention.q_size + attention.kv_size for attention in spec.attention_of)
+        count = hidden * sum(2 * attention.q_size for attention in spec.attention_of)
+        for layer in spec.kv_layers:
+            attention = spec.attentions[spec.layers[layer].shape]
+            count += hidden * attention.kv_size * (1 if attention.has_one_projection else 2)
         count += (3 if spec.mlp_width > 1 else 2) * hidden * sum(spec.mlp_sizes)
         if spec.sparse is not None:
             inner = spec.sparse.num_chosen * spec.sparse.intermediate_size + spec.sparse.shared_size

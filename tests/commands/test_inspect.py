@@ -22,6 +22,14 @@ def test_a_file_is_told(family, experts, tmp_path, capsys):
     assert "context        4,096 tokens" in said and "computed in bfloat16" in said
 
 
+def test_layers_that_differ_and_tables_on_the_host_are_told(tmp_path, capsys):
+    directory = make_checkpoint("gemma4_inputs", tmp_path / "hf", num_kv_heads=1)
+    assert main(["inspect", str(write_gguf("gemma4_inputs", directory, tmp_path / "m.gguf"))]) == 0
+    said = capsys.readouterr().out
+    assert "3 layers of 48, 4 heads of 16 (1 of keys and values) or 4 heads of 32 (1 of keys and values)" in said
+    assert "of embeddings of each layer lie in host memory" in said
+
+
 def test_a_file_that_does_not_run_is_told_as_far_as_it_is_read(tmp_path, capsys):
     path = tmp_path / "m.gguf"
     path.write_bytes(whole(table({"general.architecture": "mamba"}, [tensor_info("a", [8], 0, 0)]), bytes(32)))
