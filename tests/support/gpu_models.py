@@ -30,6 +30,34 @@ GEMMA3 = dict(
     layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
     dtype="bfloat16",
 )
+_GEMMA4 = dict(
+    architectures=["Gemma4ForCausalLM"],
+    model_type="gemma4_text",
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=256,
+    global_head_dim=512,
+    vocab_size=4000,
+    vocab_size_per_layer_input=4000,
+    hidden_size_per_layer_input=0,
+    max_position_embeddings=65536,
+    sliding_window=96,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+    final_logit_softcapping=30.0,
+    tie_word_embeddings=True,
+    dtype="bfloat16",
+)
+GEMMA4 = {
+    "one projection": _GEMMA4 | dict(attention_k_eq_v=True, num_global_key_value_heads=1),
+    "inputs of layers": _GEMMA4
+    | dict(hidden_size_per_layer_input=64, num_kv_shared_layers=2, use_double_wide_mlp=True),
+    "experts": _GEMMA4
+    | dict(attention_k_eq_v=True, num_global_key_value_heads=1, enable_moe_block=True)
+    | dict(num_experts=8, top_k_experts=2, moe_intermediate_size=128),
+}
 LLAMA_GROUP_OF_3 = QWEN3 | dict(
     architectures=["LlamaForCausalLM"],
     model_type="llama",
