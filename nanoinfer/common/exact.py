@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 
@@ -34,6 +34,10 @@ _MOST_TRIALS = 64
 # Elements of a weight for each thread. On two busy cores two threads took 2.7 times as long as one for weights of
 # 16,384 elements, half as long for 1,769,472 (576 x 3072).
 _ELEMENTS_PER_THREAD = 2**19
+# Of weights that are widened, at a time.
+_WIDENED_ELEMENTS = 2**19
+# Where torch's allocator begins tensors, in bytes.
+_ALIGNMENT = 64
 # Two vectors of 16-bit values, the step of torch's vectorised loops with AVX-512.
 WIDTH = 64
 # Torch gives a loop of up to 32,768 values to one thread.
@@ -85,17 +89,45 @@ def _usual_threads() -> int:
         return next((before for before, count in list(_inside.values()) if count == own), own)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    row_sizes: Sequence[int] = (),
+    out: Tensor | None = None,
+) -> Tensor:
     """x @ weight.T + bias, each row as if it were alone.
 
-    x: [N, in_features]; weight: [out_features, in_features]; bias: [out_features]; the result: [N, out_features]; all
-    on the CPU.
+    x: [N, in_features]; weight: [out_features, in_features]; bias: [out_features]; the result: [N, out_features], in
+    `out` if that is given; all on the CPU. row_sizes: so many neighbouring rows of the weight are a product of their
+    own each, whose bits depend on nothing else: a library chooses the order of sums by the shape. (): all are one.
     """
+    if len(row_sizes) > 1:
+        out, begin = x.new_empty(len(x), len(weight)) if out is None else out, 0
+        for size in row_sizes:
+            rows, begin = slice(begin, begin + size), begin + size
+            out[:, rows] = linear(x, weight[rows], None if bias is None else bias[rows])
+        return out
+    if out is not None:
+        return out.copy_(linear(x, weight, bias))
+    if weight.data_ptr() % _ALIGNMENT:  # as a library may choose by this, too
+        weight = weight.clone()
     counts = row_counts(*weight.shape, weight.dtype, bias is not None, torch.get_num_threads())
     if len(x) <= counts[-1]:
         return _padded_linear(x, weight, bias, counts)
     parts = [_padded_linear(rows, weight, bias, counts) for rows in x.split(counts[-1])]
     return torch.cat(parts)
+
+
+def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T of values widened to float32, not rounded, as `linear`: [N, out_features] float32.
+
+    weight: [out_features, in_features], which may be columns of a matrix: some rows at a time are widened, or copied,
+    which a processor's cache holds. So how they lie changes no bit.
+    """
+    x, step = x.float(), max(1, _WIDENED_ELEMENTS // weight.shape[1])
+    products = [linear(x, some.float().contiguous()) for some in weight.split(step)]
+    return products[0] if len(products) == 1 else torch.cat(products, 1)
 
 
 def _padded_linear(x: Tensor, weight: Tensor, bias: Tensor | None, counts: tuple[int, ...]) -> Tensor:

@@ -31,7 +31,7 @@ def check_products(model: Decoder, max_rows: int) -> dict[str, list[int]]:
         For each shape of weights, such as "4096x1024" ([num_rows, size]), the numbers of rows at which bits differ.
     """
     counts, differing = padded_counts(max_rows), {}
-    for (num_rows, size, _), modules in _by_shape(model).items():
+    for (num_rows, size, *_), modules in _by_shape(model).items():
         model.streamed.bring(modules[0])
         agreeing = library_counts(modules[0], counts)
         for module in modules:
@@ -48,19 +48,21 @@ def run_ours(model: Decoder) -> None:
         in_own_tiles(modules[0], weight, weight.new_zeros(MAX_ROWS, weight.shape[1]))
 
 
-def _by_shape(model: Decoder) -> dict[tuple[int, int, bool], list[Linear]]:
-    """Return the projections that the library may compute, by rows and columns of the weight and whether it has a bias.
+def _by_shape(model: Decoder) -> dict[tuple[int, int, int | None, bool], list[Linear]]:
+    """Return the projections that the library may compute, by rows and columns of the weight, its cut and whether it
+    has a bias.
 
     In float32 there are none.
     """
-    groups: dict[tuple[int, int, bool], list[Linear]] = {}
+    groups: dict[tuple[int, int, int | None, bool], list[Linear]] = {}
     if model.spec.dtype.itemsize != 2:
         return groups
     for module in model.modules():
         if not isinstance(module, Linear) or isinstance(module, Head):
             continue
         if device_of(next(module.parameters()).device).is_fused:
-            groups.setdefault((module.num_rows, module.in_features, module.bias is not None), []).append(module)
+            kind = module.num_rows, module.in_features, module.cut, module.bias is not None
+            groups.setdefault(kind, []).append(module)
     return groups
 
 
@@ -68,26 +70,27 @@ def library_counts(module: Linear, counts: list[int]) -> frozenset[int]:
     """Return the `counts` of rows at which the library gives the bits of our kernels for this projection."""
     from nanoinfer.kernels.linear.rows import library_sum  # triton comes with CUDA builds of torch only
 
-    weight, parts = module.weights.matrix(module), module.num_parts
+    weight = module.weights.matrix(module)
     generator = torch.Generator(weight.device).manual_seed(0)
     rows = torch.randn(MAX_ROWS, weight.shape[1], dtype=weight.dtype, device=weight.device, generator=generator)
 
     def library(x: Tensor) -> Tensor:
-        if parts == 1:
+        if module.cut is None:
             return torch.nn.functional.linear(x, weight, module.bias)
-        return library_sum(x, weight, parts)
+        return library_sum(x, weight, module.cut, module.bias)
 
     return agreeing_counts(rows, lambda x: in_own_tiles(module, weight, x), library, counts)
 
 
 def in_own_tiles(module: Linear, weight: Tensor, x: Tensor) -> Tensor:
-    """Compute x @ weight.T, the projection's own bias added, with our kernels."""
+    """Compute x @ weight.T, the projection's own bias added, with our kernels; parts in the order of `rms_norm`."""
     from nanoinfer.kernels.linear import rows as kernels  # triton comes with CUDA builds of torch only
 
-    parts = module.num_parts
-    if parts == 1:
+    if module.cut is None:
         return kernels.linear(x, weight, module.bias)
-    return reduce(torch.add, kernels.linear_parts(x, weight, parts))  # in the order in which `rms_norm` adds them up
+    return reduce(
+        torch.add, kernels.linear_parts(x, weight, module.cut, module.bias)
+    )  # in the order in which `rms_norm` adds them up
 
 
 def agreeing_counts(

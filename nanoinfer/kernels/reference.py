@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,10 +24,14 @@ from nanoinfer.sampling.reference import apply_masks as apply_masks
 from nanoinfer.sampling.reference import sample_rows as sample_rows
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation=None, out=None, library_counts=()):
-    """x @ weight.T + bias, in `out` if that is given. activation, library_counts: unused, see `has_activation`."""
-    result = exact.linear(x, weight, bias)
-    return result if out is None else out.copy_(result)
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, row_sizes=(), activation=None, out=None, library_counts=()
+):
+    """x @ weight.T + bias, in `out` if that is given. row_sizes: see `exact.linear`.
+
+    activation, library_counts: unused, see `has_activation`.
+    """
+    return exact.linear(x, weight, bias, row_sizes, out)
 
 
 def has_activation(activation: str, x: Tensor) -> bool:
@@ -44,14 +50,17 @@ def act(x: Tensor, activation: str) -> Tensor:
     return x.copy_(exact.elementwise(ACTIVATIONS[activation], x))
 
 
-def linear_parts(x: Tensor, weight: Tensor, num_parts: int, *, library_counts: object = ()) -> Tensor:
-    """x @ weight.T, which is not cut into parts."""
-    return linear(x, weight)
+def linear_parts(x: Tensor, weight: Tensor, cut: int, bias: Tensor | None = None, *, library_counts=()) -> Tensor:
+    """Add x @ weight.T + bias in two parts, as `cuts` says: [1, N, num_rows] float32. library_counts: unused."""
+    total = exact.wide_linear(x[:, :cut], weight[:, :cut])
+    if bias is not None:
+        total += bias.float()
+    return total.add_(exact.wide_linear(x[:, cut:], weight[:, cut:]))[None]
 
 
 def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
     """x @ weight.T of values widened to float32, not rounded: [N, num_rows] float32."""
-    return exact.linear(x.float(), weight.float())
+    return exact.wide_linear(x, weight)
 
 
 def gather_rows(table: Tensor, ids: Tensor) -> Tensor:
@@ -59,7 +68,7 @@ def gather_rows(table: Tensor, ids: Tensor) -> Tensor:
     return F.embedding(ids, table)
 
 
-def packed_linear(x, weight, bias=None, *, activation=None, out=None, num_parts=1) -> None:
+def packed_linear(x, weight, bias=None, *, activation=None, out=None, in_parts=False) -> None:
     """None: the weight must be expanded first."""
 
 
@@ -69,23 +78,29 @@ def expand(weight, out: Tensor, ids: Tensor | None = None) -> None:
 
 def rms_norm(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     eps: float,
     *,
     offset: bool,
     rounds_once: bool = False,
     other: Tensor | None = None,
+    behind: Tensor | None = None,
     out: Tensor | None = None,
     factor: float | None = None,
 ) -> Tensor:
     """Return the norm of x, [..., size], in `out` if that is given. With `other`, x becomes x + factor * other first.
 
-    The weight broadcasts to x. With `offset` it counts from 1. With `offset` or `rounds_once` the product is rounded
-    once; otherwise x / rms(x) is rounded first.
+    The weight broadcasts to x; None: x itself is returned. With `offset` it counts from 1. With `offset` or
+    `rounds_once` the product is rounded once; otherwise x / rms(x) is rounded first. behind: the weight of a norm of
+    `other`, which is added in place of it.
     """
     if other is not None:
-        other = other if other.dim() == x.dim() else sum(other.unbind()).to(x.dtype)
+        other = _rounded_sum(other, x)
+        if behind is not None:
+            other = rms_norm(other, behind, eps, offset=offset, rounds_once=rounds_once)
         x += other if factor is None else other * factor
+    if weight is None:
+        return x
     wide = x.float()
     normed = wide * exact.elementwise(torch.rsqrt, (wide * wide).mean(-1, keepdim=True).add_(eps))
     if offset or rounds_once:
@@ -93,6 +108,11 @@ def rms_norm(
     else:
         result = weight * normed.to(x.dtype)
     return result if out is None else out.copy_(result)
+
+
+def _rounded_sum(other: Tensor, x: Tensor) -> Tensor:
+    """Return what is added to x: the parts of a sum, [parts, ...] float32, are added in order, and rounded once."""
+    return other if other.dim() == x.dim() else reduce(torch.add, other.unbind()).to(x.dtype)
 
 
 def layer_norm(
@@ -108,6 +128,7 @@ def layer_norm(
 ) -> Tensor:
     """Return (x - mean(x)) / std(x) * weight + bias as `rms_norm` returns its norm; with `offset` of weight + 1."""
     if other is not None:
+        other = _rounded_sum(other, x)
         x += other if factor is None else other * factor
     # Each row is computed by itself.
     result = F.layer_norm(x, x.shape[-1:], weight + 1.0 if offset else weight, bias, eps)

@@ -22,17 +22,16 @@ from nanoinfer.common.errors import did_you_mean, shown
 from nanoinfer.kernels.activations import ACTIVATIONS
 from nanoinfer.kernels.experts.routing import ExpertWeight, ExpertWeights, GatedActivation, Routing
 from nanoinfer.kernels.experts.slot_tables import SlotTables
+from nanoinfer.kernels.linear.cuts import columns_cut
 from nanoinfer.kernels.operations import operations_of
 from nanoinfer.layers.formats.base import DENSE, Filling, Formats, Stack, WeightFormat
 from nanoinfer.layers.formats.packed import temporary_bytes
 from nanoinfer.layers.formats.parted import Parted, merge_formats
 from nanoinfer.layers.linear import Linear
-from nanoinfer.layers.norm import RMSNorm
+from nanoinfer.layers.norm import RMSNorm, add_and_norm
 
 ALIGNMENT = 128
 """Bytes at whose multiples the tensors of an expert begin."""
-SHARED_PART = 128
-"""The first part of a shared expert's last sum is half of its columns, rounded up to a multiple of this."""
 
 
 class ExpertProjection:
@@ -231,8 +230,8 @@ class Experts(nn.Module):
 
     def as_shared(self, x: Tensor) -> Tensor:
         """Compute the one expert for all rows, in two parts: [2, N, hidden_size] float32."""
-        part = -(-self.intermediate_size // (2 * SHARED_PART)) * SHARED_PART
-        return self.operations.shared_mlp(x, self.table, self.operands, self.activation, part)
+        cut = columns_cut(self.intermediate_size, self.down.weights.column_block)
+        return self.operations.shared_mlp(x, self.table, self.operands, self.activation, cut)
 
     def _matrices(self, index: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         """Return gate and up as one matrix, their bias, down and its bias; see `kernels.experts.reference`."""
@@ -325,7 +324,7 @@ class SparseMLP(nn.Module):
     ) -> None:
         super().__init__()
         routing, options = sparse.routing, dict(dtype=dtype, device=device)
-        self._routing, self._has_wide_logits = routing, sparse.has_wide_logits
+        self.routing, self.has_wide_logits = routing, sparse.has_wide_logits
         self.gate = Linear(hidden_size, routing.num_experts, bias=sparse.router_bias, **options)
         self.choice_bias = None
         if sparse.choice_bias:
@@ -353,23 +352,25 @@ class SparseMLP(nn.Module):
                 1, hidden_size, sparse.shared_size, activation, formats=of_shared, is_shared=True, **options
             )
 
-    def add(self, x: Tensor, normed: Tensor, norm: RMSNorm, num_live: Tensor) -> Tensor:
-        """Add the MLP of normed, [N, hidden_size], to x, in place, and return the norm of x.
+    def add(
+        self, x: Tensor, normed: Tensor, norm: RMSNorm | None, num_live: Tensor, behind: RMSNorm | None = None
+    ) -> Tensor:
+        """Add the MLP of normed, [N, hidden_size], to x, in place, and return the norm of x, as `add_and_norm`.
 
         num_live: [1] int32, how many rows are tokens: the others choose no expert.
         """
-        return norm.after_sum(x, self.sums(normed, self.logits(normed), num_live))
+        return add_and_norm(x, self.sums(normed, self.logits(normed), num_live), norm, behind)
 
     def logits(self, x: Tensor) -> Tensor:
         """Compute what experts are chosen by: [N, hidden_size] -> [N, num_experts]."""
-        return self.experts.operations.wide_linear(x, self.gate.weight) if self._has_wide_logits else self.gate(x)
+        return self.experts.operations.wide_linear(x, self.gate.weight) if self.has_wide_logits else self.gate(x)
 
     def sums(self, normed: Tensor, logits: Tensor, num_live: Tensor) -> Tensor:
         """Compute the two sums of each row, [2, N, hidden_size] float32. logits: [N, num_experts]."""
         choose = self.experts.operations.choose_experts
-        ids, weights = choose(logits, self._routing, self.choice_bias, num_live, normed.dtype, self.factors)
+        ids, weights = choose(logits, self.routing, self.choice_bias, num_live, normed.dtype, self.factors)
         shared = None if self.shared_experts is None else self.shared_experts.as_shared(normed)
-        return self.experts(normed, ids, weights, self._routing.first_half, shared)
+        return self.experts(normed, ids, weights, self.routing.first_half, shared)
 
 
 def _is_fused(sparse: Sparse, formats: Formats) -> bool:

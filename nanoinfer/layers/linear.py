@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor, nn
 
 from nanoinfer.devices.registry import device_of
-from nanoinfer.kernels.linear.counts import num_parts
+from nanoinfer.kernels.linear.cuts import columns_cut
 from nanoinfer.kernels.operations import operations_of
 from nanoinfer.layers.formats.base import DENSE, ExpandedFormat, Filling, Formats
 from nanoinfer.layers.formats.parted import merge_formats
-from nanoinfer.layers.norm import RMSNorm
+from nanoinfer.layers.norm import RMSNorm, add_and_norm
 
 HEAD_BLOCK = 2048
 """Where a library multiplies, so many rows of a head are a product of their own, wherever the rows lie: a library
-chooses the order of sums by the shape of the weight."""
+chooses the order of sums by the shape of the weight. Of fewer rows it is half of them."""
 
 
 class Linear(nn.Module):
@@ -24,8 +25,10 @@ class Linear(nn.Module):
 
     out_features: output features of each projection, by its name in the checkpoint. Their rows lie in this order in the
     weight, [sum(out_features), in_features], and in the bias. A single projection may be given as a number. formats:
-    how the projections lie in memory, by these names, or by no name for a single one. `operations` are those of the
-    device; `library_counts` are the row counts at which its library gives our kernels' bits on CUDA
+    how the projections lie in memory, by these names, or by no name for a single one. cut: its sums have two parts,
+    which are cut at this column (`kernels.linear.cuts`); None: they are whole. row_sizes: where a library multiplies,
+    so many neighbouring rows are a product of their own each: what one of two devices may hold. `operations` are those
+    of the device; `library_counts` are the row counts at which its library gives our kernels' bits on CUDA
     (`execution.products`); `scratch` is the buffer that `share_scratch` gives to all modules.
     `multiplies`: whether any product is asked of the module; `has_few_rows`: whether products have few rows.
     """
@@ -38,19 +41,22 @@ class Linear(nn.Module):
         in_features: int,
         out_features: int | dict[str, int],
         *,
+        cut: int | None = None,
+        row_sizes: Sequence[int] = (),
         bias: bool = False,
         dtype: torch.dtype,
         device,
         formats: Formats = DENSE,
     ) -> None:
         super().__init__()
+        self.cut, self.row_sizes = cut, tuple(row_sizes)
         self.merged = out_features if isinstance(out_features, dict) else None
         sizes = self.merged or {"": out_features}
         self.num_rows, self.in_features = sum(sizes.values()), in_features
         self.weights = merge_formats([formats.of_held(name) for name in sizes], list(sizes.values()))
         self.operations, self.library_counts, self.scratch = operations_of(device), frozenset(), None
         self.kept_matrix: Tensor | None = None
-        self.weights.allocate(self, self.num_rows, in_features, dtype=dtype, device=device)
+        self.weights.allocate(self, self.num_rows, in_features, cut=cut, dtype=dtype, device=device)
         self.bias = None
         if bias:
             self.bias = nn.Parameter(torch.empty(self.num_rows, dtype=dtype, device=device), requires_grad=False)
@@ -60,33 +66,36 @@ class Linear(nn.Module):
 
         activation: the rows are those of gate, then of up; the result is activation(gate) * up, [N, num_rows / 2].
         """
+        if self.cut is not None:
+            assert activation is None, "sums in parts are those of an output"
+            total = reduce(torch.add, self.parts(x)).to(x.dtype)
+            return total if out is None else out.copy_(total)
         product = self.weights.product(self, x, out, activation)
         if product is not None:
             return product
         if activation is not None and not self.operations.has_activation(activation, x):
             return self.operations.act_and_mul(self.forward(x), activation)
         weight, counts = self.weights.matrix(self), self.library_counts
-        return self.operations.linear(x, weight, self.bias, activation=activation, out=out, library_counts=counts)
+        options = dict(row_sizes=self.row_sizes, activation=activation, out=out, library_counts=counts)
+        return self.operations.linear(x, weight, self.bias, **options)
 
-    def project_add_norm(self, x: Tensor, y: Tensor, norm: RMSNorm) -> Tensor:
-        """Add the projection of y, [N, in_features], to x, [N, num_rows], in place, and return the norm of x."""
-        parts = self.num_parts if y.element_size() == 2 else 1
-        if parts == 1:
-            return norm.after_sum(x, self.forward(y))
-        product = self.weights.product(self, y, parts=parts)
+    def parts(self, x: Tensor) -> Tensor:
+        """Return the product as what `rms_norm` adds in order: [parts, N, num_rows] float32."""
+        product = self.weights.product(self, x, in_parts=True)
         if product is not None:
-            return norm.after_sum(x, product)
-        weight = self.weights.matrix(self)
+            return product
+        counts = self.library_counts
+        return self.operations.linear_parts(x, self.weights.matrix(self), self.cut, self.bias, library_counts=counts)
+
+    def project_add_norm(self, x: Tensor, y: Tensor, norm: RMSNorm | None, behind: RMSNorm | None = None) -> Tensor:
+        """Add the projection of y, [N, in_features], to x, [N, num_rows], in place, and return the norm of x.
+
+        norm, behind: as in `add_and_norm`.
+        """
         # The result is allocated before the parts. Behind them it would leave a hole where they lay, and what a gated
         # layer allocates next would not fit into the rest.
-        out = torch.empty_like(x)
-        product = self.operations.linear_parts(y, weight, parts, library_counts=self.library_counts)
-        return norm.after_sum(x, product, out)
-
-    @property
-    def num_parts(self) -> int:
-        """The number of parts of the sums in `project_add_norm` on CUDA, in bfloat16 and float16."""
-        return 1 if self.bias is not None else num_parts(self.in_features)
+        out = None if norm is None else torch.empty_like(x)
+        return add_and_norm(x, self.parts(y), norm, behind, out)
 
     def checkpoint_views(self) -> dict[str, Tensor | Filling]:
         """Return what checkpoint tensors fill, by the end of their name: after this module's name, or its parent's."""
@@ -107,20 +116,23 @@ class Linear(nn.Module):
 
 
 class Head(Linear):
-    """The projection to logits, also of tied embeddings. It computes few rows, so it never uses the library."""
+    """The projection to logits, also of tied embeddings. It computes few rows, so it never uses the library.
+
+    block: rows of a product of its own, where a library multiplies; None: `head_block` of all.
+    """
 
     has_few_rows = True
 
-    def forward(self, x: Tensor, out: Tensor | None = None, activation: str | None = None) -> Tensor:
-        """As `Linear`, without an activation."""
-        has_own_kernels = device_of(x.device).is_fused and x.element_size() == 2
-        if has_own_kernels or self.num_rows <= HEAD_BLOCK or self.bias is not None:
-            return super().forward(x, out, activation)
-        weight, out = self.weights.matrix(self), x.new_empty(len(x), self.num_rows) if out is None else out
-        for begin in range(0, self.num_rows, HEAD_BLOCK):
-            rows = slice(begin, begin + HEAD_BLOCK)
-            out[:, rows] = self.operations.linear(x, weight[rows])
-        return out
+    def __init__(self, in_features: int, num_rows: int, *, block: int | None = None, **options) -> None:
+        self.block = block or head_block(num_rows)
+        begins = range(0, num_rows, self.block)
+        sizes = tuple(min(self.block, num_rows - begin) for begin in begins)
+        super().__init__(in_features, num_rows, row_sizes=sizes, **options)
+
+
+def head_block(num_rows: int) -> int:
+    """Return the rows of a head that are a product of their own where a library multiplies; see `HEAD_BLOCK`."""
+    return HEAD_BLOCK if num_rows > HEAD_BLOCK else columns_cut(num_rows)
 
 
 class Embedding(Head):

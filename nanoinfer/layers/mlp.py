@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.common.errors import did_you_mean, shown
+from nanoinfer.kernels.linear.cuts import columns_cut, divided
 from nanoinfer.kernels.reference import ACTIVATIONS
 from nanoinfer.layers.formats.base import DENSE, Formats
 from nanoinfer.layers.linear import Linear
@@ -13,7 +14,7 @@ from nanoinfer.layers.norm import RMSNorm
 
 
 class MLP(nn.Module):
-    """down(activation(up(x))).
+    """down(activation(up(x))), whose last sum has two parts (`kernels.linear.cuts`).
 
     Raises:
         ValueError: `activation`, as a config calls it, is not supported.
@@ -39,28 +40,29 @@ class MLP(nn.Module):
             raise ValueError(
                 f"activation {shown(activation)} is not supported{hint}. Supported: {', '.join(ACTIVATIONS)}"
             )
-        options = dict(bias=bias, dtype=dtype, device=device)
-        self._make_up(hidden_size, intermediate_size, formats, options)
-        self.down_proj = Linear(intermediate_size, hidden_size, formats=formats.below("down_proj"), **options)
-        self._activation = activation
+        options, of_down = dict(bias=bias, dtype=dtype, device=device), formats.below("down_proj")
+        cut = columns_cut(intermediate_size, of_down.of("").column_block)
+        self._make_up(hidden_size, divided(intermediate_size, cut), formats, options)
+        self.down_proj = Linear(intermediate_size, hidden_size, cut=cut, formats=of_down, **options)
+        self.activation = activation
 
-    def _make_up(self, hidden_size: int, intermediate_size: int, formats: Formats, options: dict) -> None:
-        self.up_proj = Linear(hidden_size, intermediate_size, formats=formats.below("up_proj"), **options)
+    def _make_up(self, hidden_size: int, sizes: tuple[int, ...], formats: Formats, options: dict) -> None:
+        """sizes: of what `down_proj` takes, before its cut and behind it."""
+        of_up = formats.below("up_proj")
+        self.up_proj = Linear(hidden_size, sum(sizes), row_sizes=sizes, formats=of_up, **options)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[N, hidden_size] -> [N, hidden_size]."""
-        return self.down_proj(self.hidden(x))
-
-    def add(self, x: Tensor, normed: Tensor, norm: RMSNorm, num_live: Tensor) -> Tensor:
-        """Add the MLP of normed, [N, hidden_size], to x, in place, and return the norm of x.
+    def add(
+        self, x: Tensor, normed: Tensor, norm: RMSNorm | None, num_live: Tensor, behind: RMSNorm | None = None
+    ) -> Tensor:
+        """Add the MLP of normed, [N, hidden_size], to x, in place, and return the norm of x, as `add_and_norm`.
 
         num_live: [1] int32, how many rows are tokens: all are computed alike.
         """
-        return self.down_proj.project_add_norm(x, self.hidden(normed), norm)
+        return self.down_proj.project_add_norm(x, self.hidden(normed), norm, behind)
 
     def hidden(self, x: Tensor) -> Tensor:
         """Compute the input of `down_proj`: [N, intermediate_size]."""
-        return self.up_proj.operations.act(self.up_proj(x), self._activation)
+        return self.up_proj.operations.act(self.up_proj(x), self.activation)
 
 
 class GatedMLP(MLP):
@@ -68,9 +70,9 @@ class GatedMLP(MLP):
 
     width = 3
 
-    def _make_up(self, hidden_size: int, intermediate_size: int, formats: Formats, options: dict) -> None:
-        gate_up = formats.as_held("gate_up_proj", {"gate_proj": intermediate_size, "up_proj": intermediate_size})
-        self.gate_up_proj = Linear(hidden_size, gate_up, formats=formats, **options)
+    def _make_up(self, hidden_size: int, sizes: tuple[int, ...], formats: Formats, options: dict) -> None:
+        gate_up = formats.as_held("gate_up_proj", dict.fromkeys(("gate_proj", "up_proj"), sum(sizes)))
+        self.gate_up_proj = Linear(hidden_size, gate_up, row_sizes=2 * sizes, formats=formats, **options)
 
     def hidden(self, x: Tensor) -> Tensor:
-        return self.gate_up_proj(x, activation=self._activation)
+        return self.gate_up_proj(x, activation=self.activation)

@@ -33,16 +33,29 @@ class RMSNorm(nn.Module):
         """Compute the norm of x, [..., size], in x's dtype, in `out` if that is given, which may be x."""
         return self._norm(x, out=out)
 
-    def after_sum(self, x: Tensor, other: Tensor, out: Tensor | None = None) -> Tensor:
+    def after_sum(self, x: Tensor, other: Tensor, out: Tensor | None = None, behind: RMSNorm | None = None) -> Tensor:
         """Add `other` to x, in place, and return the norm of x, in `out` if that is given.
 
-        On CUDA `other` may be the parts of a sum, [parts, N, size] float32. With a factor, its product with `other` is
-        rounded before it is added.
+        `other` may be the parts of a sum, [parts, N, size] float32, which are added in order and rounded once. With a
+        factor, its product with `other` is rounded before it is added. behind: a norm of the same kind, of which the
+        result is added in place of `other`.
         """
-        return self._norm(x, other=other, out=out, factor=self._factor)
+        options = {} if behind is None else dict(behind=behind.weight)
+        return self._norm(x, other=other, out=out, factor=self._factor, **options)
+
+    def add_to(self, x: Tensor, other: Tensor) -> Tensor:
+        """Add the norm of `other`, as `after_sum` takes it, to x, in place, and return x."""
+        return self._operations.rms_norm(x, None, self.eps, **self._variant, other=other, behind=self.weight)
 
     def _norm(self, x: Tensor, **options) -> Tensor:
         return self._operations.rms_norm(x, self.weight, self.eps, **self._variant, **options)
+
+
+def add_and_norm(
+    x: Tensor, other: Tensor, norm: RMSNorm | None, behind: RMSNorm | None = None, out: Tensor | None = None
+) -> Tensor:
+    """Add `other`, or the norm `behind` of it, to x, in place, and return `norm` of x; where none follows, x itself."""
+    return behind.add_to(x, other) if norm is None else norm.after_sum(x, other, out, behind)
 
 
 class OffsetRMSNorm(RMSNorm):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nanoinfer.devices.base import Device
-from nanoinfer.kernels.linear.counts import num_parts, padded_rows
+from nanoinfer.kernels.linear.counts import padded_rows
 from nanoinfer.memory.sparse import sparse_bytes, sparse_reference_bytes
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.sampling.reference import logprobs_bytes
@@ -63,24 +63,24 @@ def prefill_bytes(spec: ModelSpec, tokens: int, is_fused: bool = True) -> int:
 
 def _dense_bytes(spec: ModelSpec, always: int) -> int:
     """Return the bytes of one row at the peak of an MLP without experts, or behind it."""
-    size, hidden, heads = spec.dtype.itemsize, spec.hidden_size, spec.q_size
+    size, hidden = spec.dtype.itemsize, spec.hidden_size
     # The MLP: the normalised residual, gate and up, their product; or up alone, which becomes what it is activated to.
     mlp = always + size * (hidden + spec.mlp_width * spec.intermediate_size)
-    # Behind it: the normalised residual, the product, what is added to the residual, and its norm.
-    added = 4 if max(num_parts(heads), num_parts(spec.intermediate_size)) > 1 else size  # parts of a sum are float32
-    behind = always + size * (2 * hidden + spec.intermediate_size) + added * hidden
+    # Behind it: the normalised residual, the product, two float32 parts of what is added to the residual, and its norm.
+    behind = always + size * (2 * hidden + spec.intermediate_size) + 2 * 4 * hidden
     return max(mlp, behind)
 
 
 def graph_bytes(spec: ModelSpec, rows: int, prefill_tokens: int) -> int:
     """Transient bytes of the graphs, which share one pool: the larger of a layer and a decode step's logits."""
-    size, heads = spec.dtype.itemsize, spec.q_size
-    most, dense = max(rows, prefill_tokens), spec.mlp_width * spec.intermediate_size
-    layer = most * size * max(4 * spec.hidden_size + 3 * heads + dense, 2 * spec.hidden_size + spec.layer_inputs_size)
+    size, heads, hidden, mlp = spec.dtype.itemsize, spec.q_size, spec.hidden_size, spec.intermediate_size
+    behind = size * (3 * hidden + max(heads, mlp)) + 2 * 4 * hidden  # two float32 parts of a sum, as in `_dense_bytes`
+    most, inputs = max(rows, prefill_tokens), size * (2 * hidden + spec.layer_inputs_size)
+    layer = most * max(size * (4 * hidden + 3 * heads + spec.mlp_width * mlp), inputs, behind)
     if spec.sparse is not None:
         beside = 2 if spec.has_both else 1  # the sum, and as in `prefill_bytes`
-        layer = max(layer, most * size * beside * spec.hidden_size + sparse_bytes(spec, most))
-    logits = (4 + size) * spec.vocab_size + size * spec.hidden_size
+        layer = max(layer, most * size * beside * hidden + sparse_bytes(spec, most))
+    logits = (4 + size) * spec.vocab_size + size * hidden
     return max(layer, rows * logits)
 
 

@@ -47,16 +47,18 @@ class Gemma4Layer(DecoderLayer):
         self, x: Tensor, attn: Tensor, norm: RMSNorm, num_live: Tensor, layer_input: Tensor | None = None
     ) -> Tensor:
         """layer_input: [N, layer_input_size], where the model has them."""
-        normed = self.post_attention_layernorm.after_sum(x, self.attention_output_norm(self.self_attn.o_proj(attn)))
-        added = self.mlp(normed)
+        before_mlp, behind = self.post_attention_layernorm, self.attention_output_norm
+        normed = self.self_attn.o_proj.project_add_norm(x, attn, before_mlp, behind)
         if self.sparse is None:
-            added = self.mlp_output_norm(added)
+            self.mlp.add(x, normed, None, num_live, self.mlp_output_norm)
         else:
-            del normed
-            added = self.dense_output_norm(added)
-            added = self.mlp_output_norm.after_sum(added, self._experts(x, num_live))
-        x.add_(added)
-        del added
+            hidden = self.mlp.hidden(normed)
+            of_mlp = self.dense_output_norm.add_to(torch.zeros_like(x), self.mlp.down_proj.parts(hidden))
+            del normed, hidden
+            added = self.mlp_output_norm.after_sum(of_mlp, self._experts(x, num_live), behind=self.sparse_output_norm)
+            del of_mlp
+            x.add_(added)
+            del added
         if layer_input is not None:
             gate = self.input_gate(x)
             gate = self.input_gate.operations.act(gate, self._activation).mul_(layer_input)
@@ -64,7 +66,6 @@ class Gemma4Layer(DecoderLayer):
         return norm(x.mul_(self.layer_scalar))
 
     def _experts(self, x: Tensor, num_live: Tensor) -> Tensor:
-        """Return the normed sum of the experts of each row of x, [N, hidden_size]."""
+        """Return the two sums of the experts of each row of x, [2, N, hidden_size] float32."""
         logits = self.sparse.logits(self.router_norm(x).mul_(self._router_factor))
-        first, second = self.sparse.sums(self.sparse_norm(x), logits, num_live)
-        return self.sparse_output_norm(torch.add(first, second, out=torch.empty_like(x)))
+        return self.sparse.sums(self.sparse_norm(x), logits, num_live)

@@ -11,6 +11,7 @@ from nanoinfer.kernels.attention.spec import AttentionSpec
 from nanoinfer.kernels.experts.routing import GatedActivation
 from nanoinfer.kernels.kv.base import KVPart
 from nanoinfer.kernels.layer.head_steps import HeadSteps
+from nanoinfer.kernels.linear.cuts import columns_cut, divided, heads_cut
 from nanoinfer.layers.experts import Sparse, SparseMLP
 from nanoinfer.layers.formats.base import DENSE, Formats
 from nanoinfer.layers.linear import Linear
@@ -107,9 +108,13 @@ class Attention(nn.Module):
         made = {"q_proj": q_size} | (dict.fromkeys(of_kv, kv_size) if traits.keeps_kv else {})
         qkv = formats.as_held("qkv_proj", made)
         options = dict(dtype=spec.dtype, device=device)
-        self.qkv_proj = Linear(spec.hidden_size, qkv, bias=traits.qkv_bias, formats=formats, **options)
-        formats = formats.below("o_proj")
-        self.o_proj = Linear(q_size, spec.hidden_size, bias=traits.output_bias, formats=formats, **options)
+        q_cut, kv_cut = (head_dim * count for count in heads_cut(self._shape.num_q_heads, self._shape.num_kv_heads))
+        sizes = divided(q_size, q_cut) + (len(of_kv) * divided(kv_size, kv_cut) if traits.keeps_kv else ())
+        of_qkv = options | dict(bias=traits.qkv_bias, formats=formats, row_sizes=sizes)
+        self.qkv_proj = Linear(spec.hidden_size, qkv, **of_qkv)
+        cut = q_cut if q_cut < q_size else columns_cut(q_size)  # a single head is divided, too
+        of_output = options | dict(bias=traits.output_bias, formats=formats.below("o_proj"), cut=cut)
+        self.o_proj = Linear(q_size, spec.hidden_size, **of_output)
         self.q_norm = self.k_norm = None
         if traits.qk_norm is not None:
             sizes = (q_size, kv_size) if traits.qk_norm == "all heads" else (head_dim, head_dim)
@@ -182,13 +187,6 @@ class DecoderLayer(nn.Module):
 
         Where none follows, x itself is returned. num_live: [1] int32, how many rows are tokens.
         """
-        if self.attention_output_norm is None:
-            normed = self.self_attn.o_proj.project_add_norm(x, attn, self.post_attention_layernorm)
-            return self.mlp.add(x, normed, norm, num_live)
-        # Attention's output has no name, so it is freed before the gated layer, the largest user of memory.
-        normed = _norm_of_sum(self.post_attention_layernorm, x, self.attention_output_norm(self.self_attn.o_proj(attn)))
-        return _norm_of_sum(norm, x, self.mlp_output_norm(self.mlp(normed)))
-
-
-def _norm_of_sum(norm: RMSNorm | None, x: Tensor, other: Tensor) -> Tensor:
-    return x.add_(other) if norm is None else norm.after_sum(x, other)
+        before_mlp, behind = self.post_attention_layernorm, self.attention_output_norm
+        normed = self.self_attn.o_proj.project_add_norm(x, attn, before_mlp, behind)
+        return self.mlp.add(x, normed, norm, num_live, self.mlp_output_norm)

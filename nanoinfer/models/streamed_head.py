@@ -73,7 +73,8 @@ def slice_head(head: Head, rows: Sequence[int], dtype: torch.dtype, device: torc
     """Return slices of a head that have so many rows, on a device: not filled, and in no landing buffer yet."""
     slices = []
     for count in rows:
-        slices.append(Head(head.in_features, count, dtype=dtype, device=device, formats=head.weights))
+        options = dict(block=head.block, dtype=dtype, device=device, formats=head.weights)
+        slices.append(Head(head.in_features, count, **options))
         if isinstance(head.weights, Packed):
             slices[-1].packed.folding = head.packed.folding  # so each slice is expanded as the whole head is
     return slices

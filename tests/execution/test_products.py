@@ -9,7 +9,7 @@ from tiny_models import make_checkpoint
 
 from nanoinfer.execution import products
 from nanoinfer.execution.products import agreeing_counts, check_products, run_ours
-from nanoinfer.kernels.linear.counts import MAX_ROWS, num_parts, padded_counts, padded_rows
+from nanoinfer.kernels.linear.counts import MAX_ROWS, padded_counts, padded_rows
 from nanoinfer.layers.linear import Linear
 
 
@@ -37,12 +37,13 @@ def test_a_sum_that_is_not_a_number_agrees_with_nothing():
 
 @pytest.mark.parametrize("differs", [False, True])
 def test_each_shape_is_asked_once_and_every_projection_of_it_told(differs, monkeypatch):
-    """On a device that says it is a GPU: bias and shape make a group, and the products stay ours where the library
+    """On a device that says it is a GPU: bias, shape and cut make a group, and the products stay ours where the library
     differs."""
     model = torch.nn.Module()
     options = dict(dtype=torch.bfloat16, device="cpu")
     model.first, model.second = (Linear(64, 32, bias=False, **options) for _ in range(2))
     model.third = Linear(64, 32, bias=True, **options)
+    model.fourth = Linear(64, 32, cut=32, **options)
     model.spec, model.streamed = SimpleNamespace(dtype=torch.bfloat16), SimpleNamespace(bring=lambda module: None)
     for weight in model.parameters():
         weight.data = torch.randn_like(weight)
@@ -56,15 +57,15 @@ def test_each_shape_is_asked_once_and_every_projection_of_it_told(differs, monke
     computed = []
     monkeypatch.setattr("nanoinfer.execution.products.in_own_tiles", lambda *arguments: computed.append(arguments))
     run_ours(model)
-    assert [module for module, _, _ in computed] == [model.first, model.third]
+    assert [module for module, _, _ in computed] == [model.first, model.third, model.fourth]
     assert all(weight is module.weight and x.shape == (MAX_ROWS, 64) for module, weight, x in computed)
     monkeypatch.setattr("nanoinfer.execution.products.library_counts", agreeing)
     found = check_products(model, 1100)
     counts = padded_counts(1100)
-    assert counts == [768, 1024, 1280] and asked == [model.first, model.third]
+    assert counts == [768, 1024, 1280] and asked == [model.first, model.third, model.fourth]
     kept, lost = (tuple(counts[1:]), (768,)) if differs else (tuple(counts), ())
     assert found == {"32x64": list(lost)}
-    assert all(module.library_counts == set(kept) for module in (model.first, model.second, model.third))
+    assert all(module.library_counts == set(kept) for module in model.children())
     model.spec.dtype = torch.float32
     assert check_products(model, 1100) == {}, "float32 is the library's at one count"
 
@@ -84,17 +85,3 @@ def test_rows_are_padded_to_few_counts_of_which_the_check_knows_all():
         assert padded == num_rows <= MAX_ROWS or (padded in counts and padded_rows(padded) == padded)
     assert len(counts) < 40 and all(count % 256 == 0 for count in counts)
     assert padded_counts(MAX_ROWS) == []
-
-
-def test_long_sums_have_parts_and_others_do_not():
-    assert [num_parts(size) for size in (1024, 1920, 2048, 3072, 4096, 9728, 14336, 8193, 8320)] == [
-        1,
-        1,
-        2,
-        2,
-        2,
-        2,
-        2,
-        1,
-        1,
-    ]

@@ -18,7 +18,7 @@ from nanoinfer.kernels.launch.compile_ahead import compile_ahead
 from nanoinfer.measure.logits import LogitsRecorder
 
 BFLOAT, FULL = torch.bfloat16, torch.float32
-SIZE = 384  # which all groups of columns divide
+SIZE = 768  # which all groups of columns divide, and all formats are cut at one place
 FORMATS = [
     "int4 in pairs of groups", "int4 in pairs with zeros", "int4 with zeros", "int4 of 32", "int4 by row", "int4 of 24",
     "int4 out of order", "int8 by row", "int8 with zeros", "fp8 by row", "fp8 in blocks", "nvfp4", "mxfp4",

@@ -107,11 +107,14 @@ def test_a_product(size, num_rows, num_tokens, activation, dtype):
 
 @HALF_DTYPES
 @pytest.mark.parametrize("num_tokens", [1, 8, 9, 40, 130, 512])
-@pytest.mark.parametrize("size, num_rows, num_parts", [(256, 21, 2), (9728, 2560, 2), (4096, 2560, 4)])
-def test_a_sum_in_parts(size, num_rows, num_parts, num_tokens, dtype):
+@pytest.mark.parametrize(
+    "size, num_rows, cut, has_bias", [(256, 21, 128, False), (9728, 2560, 4864, False), (11008, 4096, 5632, True),
+                                      (576, 300, 384, True), (400, 300, 240, False), (896, 200, 448, False)]
+)  # fmt: skip
+def test_a_sum_in_parts(size, num_rows, cut, has_bias, num_tokens, dtype):
     from layer_kernel_cases import check_linear_parts
 
-    check_linear_parts(size, num_rows, num_tokens, num_parts, dtype, "cuda")
+    check_linear_parts(size, num_rows, num_tokens, cut, has_bias, dtype, "cuda")
 
 
 SIZES = [
@@ -170,8 +173,11 @@ def test_the_bits_of_a_gated_row_do_not_depend_on_how_many_rows_there_are(activa
         assert torch.equal(linear(x, weight, bias, activation=activation, library_counts=counts)[:512], want)
 
 
-@pytest.mark.parametrize("size, num_rows, num_parts", [(9728, 2560, 2), (14336, 4096, 2), (8192, 1000, 4)])
-def test_the_bits_of_parts_do_not_depend_on_how_many_rows_there_are(size, num_rows, num_parts):
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    "size, num_rows, cut", [(9728, 2560, 4864), (11008, 4096, 5632), (8192, 1000, 3072), (960, 640, 576)]
+)
+def test_the_bits_of_parts_do_not_depend_on_how_many_rows_there_are(size, num_rows, cut, has_bias):
     from nanoinfer.kernels.fused import rms_norm
     from nanoinfer.kernels.linear.rows import linear_parts
 
@@ -180,10 +186,10 @@ def test_the_bits_of_parts_do_not_depend_on_how_many_rows_there_are(size, num_ro
         torch.randn(1000, size, dtype=torch.bfloat16, device="cuda"),
         torch.ones(num_rows, dtype=torch.bfloat16, device="cuda"),
     )
-    wanted = None
+    bias, wanted = torch.randn(num_rows, dtype=torch.bfloat16, device="cuda") if has_bias else None, None
     for num_tokens, counts in ((512, ()), (1, ()), (9, ()), (40, ()), (200, ()), (1000, ()), (1000, (1024,))):
-        parts = linear_parts(x[:num_tokens].clone(), weight, num_parts, library_counts=counts)
-        assert len(parts) == (1 if counts else num_parts)
+        parts = linear_parts(x[:num_tokens].clone(), weight, cut, bias, library_counts=counts)
+        assert len(parts) == (1 if counts else 2)
         total = torch.zeros(num_tokens, num_rows, dtype=torch.bfloat16, device="cuda")
         rms_norm(total, norm, 1e-6, offset=False, other=parts)
         wanted = total if wanted is None else wanted
@@ -280,7 +286,9 @@ class LayerSteps:
             self.backend.merge(self.partials, self.ranges, self.work.partials_per_block, self.attn)
             added = kernels.linear(self.attn.flatten(1), layer["o"])
             normed = kernels.rms_norm(x, self.norm, 1e-6, offset=False, other=added)
-            parts = kernels.linear_parts(kernels.linear(normed, layer["gate_up"], activation="silu"), layer["down"], 2)
+            parts = kernels.linear_parts(
+                kernels.linear(normed, layer["gate_up"], activation="silu"), layer["down"], 4864
+            )
             normed = kernels.rms_norm(x, self.norm, 1e-6, offset=False, other=parts)
         return torch.cat((x, act_and_mul(normed, "silu")), 1)
 
@@ -375,7 +383,7 @@ def test_each_kernel_that_starts_early_waits_for_what_it_reads(kernel):
             step.backend.merge(partials, step.ranges, step.work.partials_per_block, out)
             return out
         if kernel == "rows_linear in parts":
-            return kernels.linear_parts(delayed(step.attn).flatten(1), layer["o"], 2)
+            return kernels.linear_parts(delayed(step.attn).flatten(1), layer["o"], 2048)
         if kernel == "rms_norm":
             return kernels.rms_norm(delayed(x), step.norm, 1e-6, offset=False)
         if kernel.startswith("rms_norm of"):

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from packings import PACKINGS, Bare, filled
 
 from nanoinfer.kernels import fused
-from nanoinfer.kernels.linear.counts import num_parts
+from nanoinfer.kernels.linear.cuts import columns_cut
 from nanoinfer.kernels.linear.expand import expand
 from nanoinfer.kernels.linear.launches import Tiles
 from nanoinfer.kernels.linear.packed import packed_linear
@@ -49,7 +49,8 @@ def test_any_number_of_rows_has_the_bits_of_the_expanded_matrix(name, packing, d
         columns = packing.factor_columns or packing.columns
         if columns and size % columns and packing.rows == 1:
             continue
-        weights, module = filled(packing, num_rows, size, largest=largest, device=DEVICE)
+        cut = 16 * (size // 40) if num_rows == 160 else columns_cut(size)  # within blocks, and not
+        weights, module = filled(packing, num_rows, size, cut=cut, largest=largest, device=DEVICE)
         is_folded = packing.folded[0] > 0 or packing.scale_words is not None
         assert module.packed.folding.scales == (is_folded and (largest < 1 or packing.kind == "fp8"))
         packed, matrix = module.packed, torch.empty(num_rows, size, dtype=dtype, device=DEVICE)
@@ -60,16 +61,16 @@ def test_any_number_of_rows_has_the_bits_of_the_expanded_matrix(name, packing, d
         assert torch.equal(wide, weights.expand(module, slice(0, num_rows)).float()), (name, size)
         # Of a size that no sum overflows with, which would be NaN and so equal to nothing.
         x = torch.randn(512, size, device=DEVICE).to(dtype) / matrix.float().abs().max().clamp(min=1e-3).to(dtype)
-        bias, parts = torch.randn(num_rows, device=DEVICE).to(dtype), num_parts(size)
+        bias = torch.randn(num_rows, device=DEVICE).to(dtype)
         want, gated = linear(x, matrix, bias), linear(x, matrix, activation="silu")
-        sums = linear_parts(x, matrix, parts) if parts > 1 else None
+        sums = linear_parts(x, matrix, cut, bias)
         assert bool(want.isfinite().all())
         for count in counts:
             assert torch.equal(packed_linear(x[:count], packed, bias), want[:count]), (name, size, count)
             got = packed_linear(x[:count], packed, activation="silu")
             assert torch.equal(got, gated[:count]), (name, size, count, "gated")
-            if parts > 1:
-                assert torch.equal(packed_linear(x[:count], packed, num_parts=parts), sums[:, :count]), (name, size)
+            got = packed_linear(x[:count], packed, bias, in_parts=True)
+            assert torch.equal(got, sums[:, :count]), (name, size, count, "parts")
 
 
 @pytest.mark.parametrize(

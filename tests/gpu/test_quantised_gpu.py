@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.filterwarnings("ignore:the checkpoint was made for quantised activations"),
 ]
-SIZES = dict(head_dim=64, hidden_size=256, intermediate_size=480, num_heads=8, num_kv_heads=2)
+SIZES = dict(head_dim=64, hidden_size=256, intermediate_size=576, num_heads=8, num_kv_heads=2)
 COMMON = dict(
     device=DEVICE, dtype="bfloat16", block_size=16, max_model_len=1024, max_num_seqs=32, gpu_memory_limit="4GiB",
     skip_tokenizer_init=True, progress_bar=False,

@@ -109,6 +109,9 @@ def test_a_product(size, num_rows, num_tokens, activation, dtype):
 
 
 @pytest.mark.parametrize("num_tokens", [1, 12, 40])
-@pytest.mark.parametrize("size, num_rows, num_parts", [(256, 21, 2), (512, 70, 4), (128, 16, 1)])
-def test_a_sum_in_parts(size, num_rows, num_parts, num_tokens):
-    check_linear_parts(size, num_rows, num_tokens, num_parts, torch.float16, "cpu")
+@pytest.mark.parametrize(
+    "size, num_rows, cut, has_bias",
+    [(256, 21, 128, False), (576, 70, 384, True), (512, 16, 256, True), (56, 33, 32, True), (400, 20, 240, False)],
+)  # fmt: skip
+def test_a_sum_in_parts(size, num_rows, cut, has_bias, num_tokens):
+    check_linear_parts(size, num_rows, num_tokens, cut, has_bias, torch.float16, "cpu")

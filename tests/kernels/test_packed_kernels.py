@@ -17,6 +17,7 @@ from nanoinfer.devices.target import Target
 from nanoinfer.kernels import fused, reference
 from nanoinfer.kernels.linear import launches, packed
 from nanoinfer.kernels.linear.counts import MAX_ROWS
+from nanoinfer.kernels.linear.cuts import columns_cut
 from nanoinfer.kernels.linear.expand import expand, form_of, tensors_of
 from nanoinfer.kernels.linear.launches import tiles_of
 from nanoinfer.kernels.linear.packed import packed_linear
@@ -114,23 +115,33 @@ def test_every_number_of_rows_has_tiles_on_every_gpu(monkeypatch, name, gated):
         monkeypatch.setattr(launches, "target_of", lambda device, target=target: target)
         for num_tokens in range(1, MAX_ROWS + 1):
             x, out = (torch.empty(num_tokens, size, device="meta") for size in (512, 64))
-            found = tiles_of(f"{form.bits} bits", x, out, gated, 1)
+            found = tiles_of(f"{form.bits} bits", x, out, gated, None)
             block_m, block_n, columns, num_warps, stages, *_ = found
             assert block_m in (8, 16, 32, 64, 128) and block_m < max(2 * num_tokens, 16), found
             assert block_n >= 16 * num_warps and stages > 0 and columns % form.block == 0, found
 
 
-@pytest.mark.parametrize("name", ["int4 in pairs of groups", "int4 with zeros", "int8 by row"])
-def test_parts_of_a_sum_cover_their_columns(name):
-    size = 2304  # parts of 1,152 columns: of four and a half blocks of 256
-    weights, module = filled(Packing(**PACKINGS[name]), 32, size)
-    x = torch.randn(3, size, generator=torch.Generator().manual_seed(1)).to(HALF)
-    parts = packed_linear(x, module.packed, num_parts=2)
+@pytest.mark.parametrize(
+    "name, size, cut",
+    [
+        *((name, 2304, 1152) for name in ("int4 in pairs of groups", "int4 with zeros", "int8 by row")),
+        *((name, 576, 384) for name in ("int4 in pairs with zeros", "int8 by row", "fp8 by row", "nvfp4")),
+        *((name, 960, 640) for name in ("int4 of 96", "int4 out of order", "int4 by row", "mxfp4", "Q5_0", "Q4_1")),
+        *((name, 768, 384) for name in ("Q4_K", "Q6_K", "Q3_K", "Q2_K", "IQ4_XS")),  # within a block of theirs
+        *((name, 384, 208) for name in ("int4 of 32", "int8 of 128", "mxfp4", "fp8 in blocks", "Q8_0")),
+    ],
+)
+def test_parts_of_a_sum_cover_their_columns(name, size, cut):
+    weights, module = filled(Packing(**PACKINGS[name]), 32, size, cut=cut)
+    x, bias = torch.randn(3, size, generator=torch.Generator().manual_seed(1)).to(HALF), torch.ones(32, dtype=HALF)
     matrix = matrix_of(weights, module).float()
-    for part, begin in zip(parts, (0, size // 2), strict=True):
-        columns = slice(begin, begin + size // 2)
-        wanted = x[:, columns].float() @ matrix[:, columns].t()
-        torch.testing.assert_close(part, wanted, atol=1e-3 * wanted.abs().max().item(), rtol=1e-3)
+    for some_bias, num_tokens in ((None, 3), (bias, 3), (bias, 1)):
+        parts = packed_linear(x[:num_tokens], module.packed, some_bias, in_parts=True)
+        for number, columns in enumerate((slice(cut), slice(cut, None))):
+            wanted = x[:num_tokens, columns].float() @ matrix[:, columns].t()
+            if some_bias is not None and number == 0:
+                wanted += bias
+            torch.testing.assert_close(parts[number], wanted, atol=1e-3 * wanted.abs().max().item(), rtol=1e-3)
 
 
 def test_infinite_weights_beyond_the_columns_of_a_sum_do_not_reach_it():
@@ -140,12 +151,12 @@ def test_infinite_weights_beyond_the_columns_of_a_sum_do_not_reach_it():
     module.packed.put_scales(0, 16, torch.full((16, 1), 10000.0, dtype=HALF))
     assert torch.equal(packed_linear(torch.full((1, 200), 2.0**-8, dtype=HALF), module.packed),
                        torch.full((1, 16), 200 * 10000 / 2**8, dtype=HALF))  # fmt: skip
-    _, module = filled(Packing(**PACKINGS["int8 of 128"]), 16, 2304)
+    _, module = filled(Packing(**PACKINGS["int8 of 128"]), 16, 2304, cut=1152)
     codes = torch.full((16, 2304), 129, dtype=torch.uint8)
     codes[:, 1152:] = 255
     module.packed.put_codes(0, codes)
     module.packed.put_scales(0, 16, torch.where(torch.arange(18) < 9, 1.0, 60000.0).to(HALF)[None])
-    parts = packed_linear(torch.full((1, 2304), 2.0**-8, dtype=HALF), module.packed, num_parts=2)
+    parts = packed_linear(torch.full((1, 2304), 2.0**-8, dtype=HALF), module.packed, in_parts=True)
     assert bool((parts[0] == 1152 / 2**8).all()) and bool((parts[1] == torch.inf).all())
 
 
@@ -330,15 +341,15 @@ def test_a_block_is_a_part_of_a_group_and_of_a_part_of_a_sum():
         for columns in (None, 16, 32, 64, 128, 256):
             for size in (64, 128, 192, 896, 1152, 2304, 2560, 4096, 4864, 9728):
                 packing = Packing(kind="int", bits=bits, scale_dtype=HALF, columns=columns)
-                plane = packing.plane(size)
-                assert columns is None or columns % plane == 0
-                assert size % packing.block(plane) == 0
-                if size > 2047 and size % 256 == 0:
-                    assert size // 2 % packing.block(plane) == 0
-                if packing.table(size) == "pairs":
-                    assert size // columns % 2 == 0
-                weight = empty_packed(packing, 3, size, "meta")
-                assert weight.codes.nbytes == 3 * size * bits // 8
+                for cut in (None, columns_cut(size)):
+                    plane = packing.plane(size, cut)
+                    assert columns is None or columns % plane == 0
+                    assert size % packing.block(plane) == 0
+                    assert (cut or 0) % packing.block(plane) == 0 or size < 512
+                    if packing.table(size) == "pairs":
+                        assert size // columns % 2 == 0
+                    weight = empty_packed(packing, 3, size, "meta", cut)
+                    assert weight.codes.nbytes == 3 * size * bits // 8
 
 
 @pytest.mark.parametrize("columns", [16, 32, 48, 64, 80, 96, 128, 256])

@@ -31,7 +31,7 @@ class Int8Rows(WeightFormat):
     def below(self, path, held=None):
         return DENSE if path == "lm_head" else self
 
-    def allocate(self, module, num_rows, in_features, *, dtype, device):
+    def allocate(self, module, num_rows, in_features, *, cut=None, dtype, device):
         values = torch.empty(num_rows, in_features, dtype=torch.int8, device=device)
         module.dtype = dtype
         module.values = torch.nn.Parameter(values, requires_grad=False)

@@ -8,7 +8,7 @@ import torch
 from engines import make_engine, random_prompts, run, some_params
 from fused import PARTS, fuse
 from online import QUIET, equal, load, make, matrices
-from quantised import CASES, awq, compressed, compressed_groups, fp8_blocks, modelopt_nvfp4, write
+from quantised import CASES, ONE_CUT, awq, compressed, compressed_groups, fp8_blocks, modelopt_nvfp4, write
 from safetensors.torch import load_file, save_file
 from simulated import SimulatedRuntime
 from tiny_models import FAMILIES, make_checkpoint
@@ -83,7 +83,7 @@ def test_weights_are_those_that_the_reference_makes_of_the_whole(tmp_path, name)
 
 @pytest.mark.parametrize("name", ["ct-fp8-block", "gptq-int4-act-order", "ct-groups"])
 def test_tokens_and_logits_are_those_of_the_parts(tmp_path, name):
-    packed, dense = write(tmp_path, (CASES | NAMED)[name](), is_fused=True, shards=3)
+    packed, dense = write(tmp_path, (CASES | NAMED)[name](), is_fused=True, shards=3, **ONE_CUT)
     prompts, params = random_prompts(3, 5, 40), some_params(3, 5, logprobs=3)
     wanted = run(make_engine(dense), prompts, params)
     assert run(make_engine(packed), prompts, params) == wanted

@@ -12,7 +12,7 @@ from engines import assert_pools_as_before, make_engine, random_prompts, run, so
 from live_bytes import LiveBytes
 from loading import loaded
 from packings import PACKINGS, filled
-from quantised import CASES, gptq, write, written_by_the_package
+from quantised import CASES, ONE_CUT, gptq, write, written_by_the_package
 from safetensors.torch import load_file, save_file
 from simulated import SimulatedRuntime
 from tiny_models import FAMILIES, make_checkpoint
@@ -116,8 +116,8 @@ def test_a_scale_is_divided_by_the_global_one_in_float32(copied):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.sampled("ct-mixed", "gptq-int4-act-order")
-def test_tokens_and_logits_are_those_of_the_expanded_checkpoint_in_every_mode(written, name, fuzz):
-    packed, dense = written(name)
+def test_tokens_and_logits_are_those_of_the_expanded_checkpoint_in_every_mode(tmp_path, name, fuzz):
+    packed, dense = write(tmp_path, CASES[name](), **ONE_CUT)
     for seed in range(3 if fuzz else 1):
         prompts, params = random_prompts(4, 20, 90, seed=seed), some_params(4, 12 if fuzz else 5, logprobs=3)
         wanted = run(make_engine(dense), prompts, params)
@@ -190,14 +190,14 @@ def test_auto_rounds_own_settings_may_be_given_by_expressions(copied):
 
 def test_a_head_may_be_quantised(tmp_path):
     case = gptq(4, 32, lm_head=True)
-    packed, dense = write(tmp_path, case, head=True)
+    packed, dense = write(tmp_path, case, head=True, **ONE_CUT)
     assert (dense / "model.safetensors").stat().st_size > (packed / "model.safetensors").stat().st_size
     prompts, params = random_prompts(2, 5, 30), some_params(2, 4)
     assert run(make_engine(packed), prompts, params) == run(make_engine(dense), prompts, params)
 
 
-def test_a_head_that_dynamic_settings_leave_out_is_wide(copied):
-    packed, dense = copied("gptq-int4")
+def test_a_head_that_dynamic_settings_leave_out_is_wide(tmp_path):
+    packed, dense = write(tmp_path, CASES["gptq-int4"](), **ONE_CUT)
     settle(packed, lm_head=True, dynamic={"-:lm_head": {}})
     prompts, params = random_prompts(2, 5, 30), some_params(2, 4)
     assert run(make_engine(packed), prompts, params) == run(make_engine(dense), prompts, params)

@@ -11,7 +11,7 @@ from engines import make_engine, random_prompts, run, some_params
 from loading import loaded
 from online import expert_matrices, make
 from online import load as load_online
-from quantised import CASES, gptq, write
+from quantised import CASES, ONE_CUT, gptq, write
 from safetensors.torch import load_file, save_file
 from tiny_models import make_checkpoint
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
@@ -84,7 +84,7 @@ def test_the_kernels_multiply_with_packed_experts_under_the_interpreter(tmp_path
 
 # The router's correction bias, a shared expert and a dense layer; other names.
 OTHERS = {
-    "glm4_moe": dict(moe_intermediate_size=32, first_k_dense_replace=1, num_layers=2),
+    "glm4_moe": ONE_CUT | dict(moe_intermediate_size=32, first_k_dense_replace=1, num_layers=2),
     "mixtral": dict(intermediate_size=96, num_layers=1),
 }
 

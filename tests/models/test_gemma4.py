@@ -8,7 +8,7 @@ import transformers
 from dense_model import dense_logits
 from engines import make_engine, random_prompts, run
 from loading import loaded
-from quantised import CASES, write
+from quantised import CASES, ONE_CUT, write
 from safetensors.torch import load_file, save_file
 from tiny_models import logits_of, make_checkpoint, random_tokens, read_reference, tiny_config
 from transformers_reference import reference_tokens
@@ -112,7 +112,7 @@ def test_other_families_have_no_layers_of_their_own_sizes(tmp_path):
 def test_packed_weights_are_the_model_of_the_expanded_ones(family, tmp_path):
     """As Google's own are: 4 bits in groups of 32, embeddings and norms as they are."""
     own = dict(hidden_size_per_layer_input=32) if family == "gemma4_inputs" else {}
-    packed, dense = write(tmp_path, CASES["ct-int4-group"](), family, **READS | own)
+    packed, dense = write(tmp_path, CASES["ct-int4-group"](), family, **ONE_CUT | READS | own)
     ours, theirs = (loaded(path, torch.float32) for path in (packed, dense))
     assert hasattr(ours.layers[1].mlp.down_proj, "packed") and not hasattr(ours.embed_tokens, "packed")
     assert torch.equal(dense_logits(ours, random_tokens(30)), dense_logits(theirs, random_tokens(30)))

@@ -19,7 +19,7 @@ from nanoinfer.layers.linear import Head, share_scratch
 from nanoinfer.memory.planner import Planner
 from nanoinfer.models import host_table, streamed
 from nanoinfer.models.logits import Logits
-from nanoinfer.models.streamed_head import StreamedHead, head_sizes
+from nanoinfer.models.streamed_head import StreamedHead, head_sizes, slice_head
 from offload.memory.pinned import PinError
 
 ALL = dict(resident_weights_limit=0)
@@ -77,8 +77,8 @@ def test_where_a_library_multiplies_a_head_and_its_slices_are_the_same_products(
     seen = []
 
     class Operations:
-        def linear(self, x, weight, *_, **options):
-            seen.append((weight.shape, weight[0, 0].item()))
+        def linear(self, x, weight, *_, row_sizes, **options):
+            seen.extend((some.shape, some[0, 0].item()) for some in weight.split(row_sizes))
             return x @ weight.T
 
     head = Head(8, 100, dtype=torch.float32, device="cpu")
@@ -88,11 +88,17 @@ def test_where_a_library_multiplies_a_head_and_its_slices_are_the_same_products(
     assert whole == [((min(16, 100 - begin), 8), begin) for begin in range(0, 100, 16)]
     seen.clear()
     for begin in (0, 48, 96):
-        one = Head(8, min(48, 100 - begin), dtype=torch.float32, device="cpu")
+        (one,) = slice_head(head, [min(48, 100 - begin)], torch.float32, "cpu")
         one.weight.copy_(head.weight[begin : begin + 48])
         one.operations = head.operations
         assert torch.equal(one(x), wanted[:, begin : begin + 48])
     assert seen == whole
+    seen.clear()
+    small = Head(8, 14, dtype=torch.float32, device="cpu")
+    small.weight.copy_(torch.arange(14.0)[:, None].expand(14, 8))
+    small.operations = head.operations
+    small(x)
+    assert seen == [((7, 8), 0), ((7, 8), 7)], "halves, where there are few rows"
 
 
 @pytest.mark.parametrize("tied", [True, False])

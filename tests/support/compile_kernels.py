@@ -182,11 +182,14 @@ def compile_layers() -> None:
     for other in (None, eight.clone(), floats(2, 8, 2560)):
         layers.rms_norm(eight, weight, 1e-6, offset=other is None, other=other)
         layers.layer_norm(eight, weight, weight, 1e-6, offset=other is None, other=other, factor=0.2)
+    for after in (None, weight):  # with a norm of what is added
+        layers.rms_norm(eight, after, 1e-6, offset=True, other=floats(2, 8, 2560), behind=weight)
     for num_tokens in (1, 16):
         layers.linear(zeros(num_tokens, 2560), wide, zeros(6144))
     layers.linear(zeros(32, 2560), wide, activation="silu")
     layers.linear(zeros(16, 333), zeros(100, 333))
-    layers.linear_parts(eight, wide, 2)
+    for cut in (1280, 1536):  # equal parts, and others
+        layers.linear_parts(eight, wide, cut, None if cut == 1280 else zeros(6144))
     layers.linear(zeros(64, 333), zeros(100, 333))
     act_and_mul(zeros(8, 512), "gelu_pytorch_tanh")
     layers.act(zeros(8, 512), "relu2")
@@ -196,7 +199,8 @@ def compile_tile_linear() -> None:
     for num_tokens in (64, 500):
         layers.linear(zeros(num_tokens, 1024), zeros(4096, 1024), zeros(4096))
         layers.linear(zeros(num_tokens, 1024), zeros(6144, 1024), activation="silu")
-    layers.linear_parts(zeros(64, 8192), zeros(1024, 8192), 2)
+    layers.linear_parts(zeros(64, 8192), zeros(1024, 8192), 4096)
+    layers.linear_parts(zeros(64, 576), zeros(1024, 576), 384, zeros(1024))
 
 
 def compile_packed() -> None:
@@ -237,7 +241,9 @@ def compile_packed() -> None:
         layers.packed_linear(zeros(1, 256), empty_packed(Packing(**cases[0]), 2**14, 256, "cpu"), activation="silu")
     if is_brief and gpu.architecture != architectures[0]:
         return
-    layers.packed_linear(zeros(16, 2304), empty_packed(Packing(**cases[0]), 256, 2304, "cpu"), num_parts=2)
+    for cut in (1152,) if is_brief else (1152, 1280):
+        weight = empty_packed(Packing(**cases[0]), 256, 2304, "cpu", cut)
+        layers.packed_linear(zeros(16, 2304), weight, zeros(256), in_parts=True)
     expand.expand(empty_packed(Packing(**cases[1]), 256, 1024, "cpu"), floats(256, 1024))
 
 

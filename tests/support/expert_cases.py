@@ -153,9 +153,7 @@ def plain_mlp(
     return sums if shared is None else sums + shared
 
 
-def plain_shared(x: Tensor, operands: ExpertWeights, activation: GatedActivation, part: int) -> Tensor:
+def plain_shared(x: Tensor, operands: ExpertWeights, activation: GatedActivation, cut: int) -> Tensor:
     matrices = operands.matrices(0)
     hidden, down = hidden_of(x, matrices, activation), matrices[2]
-    return torch.stack(
-        [ascending(hidden[:, columns], down[:, columns]) for columns in (slice(part), slice(part, None))]
-    )
+    return torch.stack([ascending(hidden[:, columns], down[:, columns]) for columns in (slice(cut), slice(cut, None))])

@@ -43,6 +43,23 @@ def check_rms_norm(size: int, variant: dict, dtype: torch.dtype, device: str) ->
     normed = rms_norm(x, weight, EPS, **variant, other=parts)
     want = reference.rms_norm(x, weight, EPS, **variant)
     assert is_close(x, before + parts.sum(0).to(dtype)) and is_close(normed, want)
+    _check_norm_behind(x, weight, variant, parts)
+
+
+def _check_norm_behind(x: torch.Tensor, weight: torch.Tensor, variant: dict, parts: torch.Tensor) -> None:
+    """What is added is normed itself first, with a norm of the sum behind that and without one."""
+    behind = make_weight(x.shape[1], variant["offset"], x.dtype, x.device)
+    for other in (parts, parts[0].to(x.dtype)):
+        before, wanted, alone = x.clone(), x.clone(), x.clone()
+        normed = rms_norm(x, weight, EPS, **variant, other=other, behind=behind)
+        want = reference.rms_norm(wanted, weight, EPS, **variant, other=other, behind=behind)
+        assert is_close(x, wanted, 4, 2) and is_close(normed, want, 4, 4) and not torch.equal(x, before)
+        added = reference.rms_norm(other.sum(0).to(x.dtype) if other is parts else other, behind, EPS, **variant)
+        assert torch.equal(wanted, before + added) or x.device.type != "cpu"
+        assert rms_norm(alone, None, EPS, **variant, other=other, behind=behind) is alone and torch.equal(alone, x)
+        alone = before.clone()
+        assert reference.rms_norm(alone, None, EPS, **variant, other=other, behind=behind) is alone
+        assert torch.equal(alone, wanted)
 
 
 def check_layer_norm(size: int, offset: bool, num_rows: int, dtype: torch.dtype, device: str) -> None:
@@ -82,10 +99,10 @@ def check_factor_of_a_sum(num_rows: int, dtype: torch.dtype, device: str) -> Non
         assert torch.equal(x, y)
         if dtype != torch.float32:  # the compiler may fuse product and sum then
             assert torch.equal(x, want)
-        if other is not parts:
-            y = first.clone()
-            reference.rms_norm(y, weight, EPS, offset=False, other=other, factor=factor)
-            assert torch.equal(y, want)
+        y, z = first.clone(), first.clone()
+        reference.rms_norm(y, weight, EPS, offset=False, other=other, factor=factor)
+        reference.layer_norm(z, weight, bias, EPS, offset=False, other=other, factor=factor)
+        assert torch.equal(y, want) and torch.equal(z, want)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,18 +271,23 @@ def check_linear(
 
 
 def check_linear_parts(
-    size: int, num_rows: int, num_tokens: int, num_parts: int, dtype: torch.dtype, device: str
+    size: int, num_rows: int, num_tokens: int, cut: int, has_bias: bool, dtype: torch.dtype, device: str
 ) -> None:
-    """The parts are sums over columns one after the other, and `rms_norm` adds them up."""
+    """The parts are sums over columns before the cut, with the bias, and behind it, and `rms_norm` adds them up."""
     x, other = torch.randn(num_tokens, size).to(device, dtype), torch.randn(num_tokens, num_rows).to(device, dtype)
     weight = (torch.randn(num_rows, size) * size**-0.5).to(device, dtype)
-    parts = linear_parts(x, weight, num_parts)
-    assert parts.shape == (num_parts, num_tokens, num_rows) and parts.dtype == torch.float32
-    wanted = [a.float() @ b.float().T for a, b in zip(x.chunk(num_parts, 1), weight.chunk(num_parts, 1), strict=True)]
+    bias = torch.randn(num_rows).to(device, dtype) if has_bias else None
+    parts = linear_parts(x, weight, cut, bias)
+    assert parts.shape == (2, num_tokens, num_rows) and parts.dtype == torch.float32
+    wanted = [
+        a.float() @ b.float().T for a, b in zip(x.tensor_split([cut], 1), weight.tensor_split([cut], 1), strict=True)
+    ]
+    if has_bias:
+        wanted[0] += bias.float()
     assert all(_almost(part.to(dtype), want.to(dtype)) for part, want in zip(parts, wanted, strict=True))
     factors, total = make_weight(num_rows, False, dtype, device), other.clone()
     normed = rms_norm(total, factors, EPS, offset=False, other=parts)
-    assert _almost(total, other + (x.float() @ weight.float().T).to(dtype))
+    assert _almost(total, other + (wanted[0] + wanted[1]).to(dtype))
     assert _almost(normed, reference.rms_norm(total, factors, EPS, offset=False))
 
 

@@ -45,6 +45,8 @@ for _name, _block in BLOCKS.items():
 class Bare(Linear):
     """A projection that has what it is given, and makes nothing."""
 
+    cut, row_sizes = None, ()
+
     def __init__(self, **fields) -> None:
         torch.nn.Module.__init__(self)
         for name, value in fields.items():
@@ -56,6 +58,7 @@ def filled(
     num_rows: int,
     in_features: int,
     *,
+    cut: int | None = None,
     seed: int = 0,
     largest: float = 1.0,
     zeros_fold: bool = False,
@@ -64,7 +67,7 @@ def filled(
     """A weight that `fill` has filled."""
     weights = Packed(packing)
     module = Bare(weights=weights, num_rows=num_rows, in_features=in_features)
-    weights.allocate(module, num_rows, in_features, dtype=HALF, device=device)
+    weights.allocate(module, num_rows, in_features, cut=cut, dtype=HALF, device=device)
     fill(module, torch.Generator().manual_seed(seed), largest=largest, zeros_fold=zeros_fold)
     return weights, module
 

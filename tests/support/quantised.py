@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM
 
 # Column counts that groups of 16 and 32 divide; blocks of 128 are ragged, and k has fewer rows than one.
 SIZES = dict(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, hidden_size=64, intermediate_size=160)
+ONE_CUT = dict(intermediate_size=256)
+"""A size of which the sums are cut at one place in every format; below 512 columns that is at a block of the format."""
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 

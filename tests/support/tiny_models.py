@@ -77,6 +77,8 @@ _CONFIGS = {
     "smollm3": SmolLM3Config,
 }
 
+ALL_FAMILIES = tuple(_CONFIGS)
+
 
 def tiny_config(
     family: str,

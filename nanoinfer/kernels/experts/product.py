@@ -29,7 +29,7 @@ from nanoinfer.kernels.linear.expand import expanded_plane, scales_of_rows
 from nanoinfer.kernels.linear.forms import COLUMN, first_blocks, form_of
 from nanoinfer.kernels.linear.launches import Tiles
 from nanoinfer.kernels.linear.packed import expanded_block, waited_for
-from nanoinfer.kernels.linear.tiles import biased
+from nanoinfer.kernels.linear.tiles import biased, columns_of
 from nanoinfer.kernels.linear.wide_products import high_words, scales_of_block, with_high_bits
 
 RESERVED_BYTES = 8 * 1024
@@ -87,7 +87,7 @@ def expert_product_kernel(
     SIZE: tl.constexpr,
     NUM_ROWS: tl.constexpr,  # of the weight, gate and up counted together
     CHOSEN: tl.constexpr,
-    PART: tl.constexpr,  # columns of a part
+    CUT: tl.constexpr,  # columns of part 0 of a sum; SIZE: it is whole
     GATHER: tl.constexpr,
     SCATTER: tl.constexpr,
     GATED: tl.constexpr,
@@ -127,18 +127,16 @@ def expert_product_kernel(
     row = tl.minimum(first_row + column_of_out + in_rows % OUT_N, OUT_ROWS - 1)
     if GATED:
         row += in_rows // OUT_N * OUT_ROWS
-    begin_column = tl.program_id(2) * PART
-    end_column = tl.minimum(begin_column + PART, SIZE)
-    EVEN_PART: tl.constexpr = PART == SIZE
+    begin_column, end_column = columns_of(tl.program_id(2), SIZE, CUT)
     if FORM is None:
         at = tl.arange(0, BLOCK_K)
-        EVEN: tl.constexpr = EVEN_PART and SIZE % BLOCK_K == 0
+        EVEN: tl.constexpr = CUT % BLOCK_K == 0 and SIZE % BLOCK_K == 0
         weight_at = words_at + row[:, None] * SIZE + at[None, :]
     else:
         BLOCK: tl.constexpr = FORM.block
         PLANE: tl.constexpr = FORM.plane
         PLANES: tl.constexpr = FORM.planes
-        EVEN: tl.constexpr = EVEN_PART and SIZE % (UNROLL * BLOCK) == 0
+        EVEN: tl.constexpr = CUT % (UNROLL * BLOCK) == 0 and SIZE % (UNROLL * BLOCK) == 0
         ALIGNED: tl.constexpr = (UNROLL * BLOCK) % FORM.group == 0
         SHARED: tl.constexpr = UNROLL % FORM.blocks_of_word == 0  # high bits are loaded once for blocks that share them
         scales_at = tensor_of(scales, run_index, OFFSETS.scales, OFFSETS.stride)
@@ -304,19 +302,17 @@ def expert_mlp(
     return out
 
 
-def shared_mlp(x: Tensor, table: Tensor, experts: ExpertWeights, activation: GatedActivation, part: int) -> Tensor:
-    """Run all rows through one expert. Of its last sum the columns before `part` are one part, the others another.
+def shared_mlp(x: Tensor, table: Tensor, experts: ExpertWeights, activation: GatedActivation, cut: int) -> Tensor:
+    """Run all rows through one expert. Of its last sum the columns before `cut` are one part, the others another.
 
     Returns [2, N, hidden_size] float32.
     """
     down = experts.down
     out = torch.empty(2, len(x), down.num_rows, dtype=torch.float32, device=x.device)
-    if part >= down.in_features:
-        out[1].zero_()
     if len(x):
         ids = torch.zeros(len(x), 1, dtype=torch.int32, device=x.device)
         pairs = pairs_of(x, ids, table, experts)
-        _launch(_hidden(x, pairs, experts.gate_up, activation), out, pairs, down, scatters=True, part=part)
+        _launch(_hidden(x, pairs, experts.gate_up, activation), out, pairs, down, scatters=True, cut=cut)
     return out
 
 
@@ -338,12 +334,12 @@ def _hidden(x: Tensor, pairs: Pairs, gate_up: tuple[ExpertWeight, ...], activati
 
 def _launch(
     x: Tensor, out: Tensor, pairs: Pairs, weight: ExpertWeight, activation: GatedActivation | None = None, *,
-    gathers: bool = False, scatters: bool = False, first_row: int = 0, part: int | None = None,
+    gathers: bool = False, scatters: bool = False, first_row: int = 0, cut: int | None = None,
 ) -> None:  # fmt: skip
     width, size, tiles = out.shape[-1], weight.in_features, pairs.sizes
     assert x.is_contiguous() and out.stride(-1) == 1 and x.shape[1] == size, "rows must be packed"
     num_tiles = pairs.ids.numel() if pairs.order is None else len(pairs.tiles)
-    part = min(part or size, size)
+    cut, num_parts = (size, 1) if cut is None else (cut, 2)
     form, unroll, stages = None, 1, tiles.stages
     if weight.packed is not None:
         form = form_of(weight.packed, x.device, x.dtype)
@@ -353,24 +349,24 @@ def _launch(
     step, bits = (tiles.columns, 16) if form is None else (unroll * form.block, form.bits)
     step_bytes = step * (tiles.block_m * x.element_size() + tiles.block_n * bits // 8)
     stages = max(1, min(stages, (target.program_memory - RESERVED_BYTES) // step_bytes))
-    is_whole = form is not None and part == size and size % (unroll * form.block) == 0 and form.mode != COLUMN.value
+    is_whole = form is not None and cut == size and size % (unroll * form.block) == 0 and form.mode != COLUMN.value
     # Other matrix units, and Hopper's for smaller tiles, take the columns of a longer operand in another order.
     is_whole = (
         is_whole and target.has_async_products and tiles.block_m >= 16 and tiles.block_n >= 64 and form.planes < 8
     )
     x_rows = None
-    if target.has_async_products and not gathers and tiles.block_m >= 64 and part == size and size % step == 0:
+    if target.has_async_products and not gathers and tiles.block_m >= 64 and cut == size and size % step == 0:
         if form is None or is_whole:  # the copy unit loads rows that lie together
             columns = tiles.columns if form is None else form.block
             x_rows = TensorDescriptor(x, list(x.shape), [size, 1], [tiles.block_m, columns])
-    columns, parts = triton.cdiv(width, tiles.block_n // (2 if gated else 1)), triton.cdiv(size, part)
+    columns = triton.cdiv(width, tiles.block_n // (2 if gated else 1))
     for first in range(0, num_tiles, MOST_TILES):
         some = None if pairs.order is None else pairs.tiles[first : first + MOST_TILES]
-        expert_product_kernel[(columns, min(MOST_TILES, num_tiles - first), parts)](
+        expert_product_kernel[(columns, min(MOST_TILES, num_tiles - first), num_parts)](
             x, out, *pairs[:3], some, *(weight.tensors.get(name) for name in NAMES), x_rows, first_row, width,
             out.stride(-2), out.stride(0) if out.dim() == 3 else 0, FORM=form,
             OFFSETS=TensorOffsets(weight.stride, *(weight.offsets.get(name, 0) for name in NAMES)), SIZE=size,
-            NUM_ROWS=weight.num_rows, CHOSEN=pairs.ids.shape[1], PART=part, GATHER=gathers,
+            NUM_ROWS=weight.num_rows, CHOSEN=pairs.ids.shape[1], CUT=cut, GATHER=gathers,
             SCATTER=scatters, GATED=gated, GELU=gated and activation.name != "silu",
             LIMIT=activation.limit if gated else None, ALPHA=activation.alpha if gated else 1.0, UNROLL=unroll,
             WHOLE=is_whole, PRECISION="ieee" if x.dtype == torch.float32 else target.precision, BLOCK_M=tiles.block_m,

@@ -9,6 +9,7 @@ from nanoinfer.common import exact
 from nanoinfer.kernels.activations import ACTIVATIONS
 from nanoinfer.kernels.experts.routing import SIGMOID, SOFTMAX, ExpertWeights, GatedActivation, Routing
 from nanoinfer.kernels.experts.slot_tables import SlotTables
+from nanoinfer.kernels.linear.cuts import divided
 
 
 def choose_experts(
@@ -126,21 +127,23 @@ def expert_mlp(
     return sums if shared is None else sums + shared
 
 
-def shared_mlp(x: Tensor, table: Tensor, experts: ExpertWeights, activation: GatedActivation, part: int) -> Tensor:
-    """Run all rows through one expert, with its last sum in two parts: [2, N, hidden_size] float32."""
+def shared_mlp(x: Tensor, table: Tensor, experts: ExpertWeights, activation: GatedActivation, cut: int) -> Tensor:
+    """Run all rows through one expert, with its last sum in two parts, cut there: [2, N, hidden_size] float32.
+
+    Gate and up are cut at the same place, into products of their own; see `exact.linear`.
+    """
     gate_up, bias, down, _ = experts.matrices(int(table[0]))
-    hidden = _hidden(x, gate_up, bias, activation)
-    halves = torch.zeros(2, *x.shape, dtype=torch.float32, device=x.device)
-    for sums, columns in zip(halves, (slice(part), slice(part, None)), strict=True):
-        if down[:, columns].shape[1]:
-            sums.copy_(_product(hidden[:, columns], down[:, columns].contiguous(), None))
-    return halves
+    hidden = _hidden(x, gate_up, bias, activation, 2 * divided(down.shape[1], cut))
+    parts = (exact.wide_linear(hidden[:, some], down[:, some]) for some in (slice(cut), slice(cut, None)))
+    return torch.stack(tuple(parts))
 
 
-def _hidden(x: Tensor, gate_up: Tensor, bias: Tensor | None, activation: GatedActivation) -> Tensor:
-    return gated(*_product(x, gate_up, bias).to(x.dtype).chunk(2, dim=1), activation)
+def _hidden(
+    x: Tensor, gate_up: Tensor, bias: Tensor | None, activation: GatedActivation, row_sizes: tuple[int, ...] = ()
+) -> Tensor:
+    return gated(*_product(x, gate_up, bias, row_sizes).to(x.dtype).chunk(2, dim=1), activation)
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    product = exact.linear(x.float(), weight.float())
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, row_sizes: tuple[int, ...] = ()) -> Tensor:
+    product = exact.linear(x.float(), weight.float(), row_sizes=row_sizes)
     return product if bias is None else product + bias.float()

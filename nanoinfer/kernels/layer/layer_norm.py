@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.launch.pdl import let_next_in, wait_for_inputs
-from nanoinfer.kernels.layer.rms_norm import launch_norm, residual_sum, rounded
+from nanoinfer.kernels.layer.rms_norm import addend, launch_norm, residual_sum, rounded
 
 
 @triton.jit
@@ -35,9 +35,10 @@ def layer_norm_kernel(
         scale = rounded(1.0 + scale, weight)
     wait_for_inputs(PDL)
     let_next_in(PDL)
-    value = residual_sum(
-        x, other, row, columns, inside, x_stride, other_stride, SIZE, ADD, NUM_SPLITS, FACTOR
-    )  # fmt: skip
+    value = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        added = addend(x, other, row, columns, inside, other_stride, SIZE, NUM_SPLITS)
+        value = residual_sum(x, value, added, row, columns, inside, x_stride, FACTOR)
     value = tl.where(inside, value - tl.sum(value) / SIZE, 0.0)
     value *= tl.rsqrt(tl.sum(value * value) / SIZE + eps)
     tl.store(out + row * SIZE + columns, (value * scale + shift).to(out.dtype.element_ty), mask=inside)

@@ -19,25 +19,42 @@ def rounded(x, like):
 
 
 @triton.jit
-def residual_sum(
-    x, other, row, columns, inside, x_stride, other_stride,
-    SIZE: tl.constexpr, ADD: tl.constexpr, NUM_SPLITS: tl.constexpr, FACTOR: tl.constexpr,
+def normed(
+    value, weight, like, eps, SIZE: tl.constexpr, OFFSET: tl.constexpr, ROUNDS_ONCE: tl.constexpr
 ):  # fmt: skip
-    """Load a row of x as float32, and with ADD make it x + FACTOR * other first, each rounded, also in memory."""
-    value = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
-        if NUM_SPLITS > 0:
-            added = tl.zeros(columns.shape, tl.float32)
-            for split in tl.static_range(NUM_SPLITS):
-                part = other + (split * tl.num_programs(0) + row) * SIZE + columns
-                added += tl.load(part, mask=inside, other=0.0)
-            added = rounded(added, x)
-        else:
-            added = tl.load(other + row * other_stride + columns, mask=inside, other=0.0).to(tl.float32)
-        if FACTOR is not None:
-            added = rounded(added * FACTOR, x)
-        value = rounded(value + added, x)
-        tl.store(x + row * x_stride + columns, value.to(x.dtype.element_ty), mask=inside)
+    """Return the norm of a row, in float32, not rounded; see `rms_norm_kernel`. weight: as it is loaded."""
+    value *= tl.rsqrt(tl.sum(value * value) / SIZE + eps)
+    if OFFSET:
+        value *= 1.0 + weight
+    elif ROUNDS_ONCE:
+        value *= weight
+    else:
+        value = rounded(value, like) * weight
+    return value
+
+
+@triton.jit
+def addend(
+    x, other, row, columns, inside, other_stride, SIZE: tl.constexpr, NUM_SPLITS: tl.constexpr
+):  # fmt: skip
+    """Load a row of what is added to x as float32: parts of a sum are added in order, and rounded."""
+    if NUM_SPLITS > 0:
+        added = tl.zeros(columns.shape, tl.float32)
+        for split in tl.static_range(NUM_SPLITS):
+            part = other + (split * tl.num_programs(0) + row) * SIZE + columns
+            added += tl.load(part, mask=inside, other=0.0)
+        return rounded(added, x)
+    else:
+        return tl.load(other + row * other_stride + columns, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def residual_sum(x, value, added, row, columns, inside, x_stride, FACTOR: tl.constexpr):
+    """Return value + FACTOR * added, each rounded, which becomes the row of x in memory. value: that row, float32."""
+    if FACTOR is not None:
+        added = rounded(added * FACTOR, x)
+    value = rounded(value + added, x)
+    tl.store(x + row * x_stride + columns, value.to(x.dtype.element_ty), mask=inside)
     return value
 
 
@@ -45,8 +62,9 @@ def residual_sum(
 def rms_norm_kernel(
     x,  # [N, SIZE], rows x_stride apart; becomes x + FACTOR * other
     other,  # [N, SIZE], rows other_stride apart; read with ADD; or [NUM_SPLITS, N, SIZE] float32, whose sum is added
-    weight,  # [SIZE]
-    out,  # [N, SIZE]
+    weight,  # [SIZE]; None: x is only added to
+    behind,  # [SIZE], the weight of a norm of `other`, which is added in place of it; None: there is none
+    out,  # [N, SIZE]; None without `weight`
     x_stride,
     other_stride,
     eps,
@@ -62,58 +80,62 @@ def rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, TILE)
     inside = columns < SIZE
-    scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    if weight is not None:
+        scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    if behind is not None:
+        scale_of_other = tl.load(behind + columns, mask=inside, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
     let_next_in(PDL)
-    value = residual_sum(
-        x, other, row, columns, inside, x_stride, other_stride, SIZE, ADD, NUM_SPLITS, FACTOR
-    )  # fmt: skip
-    value *= tl.rsqrt(tl.sum(value * value) / SIZE + eps)
-    if OFFSET:
-        value *= 1.0 + scale
-    elif ROUNDS_ONCE:
-        value *= scale
-    else:
-        value = rounded(value, x) * scale
-    tl.store(out + row * SIZE + columns, value.to(out.dtype.element_ty), mask=inside)
+    value = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        added = addend(x, other, row, columns, inside, other_stride, SIZE, NUM_SPLITS)
+        if behind is not None:
+            added = rounded(normed(added, scale_of_other, x, eps, SIZE, OFFSET, ROUNDS_ONCE), x)
+        value = residual_sum(x, value, added, row, columns, inside, x_stride, FACTOR)
+    if weight is not None:
+        value = normed(value, scale, x, eps, SIZE, OFFSET, ROUNDS_ONCE)
+        tl.store(out + row * SIZE + columns, value.to(out.dtype.element_ty), mask=inside)
 
 
 def rms_norm(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     eps: float,
     *,
     offset: bool,
     rounds_once: bool = False,
     other: Tensor | None = None,
+    behind: Tensor | None = None,
     out: Tensor | None = None,
     factor: float | None = None,
 ) -> Tensor:
     """Return the norm of x, [N, size], in `out` if that is given. With `other`, x becomes x + factor * other first.
 
-    x: [N, size], rows at any stride, changed in place; weight: [size]; other: [N, size] likewise, all of one dtype; or
-    `other` as the parts of a sum, [splits, N, size] float32, packed. offset,
+    x: [N, size], rows at any stride, changed in place; weight: [size], None: x itself is returned; other: [N, size]
+    likewise, all of one dtype; or `other` as the parts of a sum, [splits, N, size] float32, packed, which are added in
+    order and rounded. behind: [size], the weight of a norm of `other`, which is added in place of it. offset,
     rounds_once: as in `HeadSteps`. factor: None: 1.
     """
     return launch_norm(
-        rms_norm_kernel, x, (weight,), eps, other, out, factor, OFFSET=offset, ROUNDS_ONCE=rounds_once
+        rms_norm_kernel, x, (weight, behind), eps, other, out, factor, OFFSET=offset, ROUNDS_ONCE=rounds_once
     )  # fmt: skip
 
 
 def launch_norm(
-    kernel, x: Tensor, vectors: tuple[Tensor, ...], eps: float, other: Tensor | None, out: Tensor | None,
+    kernel, x: Tensor, vectors: tuple[Tensor | None, ...], eps: float, other: Tensor | None, out: Tensor | None,
     factor: float | None, **how: bool,
 ) -> Tensor:  # fmt: skip
-    """Launch a norm with the sum before it, as `rms_norm` says. vectors: the kernel's, [size] each."""
+    """Launch a norm with the sum before it, as `rms_norm` says. vectors: [size] each, its weight first."""
     num_rows, size = x.shape
-    out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device) if out is None else out
+    if out is None and vectors[0] is not None:
+        out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
     added = x if other is None else other
     assert x.stride(1) == 1 and added.stride(-1) == 1, "values of a row must be packed"
     # Another alignment would be another binary, and might sum in another order.
     assert x.data_ptr() % 16 == 0 and added.data_ptr() % 16 == 0, "tensors must be aligned"
     num_splits = added.shape[0] if added.dim() == 3 else 0
     assert not num_splits or added.is_contiguous() and added.dtype == torch.float32, "parts are packed float32"
-    assert out.is_contiguous(), "rows must be packed"
+    assert out is None or out.is_contiguous(), "rows must be packed"
     tile = next_power_of_2(size)
     if num_rows:
         kernel[(num_rows,)](
@@ -121,4 +143,4 @@ def launch_norm(
             ADD=other is not None, NUM_SPLITS=num_splits, FACTOR=factor, num_warps=min(16, max(1, tile // 256)),
             **how, **launch_options(x),
         )  # fmt: skip
-    return out
+    return x if out is None else out

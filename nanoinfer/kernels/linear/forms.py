@@ -79,7 +79,7 @@ class WeightForm(NamedTuple):
 def form_of(weight: PackedWeight, device: torch.device, dtype: torch.dtype) -> WeightForm:
     """Return what kernels that run on a device must know of a weight. dtype: the model's."""
     packing, size = weight.packing, weight.in_features
-    plane, table = packing.plane(size), packing.table(size)
+    plane, table = packing.plane(size, weight.cut), packing.table(size)
     if packing.columns is None:
         mode = ROW
     elif packing.has_group_index or packing.columns % plane:

@@ -18,6 +18,7 @@ from nanoinfer.devices.registry import target_of
 from nanoinfer.devices.target import Target
 from nanoinfer.kernels.launch.pdl import launch_options
 from nanoinfer.kernels.launch.sizes import next_power_of_2
+from nanoinfer.kernels.linear.cuts import divided
 
 PROGRAMS = 132
 """About this many programs run at a time if one fills a core's shared memory."""
@@ -28,7 +29,7 @@ LARGE_SHARED_MEMORY = 160 * 1024
 
 
 class Product(NamedTuple):
-    """A product of num_tokens rows of x that has num_rows columns, in num_parts parts of part_size columns of x."""
+    """A product of num_tokens rows of x that has num_rows columns, in num_parts parts of up to part_size columns."""
 
     num_tokens: int
     num_rows: int
@@ -142,10 +143,17 @@ _TABLES = {
 """By the kernel, or what it loads, and whether there is a gate."""
 
 
-def tiles_of(table: str, x: Tensor, out: Tensor, gated: bool, num_parts: int, *, least_step: int = 1) -> Tiles:
+def part_sizes(size: int, cut: int | None) -> tuple[int, ...]:
+    """Return the columns of each part of a sum. cut: see `cuts`; None: it is whole."""
+    return (size,) if cut is None else divided(size, cut)
+
+
+def tiles_of(table: str, x: Tensor, out: Tensor, gated: bool, cut: int | None, *, least_step: int = 1) -> Tiles:
     """Return the tiles of a product; see `Product`. out: [..., num_rows], its result."""
-    part_size = x.shape[1] // num_parts
-    return _chosen(table, gated, Product(len(x), out.shape[-1], part_size, num_parts, target_of(x.device), least_step))
+    sizes = part_sizes(x.shape[1], cut)
+    return _chosen(
+        table, gated, Product(len(x), out.shape[-1], max(sizes), len(sizes), target_of(x.device), least_step)
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -157,12 +165,12 @@ def _chosen(table: str, gated: bool, of: Product) -> Tiles:
 
 
 def arguments(
-    x: Tensor, bias: Tensor | None, activation: str | None, out: Tensor, num_parts: int, tiles: Tiles
+    x: Tensor, bias: Tensor | None, activation: str | None, out: Tensor, cut: int | None, tiles: Tiles
 ) -> dict[str, object]:
     """Return what all products are launched with."""
     return dict(
         bias=x if bias is None else bias, out=out, num_tokens=len(x), num_rows=out.shape[-1],
-        PART_SIZE=x.shape[1] // num_parts, BIAS=bias is not None, GATED=activation is not None,
+        CUT=cut or x.shape[1], BIAS=bias is not None, GATED=activation is not None,
         GELU=activation not in (None, "silu"), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.stages,
         num_warps=tiles.num_warps, **launch_options(x),
     )  # fmt: skip

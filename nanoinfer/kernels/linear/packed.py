@@ -9,7 +9,7 @@ other half the up rows that belong to them, so that both are one product, shared
 
 from __future__ import annotations
 
-from math import prod
+from math import gcd, prod
 
 import torch
 import triton
@@ -23,9 +23,9 @@ from nanoinfer.kernels.layer.activation import ACTIVATIONS
 from nanoinfer.kernels.linear.counts import MAX_ROWS
 from nanoinfer.kernels.linear.expand import beside, expanded_plane, scales_of_rows
 from nanoinfer.kernels.linear.forms import COLUMN, SCALE_WORDS, WeightForm, first_blocks, form_of, tensors_of
-from nanoinfer.kernels.linear.launches import PROGRAMS, Tiles, arguments, tiles_of
+from nanoinfer.kernels.linear.launches import PROGRAMS, Tiles, arguments, part_sizes, tiles_of
 from nanoinfer.kernels.linear.packed_weight import PackedWeight
-from nanoinfer.kernels.linear.tiles import finished_product
+from nanoinfer.kernels.linear.tiles import columns_of, finished_part, finished_product
 from nanoinfer.kernels.linear.wide_products import high_words, scales_of_block, with_high_bits
 
 MAX_PLANES = 8
@@ -71,17 +71,17 @@ def packed_linear_kernel(
     x_rows,  # x as a descriptor of boxes of BLOCK_M x BLOCK; None: the planes are multiplied one by one
     words, scales, zeros, global_scale, group_index, high_bits, factors,  # see `PackedWeight`; GATED: gate, then up
     bias,  # one value per row of weight, read with BIAS
-    out,  # [num_tokens, num_rows], or [parts, num_tokens, num_rows] float32 where PART_SIZE < SIZE
+    out,  # [num_tokens, num_rows], or [2, num_tokens, num_rows] float32 where CUT < SIZE
     num_tokens,
     num_rows,
     FORM: tl.constexpr,
-    PART_SIZE: tl.constexpr,  # columns of one program
+    CUT: tl.constexpr,  # columns of part 0 of a sum; SIZE: it is whole
     UNROLL: tl.constexpr,  # blocks of one step
     BIAS: tl.constexpr,
     GATED: tl.constexpr,
     GELU: tl.constexpr,
     EVEN: tl.constexpr,  # OUT_N divides num_rows
-    EVEN_SIZE: tl.constexpr,  # whole steps of UNROLL blocks make up PART_SIZE
+    EVEN_SIZE: tl.constexpr,  # whole steps of UNROLL blocks make up each part
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
@@ -92,9 +92,10 @@ def packed_linear_kernel(
     BLOCK: tl.constexpr = FORM.block
     PLANE: tl.constexpr = FORM.plane
     PLANES: tl.constexpr = FORM.planes
-    ALIGNED: tl.constexpr = PART_SIZE % FORM.group == 0 and (UNROLL * BLOCK) % FORM.group == 0
+    STEP: tl.constexpr = UNROLL * BLOCK
+    ALIGNED: tl.constexpr = STEP % FORM.group == 0
     # Whether high bits are loaded once for all blocks that share them.
-    SHARED: tl.constexpr = PART_SIZE % (FORM.blocks_of_word * BLOCK) == 0 and UNROLL % FORM.blocks_of_word == 0
+    SHARED: tl.constexpr = UNROLL % FORM.blocks_of_word == 0
     # Programs that share rows of the weight follow each other, so only one of them reads these rows from memory.
     first_token = tl.program_id(0) * BLOCK_M
     token = first_token + tl.arange(0, BLOCK_M)
@@ -110,8 +111,10 @@ def packed_linear_kernel(
         all_rows = 2 * num_rows
         row += in_tile // OUT_N * num_rows
     at = tl.arange(0, PLANE)
-    begin = tl.program_id(2) * PART_SIZE
-    end = begin + PART_SIZE
+    begin, end = columns_of(tl.program_id(2), SIZE, CUT)
+    first_step = begin
+    if not EVEN_SIZE:  # a part may begin within a step, whose other columns are 0
+        first_step = begin // STEP * STEP
     if PDL and AHEAD > 0:
         ahead = (begin // BLOCK + tl.arange(0, AHEAD)).to(tl.int64)
         ask_for(words + (ahead[None, :] * all_rows + row[:, None]) * PLANE)
@@ -120,7 +123,7 @@ def packed_linear_kernel(
     x_tile = x + token.to(tl.int64)[None, :] * SIZE + at[:, None]
     word_tile = words + row[:, None] * PLANE + at[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for start in tl.range(begin, end, UNROLL * BLOCK, num_stages=STAGES):
+    for start in tl.range(first_step, end, STEP, num_stages=STAGES):
         first = start // BLOCK
         for u in tl.static_range(UNROLL):
             block = first + u
@@ -147,13 +150,16 @@ def packed_linear_kernel(
                     if EVEN_SIZE:
                         value = tl.load(x_tile + column, mask=live[None, :], other=0.0)
                     else:
-                        value = tl.load(x_tile + column, mask=live[None, :] & (column + at < end)[:, None], other=0.0)
+                        in_part = column + at < end
+                        if CUT < SIZE:
+                            in_part &= column + at >= begin
+                        value = tl.load(x_tile + column, mask=live[None, :] & in_part[:, None], other=0.0)
                     weight = expanded_plane(
                         tile, scales, zeros, global_scale, group_index, held, row, all_rows, first,
                         u * BLOCK + p * PLANE, x, p, FORM, ALIGNED, EVEN_SIZE,
                     )  # fmt: skip
                     if not EVEN_SIZE:  # what lies beyond may be infinite, and its product with 0 no number
-                        weight = tl.where((column + at < end)[None, :], weight, 0.0)
+                        weight = tl.where(in_part[None, :], weight, 0.0)
                     acc = tl.dot(weight, value, acc, input_precision="ieee")
     let_next_in(PDL)
     result = tl.trans(acc)
@@ -162,8 +168,10 @@ def packed_linear_kernel(
         result, up = tl.split(tl.permute(tl.reshape(result, [BLOCK_M, 2, OUT_N]), (0, 2, 1)))
     out_row = first_row + tl.arange(0, OUT_N)
     inside = out_row < num_rows
-    if PART_SIZE == SIZE:
+    if CUT == SIZE:
         result = finished_product(result, up, bias, out_row, inside, num_rows, out, BIAS, GATED, GELU)
+    else:
+        result = finished_part(result, bias, out_row, inside, tl.program_id(2), BIAS)
     target = (tl.program_id(2) * num_tokens + token).to(tl.int64)[:, None] * num_rows + out_row[None, :]
     tl.store(out + target, result.to(out.dtype.element_ty), mask=live[:, None] & inside[None, :])
 
@@ -175,9 +183,9 @@ def packed_linear(
     *,
     activation: str | None = None,
     out: Tensor | None = None,
-    num_parts: int = 1,
+    in_parts: bool = False,
 ) -> Tensor | None:
-    """Compute `rows.linear`, with `num_parts` above 1 `rows.linear_parts`, with the matrix that a weight stands for.
+    """Compute `rows.linear`, or `rows.linear_parts` at the weight's own cut, with the matrix that a weight stands for.
 
     Args:
         x: [N, in_features], packed rows; in bfloat16 or float16.
@@ -195,28 +203,29 @@ def packed_linear(
     num_rows = weight.num_rows // (2 if gated else 1)
     if out is None:
         shape, dtype = (num_tokens, num_rows), x.dtype
-        if num_parts > 1:
-            shape, dtype = (num_parts, *shape), torch.float32
+        if in_parts:
+            shape, dtype = (2, *shape), torch.float32
         out = torch.empty(shape, dtype=dtype, device=x.device)
     assert out.is_contiguous(), "rows must be packed"
     if num_tokens == 0:
         return out
-    form, part_size, target = form_of(weight, x.device, x.dtype), size // num_parts, target_of(x.device)
+    cut = weight.cut if in_parts else None
+    form, sizes, target = form_of(weight, x.device, x.dtype), part_sizes(size, cut), target_of(x.device)
     least_step = first_blocks(form) * form.block
-    tiles = tiles_of("8 bits" if form.bits == 8 else "4 bits", x, out, gated, num_parts, least_step=least_step)
+    tiles = tiles_of("8 bits" if form.bits == 8 else "4 bits", x, out, gated, cut, least_step=least_step)
     most_planes = MAX_PLANES
     if form.mode == SCALE_WORDS.value and num_tokens <= 8:
-        tiles, most_planes = tiles_of_scale_words(tiles, form, weight.num_rows, num_parts, gated)
-    unroll = blocks_of_step(part_size, tiles.columns, form, most_planes)
+        tiles, most_planes = tiles_of_scale_words(tiles, form, weight.num_rows, len(sizes), gated)
+    unroll = blocks_of_step(gcd(*sizes), tiles.columns, form, most_planes)
     step, stages = unroll * form.block, tiles.stages
     if step > tiles.columns:  # as many columns are loaded ahead, in fewer steps
         stages = max(2, stages * tiles.columns // step)
-    x_rows, is_even = None, part_size % step == 0
+    x_rows, is_even = None, gcd(*sizes) % step == 0
     if form.mode == COLUMN.value:  # a tile of scales for each plane would take all shared memory
         stages = 1
     elif target.has_async_products and is_even and tiles.block_m >= 16 and tiles.block_n >= 64 and form.planes < 8:
         x_rows = TensorDescriptor(x, [num_tokens, size], [size, 1], [tiles.block_m, form.block])
-    grid = (triton.cdiv(num_tokens, tiles.block_m), triton.cdiv(weight.num_rows, tiles.block_n), num_parts)
+    grid = (triton.cdiv(num_tokens, tiles.block_m), triton.cdiv(weight.num_rows, tiles.block_n), len(sizes))
     word_bytes = 2 * unroll * form.plane * tiles.block_n
     if form.high_bits:
         word_bytes += word_bytes // (form.blocks_of_word if unroll % form.blocks_of_word == 0 else 1)
@@ -233,8 +242,8 @@ def packed_linear(
         stages = max(1, min(stages, (target.program_memory - 1024) // (step_bytes + scale_bytes)))
     packed_linear_kernel[grid](
         x, x_rows, *tensors_of(weight), FORM=form, UNROLL=unroll, EVEN=weight.num_rows % tiles.block_n == 0,
-        EVEN_SIZE=is_even, AHEAD=2 if num_tokens <= 8 and part_size >= 2 * form.block else 0,
-        **arguments(x, bias, activation, out, num_parts, tiles) | dict(STAGES=stages),
+        EVEN_SIZE=is_even, AHEAD=2 if num_tokens <= 8 and min(sizes) >= 2 * form.block else 0,
+        **arguments(x, bias, activation, out, cut, tiles) | dict(STAGES=stages),
     )  # fmt: skip
     return out
 
@@ -256,7 +265,9 @@ def tiles_of_scale_words(
 
 
 def blocks_of_step(part_size: int, columns: int, form: WeightForm, most_planes: int = MAX_PLANES) -> int:
-    """Return how many blocks make up about so many columns: as many as divide a part of a sum, if any do.
+    """Return how many blocks make up about so many columns: as many as divide each part of a sum, if any do.
+
+    part_size: what divides the columns of each part.
 
     Of narrow planes fewer columns: each plane is code of its own, and many take the compiler tens of seconds.
     """

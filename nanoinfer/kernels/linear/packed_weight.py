@@ -43,6 +43,7 @@ class PackedWeight:
         high_bits: [blocks / blocks_of_word, num_rows, plane] int16; None: columns have 16 bits.
         factors: [in_features / factor_columns, num_rows] int32, see `ScaleWords.packed_factors`; None: none.
         folding: what was put in allows.
+        cut: where sums with it are cut; None: they are whole. See `cuts`.
     """
 
     packing: Packing
@@ -56,6 +57,7 @@ class PackedWeight:
     high_bits: Tensor | None = None
     factors: Tensor | None = None
     folding: Folding = field(default_factory=Folding)
+    cut: int | None = None
 
     @property
     def stacked(self) -> torch.Size:
@@ -151,7 +153,7 @@ class PackedWeight:
         """Write those of rows [begin, end): [rows of scales, groups], or what broadcasts to it."""
         packing = self.packing
         self.folding.scales = self.folding.scales and packing.can_fold(scales)
-        if packing.table(self.in_features) == "plain":
+        if self.packing.table(self.in_features) == "plain":
             self.scales[..., begin // packing.rows : -(-end // packing.rows)].copy_(scales.mT)
             return
         if packing.has_exponents:
@@ -218,9 +220,12 @@ class PackedWeight:
         return table[..., rows].mT
 
 
-def empty_packed(packing: Packing, num_rows: int, in_features: int, device: torch.device | str) -> PackedWeight:
+def empty_packed(
+    packing: Packing, num_rows: int, in_features: int, device: torch.device | str, cut: int | None = None
+) -> PackedWeight:
     """Return a weight to be filled. The last block's padding columns have the code 0 already."""
-    plane, groups, table = packing.plane(in_features), packing.num_groups(in_features), packing.table(in_features)
+    plane, table = packing.plane(in_features, cut), packing.table(in_features)
+    groups = packing.num_groups(in_features)
     num_blocks, scale_rows = -(-in_features // packing.block(plane)), -(-num_rows // packing.rows)
     make = torch.empty if in_features % packing.block(plane) == 0 else torch.zeros
     scales = {
@@ -252,6 +257,7 @@ def empty_packed(packing: Packing, num_rows: int, in_features: int, device: torc
         torch.empty(in_features, dtype=torch.int32, **options) if packing.has_group_index else None,
         high_bits,
         factors,
+        cut=cut,
     )
 
 

@@ -22,17 +22,17 @@ products in float32 lie as `scale_words` says.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 
 import torch
 from torch import Tensor
 
-from nanoinfer.kernels.linear.counts import num_parts
 from nanoinfer.kernels.linear.scale_words import ScaleWords
 
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """What codes of the kind "iq4" stand for."""
 _PLANES = (64, 32, 16)
-# Group sizes of which any step of a kernel has an even number, if a part of a sum has.
+# Group sizes of which any step of a kernel has an even number, if a row has.
 _PAIRED = (16, 32, 64, 128)
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 # By kind and bits: the power of two by which a code's bits, read as a bfloat16, become the code; and the zero's.
@@ -82,9 +82,12 @@ class Packing:
         """Return the number of scales of a row."""
         return 1 if self.columns is None else -(-in_features // self.columns)
 
-    def plane(self, in_features: int) -> int:
-        """Return the columns of a plane: the most that whole blocks of them make up a part of a sum and a group."""
-        part = in_features // num_parts(in_features)
+    def plane(self, in_features: int, cut: int | None = None) -> int:
+        """Return the columns of a plane: the most that whole blocks of them make up both parts of a sum and a group.
+
+        cut: where sums are cut; None: they are whole.
+        """
+        part = gcd(in_features, cut or in_features)
         for plane in _PLANES:
             if part % self.block(plane) == 0 and (self.columns is None or self.columns % plane == 0):
                 return plane
@@ -167,5 +170,4 @@ class Packing:
             return "exponents"
         if self.columns is None:
             return "words"
-        part = in_features // num_parts(in_features)
-        return "pairs" if self.columns in _PAIRED and part % (2 * self.columns) == 0 else "words"
+        return "pairs" if self.columns in _PAIRED and in_features % (2 * self.columns) == 0 else "words"

@@ -18,14 +18,19 @@ from nanoinfer.kernels.layer.rms_norm import rounded
 
 
 @triton.jit
-def biased(result, bias, inside):
-    """Add a bias to each column of result [M, N]; bias: pointers [N].
+def plus(result, value):
+    """Add a value to each column of result [M, N]; value: [N] float32.
 
     The sum is an fma with a factor of one. The compiler would turn a plain sum with the result of a single `tl.dot`
     into the start value of the accumulator, which rounds in another order.
     """
-    value = tl.load(bias, mask=inside, other=0.0).to(tl.float32)
     return tl.fma(result, tl.full(result.shape, 1.0, tl.float32), tl.broadcast_to(value[None, :], result.shape))
+
+
+@triton.jit
+def biased(result, bias, inside):
+    """Add a bias to each column of result [M, N]; bias: pointers [N]."""
+    return plus(result, tl.load(bias, mask=inside, other=0.0).to(tl.float32))
 
 
 @triton.jit
@@ -40,6 +45,25 @@ def finished_product(
             up = biased(up, bias + num_rows + row, inside)
         acc = rounded(activate(rounded(acc, out), GELU), out) * rounded(up, out)
     return acc
+
+
+@triton.jit
+def columns_of(part, SIZE: tl.constexpr, CUT: tl.constexpr):
+    """Return the first column of a part of a sum, and the one behind its last. CUT: SIZE, if the sum is whole."""
+    begin = part * CUT
+    end = begin + CUT
+    if SIZE != CUT and SIZE != 2 * CUT:
+        end = tl.where(part == 0, CUT, SIZE)
+    return begin, end
+
+
+@triton.jit
+def finished_part(result, bias, row, inside, part, BIAS: tl.constexpr):
+    """Add the bias to part 0 of a sum, [M, N] float32."""
+    if BIAS:
+        value = tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
+        result = plus(result, tl.where(part == 0, value, 0.0))
+    return result
 
 
 @triton.jit
@@ -68,11 +92,11 @@ def tile_linear_kernel(
     x_rows,  # x as a descriptor of boxes of BLOCK_M x BLOCK_K, with TMA
     weight_rows,  # weight as a descriptor of boxes of BLOCK_N x BLOCK_K, with TMA
     bias,  # one value per row of weight, read with BIAS
-    out,  # [num_tokens, num_rows], or [parts, num_tokens, num_rows] float32 where PART_SIZE < SIZE
+    out,  # [num_tokens, num_rows], or [2, num_tokens, num_rows] float32 where CUT < SIZE
     num_tokens,
     num_rows,
     SIZE: tl.constexpr,
-    PART_SIZE: tl.constexpr,  # columns of one program
+    CUT: tl.constexpr,  # columns of part 0 of a sum; SIZE: it is whole
     BIAS: tl.constexpr,
     GATED: tl.constexpr,
     GELU: tl.constexpr,
@@ -91,9 +115,8 @@ def tile_linear_kernel(
     wait_for_inputs(PDL)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    begin = tl.program_id(2) * PART_SIZE
-    end = begin + PART_SIZE
-    EVEN: tl.constexpr = PART_SIZE % BLOCK_K == 0
+    begin, end = columns_of(tl.program_id(2), SIZE, CUT)
+    EVEN: tl.constexpr = CUT % BLOCK_K == 0 and SIZE % BLOCK_K == 0
     for column in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
         value = load_tile(x_rows, x, first_token, column, num_tokens, end, SIZE, EVEN, BLOCK_M, BLOCK_K, TMA)
         tile = load_tile(weight_rows, weight, first_row, column, all_rows, end, SIZE, EVEN, BLOCK_N, BLOCK_K, TMA)
@@ -106,9 +129,10 @@ def tile_linear_kernel(
     token = first_token + tl.arange(0, BLOCK_M)
     row = first_row + tl.arange(0, BLOCK_N)
     inside = row < num_rows
-    result = acc
-    if PART_SIZE == SIZE:
+    if CUT == SIZE:
         result = finished_product(acc, up, bias, row, inside, num_rows, out, BIAS, GATED, GELU)
+    else:
+        result = finished_part(acc, bias, row, inside, tl.program_id(2), BIAS)
     target = (tl.program_id(2) * num_tokens + token).to(tl.int64)[:, None] * num_rows + row[None, :]
     stored = (token < num_tokens)[:, None] & inside[None, :]
     tl.store(out + target, result.to(out.dtype.element_ty), mask=stored)

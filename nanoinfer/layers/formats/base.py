@@ -194,11 +194,18 @@ class WeightFormat(Formats):
     def of(self, name: str) -> WeightFormat:
         return self
 
+    column_block = 1
+    """Neighbouring columns that belong together, for `columns_cut`."""
+
     @abstractmethod
-    def allocate(self, module: nn.Module, num_rows: int, in_features: int, *, dtype: torch.dtype, device) -> None:
+    def allocate(
+        self, module: nn.Module, num_rows: int, in_features: int, *, cut: int | None = None, dtype: torch.dtype, device
+    ) -> None:
         """Register the parameters of a weight of [num_rows, in_features], not yet filled.
 
-        dtype: of the rows that the projection takes and returns.
+        cut: where sums with it are cut, if they have two parts (`kernels.linear.cuts`): that of the whole weight, of
+        which this may be the columns of a part; None: they are whole. dtype: of the rows that the projection takes and
+        returns.
         """
 
     @abstractmethod
@@ -221,12 +228,17 @@ class WeightFormat(Formats):
         out.copy_(self.matrix(module))
 
     def product(
-        self, module: nn.Module, x: Tensor, out: Tensor | None = None, activation: str | None = None, parts: int = 1
+        self,
+        module: nn.Module,
+        x: Tensor,
+        out: Tensor | None = None,
+        activation: str | None = None,
+        in_parts: bool = False,
     ) -> Tensor | None:
         """Compute what `Linear` asks for with this weight as it lies; None: the matrix is multiplied with.
 
-        activation: the rows are those of gate, then of up, and the result is activation(gate) * up. parts: of the
-        sums, [parts, N, num_rows] float32; more than one only without bias.
+        activation: the rows are those of gate, then of up, and the result is activation(gate) * up. in_parts: the
+        result is the two parts of the sums, [2, N, num_rows] float32.
         """
         return None
 
@@ -243,7 +255,9 @@ class WeightFormat(Formats):
 class Dense(WeightFormat):
     """weight: [num_rows, in_features] in the model's dtype."""
 
-    def allocate(self, module: nn.Module, num_rows: int, in_features: int, *, dtype: torch.dtype, device) -> None:
+    def allocate(
+        self, module: nn.Module, num_rows: int, in_features: int, *, cut: int | None = None, dtype: torch.dtype, device
+    ) -> None:
         empty = torch.empty(num_rows, in_features, dtype=dtype, device=device)
         module.weight = nn.Parameter(empty, requires_grad=False)
 

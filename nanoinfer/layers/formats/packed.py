@@ -44,9 +44,16 @@ class Packed(ExpandedFormat):
     packing: Packing
     where: str = field(default="", compare=False)
 
-    def allocate(self, module: nn.Module, num_rows: int, in_features: int, *, dtype: torch.dtype, device) -> None:
+    @property
+    def column_block(self) -> int:
+        packing = self.packing
+        return 1 if packing.has_group_index else packing.factor_columns or packing.columns or 1
+
+    def allocate(
+        self, module: nn.Module, num_rows: int, in_features: int, *, cut: int | None = None, dtype: torch.dtype, device
+    ) -> None:
         self.check_size(num_rows, in_features)
-        module.dtype, module.packed = dtype, empty_packed(self.packing, num_rows, in_features, device)
+        module.dtype, module.packed = dtype, empty_packed(self.packing, num_rows, in_features, device, cut)
         for name in ("codes", "scales", "zeros", "global_scale", "group_index", "high_bits", "factors"):
             if (tensor := getattr(module.packed, name)) is not None:
                 setattr(module, name, nn.Parameter(tensor, requires_grad=False))
@@ -171,10 +178,15 @@ class Packed(ExpandedFormat):
         packed.put_scale_words(0, packed.num_rows, scales, minima, *factors)
 
     def product(
-        self, module: nn.Module, x: Tensor, out: Tensor | None = None, activation: str | None = None, parts: int = 1
+        self,
+        module: nn.Module,
+        x: Tensor,
+        out: Tensor | None = None,
+        activation: str | None = None,
+        in_parts: bool = False,
     ) -> Tensor | None:
         multiply, packed, bias = module.operations.packed_linear, module.packed, module.bias
-        product = multiply(x, packed, bias, activation=activation, out=out, num_parts=parts)
+        product = multiply(x, packed, bias, activation=activation, out=out, in_parts=in_parts)
         if product is not None or self.scratch_size(module, device_of(x.device).is_fused and x.element_size() == 2):
             return product
         out = x.new_empty(len(x), module.num_rows) if out is None else out

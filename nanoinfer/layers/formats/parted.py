@@ -44,7 +44,10 @@ class Parted(ExpandedFormat):
     def __init__(self, formats: list[WeightFormat], sizes: list[int]) -> None:
         self._formats, self._sizes = formats, sizes
 
-    def allocate(self, module: nn.Module, num_rows: int, in_features: int, *, dtype: torch.dtype, device) -> None:
+    def allocate(
+        self, module: nn.Module, num_rows: int, in_features: int, *, cut: int | None = None, dtype: torch.dtype, device
+    ) -> None:
+        assert cut is None, "sums in parts are those of one projection"
         projections = [SimpleNamespace(num_rows=size, in_features=in_features) for size in self._sizes]
         module.held = list(zip(self._formats, projections, strict=True))
         for index, (weight_format, projection) in enumerate(module.held):
@@ -67,9 +70,14 @@ class Parted(ExpandedFormat):
             weight_format.fill_with_noise(projection, generator)
 
     def product(
-        self, module: nn.Module, x: Tensor, out: Tensor | None = None, activation: str | None = None, parts: int = 1
+        self,
+        module: nn.Module,
+        x: Tensor,
+        out: Tensor | None = None,
+        activation: str | None = None,
+        in_parts: bool = False,
     ) -> Tensor | None:
-        if len(x) > MAX_ROWS or parts > 1:
+        if len(x) > MAX_ROWS:
             return None
         biases = [None] * len(self._sizes) if module.bias is None else module.bias.split(self._sizes)
         held, operations = list(zip(module.held, biases, strict=True)), module.operations

@@ -30,13 +30,15 @@ def product(x: np.ndarray, weight: Tensor | np.ndarray, bias: Tensor | None = No
     return tagged(x[:, None] ^ of_weight, "product")
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation=None, out=None, library_counts=()):
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, row_sizes=(), activation=None, out=None, library_counts=()
+):
     made = torch.from_numpy(values(product(sums(x), weight, bias), 1)[..., 0])
     return made if out is None else out.copy_(made)
 
 
-def linear_parts(x: Tensor, weight: Tensor, num_parts: int, *, library_counts: object = ()) -> Tensor:
-    return linear(x, weight)
+def linear_parts(x: Tensor, weight: Tensor, cut: int, bias: Tensor | None = None, *, library_counts=()) -> Tensor:
+    return linear(x, weight, bias)
 
 
 def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -56,15 +58,17 @@ def gather_rows(table: Tensor, ids: Tensor) -> Tensor:
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, *, offset: bool, rounds_once: bool = False, other: Tensor | None = None,
-    out: Tensor | None = None, factor: float | None = None,
+    x: Tensor, weight: Tensor | None, eps: float, *, offset: bool, rounds_once: bool = False,
+    other: Tensor | None = None, behind: Tensor | None = None, out: Tensor | None = None, factor: float | None = None,
 ) -> Tensor:  # fmt: skip
     of_x = sums(x)
     if other is not None:
         for part in other.unbind() if other.dim() == 3 else (other,):
             of_x = tagged(of_x + mixed(sums(part)), "residual")
+        if behind is not None:
+            of_x = tagged(of_x ^ sums(behind[None]), "norm behind")
         of_x = sums(row_of(x, of_x, x.shape[-1]))
-    return row_of(out, tagged(of_x ^ sums(weight[None]), "norm"), x.shape[-1])
+    return x if weight is None else row_of(out, tagged(of_x ^ sums(weight[None]), "norm"), x.shape[-1])
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, **options) -> Tensor:
@@ -109,7 +113,7 @@ def expert_mlp(x, ids, weights, table, experts, activation, first_half, shared=N
     return row_of(None, tagged(found, "experts"), x.shape[1])
 
 
-def shared_mlp(x, table, experts, activation, part: int) -> Tensor:
+def shared_mlp(x, table, experts, activation, cut: int) -> Tensor:
     of_x = tagged(sums(x) ^ expert_sum(experts, int(table[0])), activation.name)
     return row_of(None, tagged(np.stack((of_x, mixed(of_x))), "parts"), x.shape[1])
 
