@@ -20,7 +20,8 @@ LENGTHS = (43, MAX_ROWS + 200)
 def check(path, dtype: str) -> None:
     engine = make_engine(
         path, dtype=dtype, device="cuda", gpu_memory_limit="4GiB", max_model_len=1024, max_num_batched_tokens=1024,
-        ring_slot_bytes=2**20, block_size=64, enforce_eager=True, enable_prefix_caching=False,
+        ring_slot_bytes=2**20, block_size=64, num_gpu_blocks_override=64, enforce_eager=True,
+        enable_prefix_caching=False,
     )  # fmt: skip
     params = some_params(1, 3, logprobs=3)
     for length in LENGTHS:
@@ -31,16 +32,17 @@ def check(path, dtype: str) -> None:
     engine.close()
 
 
+EVEN = dict(num_heads=8, num_kv_heads=2, head_dim=64, hidden_size=256, intermediate_size=1024)
+ODD = dict(num_heads=6, num_kv_heads=3, head_dim=48, hidden_size=192, intermediate_size=1136)
+
+
+@pytest.mark.parametrize("sizes", [EVEN, ODD], ids=["even", "odd"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "olmo2", "glm4", "starcoder2", "qwen3_moe", "gpt_oss"])
-def test_a_family_in_halves_has_the_bits_of_the_whole(family, dtype, tmp_path):
-    """Sums of equal parts, and of unequal ones of no whole tiles; biases, and norms before the residual."""
+def test_a_family_in_halves_has_the_bits_of_the_whole(family, dtype, sizes, tmp_path):
+    """Sums of equal parts, and of unequal ones that tiles do not divide; biases, and norms before the residual."""
     fields = dict(attention_bias=True, mlp_bias=True) if family == "llama" else {}
-    for number, sizes in enumerate((dict(num_heads=8, num_kv_heads=2), dict(num_heads=6, num_kv_heads=3, head_dim=48))):
-        sizes = (
-            dict(head_dim=64, hidden_size=192, intermediate_size=(1024, 1136)[number], num_layers=2) | sizes | fields
-        )
-        check(make_checkpoint(family, tmp_path / str(number), **sizes), dtype)
+    check(make_checkpoint(family, tmp_path, num_layers=2, **sizes, **fields), dtype)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -160,9 +160,13 @@ def linear_parts(
     num_tokens, num_rows = len(x), len(weight)
     assert 0 < cut < x.shape[1], f"{x.shape[1]} columns are cut at {cut}"
     if x.element_size() == 4 and target_of(x.device).is_compiled:
-        first, second = (x.new_empty(num_tokens, num_rows) for _ in range(2))
-        _float32_linear(x[:, :cut], weight[:, :cut], bias, first, (num_rows,))
-        return first.add_(_float32_linear(x[:, cut:], weight[:, cut:], None, second, (num_rows,)))[None]
+        first, second = (
+            _float32_linear(x[:, some], weight[:, some], None, x.new_empty(num_tokens, num_rows), (num_rows,))
+            for some in (slice(cut), slice(cut, None))
+        )
+        if bias is not None:
+            first += bias
+        return first.add_(second)[None]
     if num_tokens > MAX_ROWS and (count := padded_rows(num_tokens)) in library_counts:
         return library_sum(padded(x, count), weight, cut, bias)[None, :num_tokens]
     out = torch.empty(2, num_tokens, num_rows, dtype=torch.float32, device=x.device)
