@@ -23,6 +23,7 @@ from nanoinfer.kernels.attention.expand_kv import PlainRange, expanded
 from nanoinfer.kernels.attention.merge import merge
 from nanoinfer.kernels.attention.prefill import prefill
 from nanoinfer.kernels.attention.shape import KernelShape, can_use_tma, decode_programs, decode_tiles, prefill_tiles
+from nanoinfer.kernels.kv.plain import Plain
 
 MAX_TILES_PER_BLOCK = 8
 INTERPRETER_PROGRAMS = 2
@@ -54,7 +55,7 @@ class TritonBackend(AttentionBackend):
         self.prefill_shape, self.cuts_ranges = self.shape, spec.is_expanded
         if spec.is_expanded:
             tma = can_use_tma(target, spec.head_dim, spec.dtype)
-            self.prefill_shape = replace(self.shape, kv_format=None, tma=tma)
+            self.prefill_shape = replace(self.shape, kv_format=Plain(spec.dtype), tma=tma)
         self.num_programs, self.tiles = INTERPRETER_PROGRAMS, prefill_tiles(self.prefill_shape)
         if target.is_compiled:
             self.num_programs = decode_programs(self.shape, target.num_cores, target.core_memory)

@@ -228,7 +228,7 @@ class ModelSpec:
     @property
     def block_shares(self) -> list[int]:
         """For each shape: how many times the tokens of its blocks the largest hold."""
-        values = [attention.kv_size for attention in self.attentions]
+        values = [attention.kv_size * (1 if attention.keeps_one_vector else 2) for attention in self.attentions]
         return [2 ** round(math.log2(one / min(values))) for one in values]
 
     def with_kv(self, block_size: int | None, kv_format: KVFormat | None) -> ModelSpec:

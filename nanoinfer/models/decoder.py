@@ -243,11 +243,12 @@ class Decoder(nn.Module):
 
     def kv_own(self) -> list[tuple[Tensor, ...]]:
         """Return for each layer with attention what the KV format wants of the layer whose keys and values it reads."""
-        found, kv_format, layers = [], self.spec.attention.part.format, self.spec.layers
+        found, layers = [], self.spec.layers
         for reader in self.spec.attention_layers:
             layer = reader if layers[reader].source is None else layers[reader].source
             index, k_norm = self._rope_of_layer[layer], self.layers[layer].self_attn.k_norm
             rope = None if index is None else self.rope_tables[index]
+            kv_format = self.spec.attentions[layers[layer].shape].part.format
             found.append(kv_format.own(rope, None if k_norm is None else k_norm.weight))
         return found
 

@@ -20,18 +20,20 @@ from attention_cases import (
 pytest.importorskip("triton")
 
 from kv_int8 import Int8Heads
-from kv_one_vector import OneVector
+from kv_one_vector import OneVector as AnyVector
 
 from nanoinfer.attention.torch_backend import TorchBackend
 from nanoinfer.attention.triton_backend import TritonBackend
 from nanoinfer.kernels import fused, reference
 from nanoinfer.kernels.attention import spec as of_specs
 from nanoinfer.kernels.attention.expand_kv import pieces
+from nanoinfer.kernels.kv.one_vector import OneVector
+from nanoinfer.kernels.kv.plain import Plain
 from nanoinfer.kernels.kv.quantized import hadamard, int4, int8, k8v4
 from nanoinfer.kernels.layer.head_steps import HeadSteps
 from nanoinfer.layers.rope import rope_table
 
-FORMATS = [Int8Heads(), OneVector(), int8(), k8v4(), int4()]
+FORMATS = [Int8Heads(), AnyVector(), int8(), k8v4(), int4()]
 LENS = [37, 16, 5, 50]
 
 
@@ -131,6 +133,54 @@ def test_the_store_writes_a_tokens_bytes_and_no_others(kv_format, turned, steps)
     values = qkv[slots >= 0][:, 6:]
     largest_error = 0.05 if getattr(kv_format, "value_bits", 8) == 8 else 1.01 * values.abs().max() / 14
     assert (found[0][2].float() - values).abs().max() < largest_error, "values are stored as they are"
+
+
+@pytest.mark.parametrize("turned", [1.0, 0.25])
+@pytest.mark.parametrize("operations", [fused, reference], ids=lambda one: one.__name__.split(".")[-1])
+def test_keys_made_of_values_are_the_layers_own_in_float32(operations, turned):
+    rope = dict(rope_type="proportional", rope_theta=1e4, partial_rotary_factor=turned)
+    table, weight = rope_table(rope, 32, 64, torch.float32, "cpu"), torch.rand(32) + 0.5
+    assert table.shape[1] == 32 * turned
+    qkv, positions, slots = torch.randn(9, 6, 32), torch.randperm(64)[:9], torch.randperm(32)[:9]
+    steps = HeadSteps(eps=1e-6, rounds_once=True, norms_values=True, distance=16)
+    blocks, found = torch.arange(2), []
+    of_tokens = torch.zeros(32, dtype=torch.int64).scatter_(0, slots, positions).view(2, 16)
+    for kv_format in (Plain(torch.float32), OneVector(torch.float32)):
+        part = replace(make_spec(q_heads=4, head_dim=32), kv_format=kv_format).part
+        kv = part.view(torch.zeros(2, part.num_bytes, dtype=torch.uint8))
+        where = positions, kv, slots, torch.empty(9, 4, 32)
+        operations.norm_rope_store(qkv, (weight, weight), steps, table, *where, part=part)
+        own = kv_format.own(table, weight)
+        read = part.read(kv, blocks, blocks * 0, 16, of_tokens, own)
+        found.append([one.flatten(0, 1)[slots] for one in read])
+    for (ours, theirs), tolerance in zip(zip(*found), (0 if operations is reference else 1e-6, 0)):
+        assert (ours - theirs).abs().max() <= tolerance and ours.abs().max() > 1
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_kernels_read_one_vector_as_plain_torch_does(dtype, window, monkeypatch):
+    spec = replace(make_spec(head_dim=32, windows=(window,), dtype=dtype), kv_format=OneVector(dtype))
+    rope = dict(rope_type="proportional", rope_theta=1e4, partial_rotary_factor=0.5)
+    own = spec.part.format.own(rope_table(rope, 32, 64, dtype, "cpu"), (torch.rand(32) + 0.5).to(dtype))
+    paged, backend = paged_in(spec, own), TritonBackend(spec, "cpu")
+    backend.decode_partial, backend.prefill = (
+        partial(backend.decode_partial, own=own),
+        partial(backend.prefill, own=own),
+    )
+    q, tolerance = make_q(spec, len(LENS)), 1e-5 if dtype == torch.float32 else 1e-2
+    assert (
+        relative_error(
+            run_decode(backend, q, paged.kv, paged.tables, LENS, window)[0], dense_decode(spec, q, paged, LENS, window)
+        )
+        < tolerance
+    )
+    lens = [20, 16, 5, 33]
+    begins, q = [n - count for n, count in zip(LENS, lens)], make_q(spec, sum(lens))
+    whole = run_prefill(backend, q, paged, begins, lens, window)
+    assert relative_error(whole, dense_prefill(spec, q, paged, begins, lens, window)) < tolerance
+    monkeypatch.setattr(of_specs, "EXPANDED_BYTES", spec.expanded_block_bytes)
+    assert torch.equal(run_prefill(backend, q, paged, begins, lens, window), whole)
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])

@@ -153,7 +153,7 @@ def test_the_text_part_runs_alone_and_one_notice_says_what_is_skipped(family, tm
     model.save_pretrained(tmp_path)
     prompts, params = random_prompts(2, 20, 40), [SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)] * 2
     with pytest.warns(UserWarning) as warned:
-        engine = make_engine(tmp_path)
+        engine = make_engine(tmp_path, block_size=32)
     (said,) = [str(one.message) for one in warned if "runs alone" in str(one.message)]
     assert f"its {whose} weights (" in said and f"are skipped, and {what} are refused" in said
     found = run(engine, prompts, params)
@@ -165,9 +165,9 @@ def test_the_text_part_runs_alone_and_one_notice_says_what_is_skipped(family, tm
 SIZES = {
     "gemma-4-e2b": (4.63, 2.35, (12, 1, 256), (3, 2, 128)),
     "gemma-4-e4b": (7.46, 2.82, (20, 2, 256), (4, 4, 128)),
-    "gemma-4-12b": (11.91, 0, (40, 8, 64), (8, 2, 256)),
-    "gemma-4-26b-a4b": (25.23, 0, (25, 8, 128), (5, 4, 256)),
-    "gemma-4-31b": (30.70, 0, (50, 16, 128), (10, 8, 256)),
+    "gemma-4-12b": (11.91, 0, (40, 8, 64), (8, 1, 512)),
+    "gemma-4-26b-a4b": (25.23, 0, (25, 8, 64), (5, 2, 256)),
+    "gemma-4-31b": (30.70, 0, (50, 16, 64), (10, 4, 256)),
 }
 
 

@@ -14,7 +14,7 @@ import sys
 from dataclasses import replace
 
 import torch
-from kv_one_vector import OneVector
+from kv_one_vector import OneVector as AnyVector
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
@@ -141,6 +141,7 @@ from nanoinfer.kernels.attention.shape import KernelShape, can_use_tma, prefill_
 from nanoinfer.kernels.experts.routing import SIGMOID, GatedActivation, Routing
 from nanoinfer.kernels.experts.slots import BLOCK_WORDS
 from nanoinfer.kernels.kv.base import KVFormat, KVPart
+from nanoinfer.kernels.kv.one_vector import OneVector
 from nanoinfer.kernels.kv.plain import Plain
 from nanoinfer.kernels.kv.quantized import int4, int8, k8v4
 from nanoinfer.kernels.layer.activation import act_and_mul
@@ -274,7 +275,8 @@ def compile_attention(head_dim: int, kv_format: KVFormat, *, is_common: bool) ->
         interpreted=False, precision=gpu.target.precision, program_memory=gpu.target.program_memory,
     )  # fmt: skip
     qkv, table, slots = zeros(8, 48, head_dim), zeros(100, head_dim), torch.zeros(8, dtype=torch.int64)
-    weights, own = (zeros(head_dim), zeros(head_dim)), kv_format.own(table, None)
+    weights = zeros(head_dim), zeros(head_dim)
+    own = kv_format.own(table, weights[1])
     is_again = is_brief and gpu.architecture != architectures[0]
     layers.norm_rope_store(qkv, weights, HeadSteps(eps=1e-6), table, slots, kv, slots, q, part=part)
     if is_common and not is_again:
@@ -380,8 +382,9 @@ for gpu.architecture in architectures:
     if gpu.target.has_float8:
         compile_attention(128, Plain(torch.float8_e4m3fn), is_common=False)
     if not is_brief or gpu.architecture == architectures[0]:
-        for kv_format in (int8(), k8v4(), int4(), OneVector()):
+        for kv_format in (int8(), k8v4(), int4(), AnyVector()):
             compile_attention(128, kv_format, is_common=False)
+        compile_attention(512, OneVector(torch.bfloat16), is_common=False)
     compile_tile_linear()
     compile_packed()
     compile_experts()

@@ -138,5 +138,5 @@ def expand_kv(
     constants = {name: value for name, value in shape.constants().items() if name in names}
     expand_kv_kernel[(width * (shape.block_size // tile), shape.num_kv_heads, num_sequences)](
         kv, own or None, out, block_table, first_block, kv_end, block_table.stride(0), width,
-        **constants, STRIDE=kv.stride(0), BLOCK_N=tile, enable_fp_fusion=True,
+        **constants, STRIDE=kv.stride(0), BLOCK_N=tile, enable_fp_fusion=False,
     )  # fmt: skip

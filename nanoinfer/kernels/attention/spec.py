@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.kernels.kv.base import KVFormat, KVPart
+from nanoinfer.kernels.kv.one_vector import OneVector
 from nanoinfer.kernels.kv.plain import Plain
 
 SHORT_BLOCKS = 6
@@ -58,7 +59,7 @@ class AttentionSpec:
     block_size: int = 256
     """Tokens in a KV block and so in a split; a multiple of 16."""
     kv_format: KVFormat | None = None
-    """How keys and values lie in KV blocks; None: as numbers of `dtype`."""
+    """How keys and values lie in KV blocks; None: as numbers of `dtype`, of one projection as one vector."""
 
     def __post_init__(self) -> None:
         for name in ("num_q_heads", "num_kv_heads", "head_dim"):
@@ -84,12 +85,18 @@ class AttentionSpec:
     @property
     def part(self) -> KVPart:
         """One layer's part of a KV block."""
-        return KVPart(self.kv_format or Plain(self.dtype), self.block_size, self.num_kv_heads, self.head_dim)
+        of_model = OneVector(self.dtype) if self.keeps_one_vector else Plain(self.dtype)
+        return KVPart(self.kv_format or of_model, self.block_size, self.num_kv_heads, self.head_dim)
+
+    @property
+    def keeps_one_vector(self) -> bool:
+        """Whether the model's own format is one vector for keys and values."""
+        return self.has_one_projection and self.head_dim & (self.head_dim - 1) == 0
 
     @property
     def is_expanded(self) -> bool:
         """Whether keys and values are stored as something else than numbers of `dtype`."""
-        return self.kv_format not in (None, Plain(self.dtype))
+        return self.part.format != Plain(self.dtype)
 
     @property
     def expanded_blocks(self) -> int:

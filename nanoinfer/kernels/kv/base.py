@@ -67,7 +67,7 @@ class KVFormat(ABC):
         """k, v: [N, num_kv_heads, head_dim], as rounded by the layer. Return each field, [N, num_kv_heads, width]."""
 
     @abstractmethod
-    def decode(self, fields: tuple[Tensor, ...], positions: Tensor, own: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    def decode(self, fields: tuple[Tensor, ...], positions: Tensor, own: tuple) -> tuple[Tensor, Tensor]:
         """Return keys and values, [n, T, num_kv_heads, head_dim] of any type, of fields, [n, T, num_kv_heads, width].
 
         positions: [n, T] int64, of the tokens in their sequences; own: the layer's, as `own` returns them.
