@@ -87,18 +87,21 @@ def rms_norm(
     behind: Tensor | None = None,
     out: Tensor | None = None,
     factor: float | None = None,
+    scale: Tensor | None = None,
 ) -> Tensor:
     """Return the norm of x, [..., size], in `out` if that is given. With `other`, x becomes x + factor * other first.
 
     The weight broadcasts to x; None: x itself is returned. With `offset` it counts from 1. With `offset` or
     `rounds_once` the product is rounded once; otherwise x / rms(x) is rounded first. behind: the weight of a norm of
-    `other`, which is added in place of it.
+    `other`, which is added in place of it. scale: [1], by which the sum is multiplied.
     """
     if other is not None:
         other = _rounded_sum(other, x)
         if behind is not None:
             other = rms_norm(other, behind, eps, offset=offset, rounds_once=rounds_once)
         x += other if factor is None else other * factor
+        if scale is not None:
+            x *= scale
     if weight is None:
         return x
     wide = x.float()

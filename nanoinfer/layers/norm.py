@@ -33,14 +33,22 @@ class RMSNorm(nn.Module):
         """Compute the norm of x, [..., size], in x's dtype, in `out` if that is given, which may be x."""
         return self._norm(x, out=out)
 
-    def after_sum(self, x: Tensor, other: Tensor, out: Tensor | None = None, behind: RMSNorm | None = None) -> Tensor:
+    def after_sum(
+        self,
+        x: Tensor,
+        other: Tensor,
+        out: Tensor | None = None,
+        behind: RMSNorm | None = None,
+        scale: Tensor | None = None,
+    ) -> Tensor:
         """Add `other` to x, in place, and return the norm of x, in `out` if that is given.
 
         `other` may be the parts of a sum, [parts, N, size] float32, which are added in order and rounded once. With a
         factor, its product with `other` is rounded before it is added. behind: a norm of the same kind, of which the
-        result is added in place of `other`.
+        result is added in place of `other`. scale: [1], by which the sum is multiplied.
         """
         options = {} if behind is None else dict(behind=behind.weight)
+        options |= {} if scale is None else dict(scale=scale)
         return self._norm(x, other=other, out=out, factor=self._factor, **options)
 
     def add_to(self, x: Tensor, other: Tensor) -> Tensor:

@@ -49,21 +49,24 @@ class Gemma4Layer(DecoderLayer):
         """layer_input: [N, layer_input_size], where the model has them."""
         before_mlp, behind = self.post_attention_layernorm, self.attention_output_norm
         normed = self.self_attn.o_proj.project_add_norm(x, attn, before_mlp, behind)
-        if self.sparse is None:
-            self.mlp.add(x, normed, None, num_live, self.mlp_output_norm)
-        else:
-            hidden = self.mlp.hidden(normed)
-            of_mlp = self.dense_output_norm.add_to(torch.zeros_like(x), self.mlp.down_proj.parts(hidden))
-            del normed, hidden
-            added = self.mlp_output_norm.after_sum(of_mlp, self._experts(x, num_live), behind=self.sparse_output_norm)
-            del of_mlp
-            x.add_(added)
+        hidden = self.mlp.hidden(normed)
+        out = None if self.sparse is not None else torch.empty_like(x)  # first, as in `Linear.project_add_norm`
+        added, behind = self.mlp.down_proj.parts(hidden), self.mlp_output_norm
+        del normed, hidden
+        if self.sparse is not None:
+            of_mlp = self.dense_output_norm.add_to(torch.zeros_like(x), added)
             del added
+            added, behind = behind.after_sum(of_mlp, self._experts(x, num_live), behind=self.sparse_output_norm), None
+            del of_mlp
         if layer_input is not None:
+            if behind is None:
+                x.add_(added)
+            else:
+                behind.add_to(x, added)
             gate = self.input_gate(x)
             gate = self.input_gate.operations.act(gate, self._activation).mul_(layer_input)
-            x.add_(self.input_norm(self.input_projection(gate)))
-        return norm(x.mul_(self.layer_scalar))
+            added, behind = self.input_projection(gate), self.input_norm
+        return norm.after_sum(x, added, out, behind, self.layer_scalar)
 
     def _experts(self, x: Tensor, num_live: Tensor) -> Tensor:
         """Return the two sums of the experts of each row of x, [2, N, hidden_size] float32."""

@@ -19,6 +19,7 @@ from layer_kernel_cases import (
     check_linear_parts,
     check_norm_rope_store,
     check_rms_norm,
+    check_scale_of_a_sum,
 )
 
 from nanoinfer.kernels import fused, reference
@@ -32,6 +33,12 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=st
 @pytest.mark.parametrize("size", [48, 256])
 def test_rms_norm(size, variant, dtype):
     check_rms_norm(size, variant, dtype, "cpu")
+
+
+@DTYPES
+@pytest.mark.parametrize("variant", RMS_NORMS, ids=str)
+def test_a_sum_is_scaled_before_its_norm(variant, dtype):
+    check_scale_of_a_sum(48, variant, dtype, "cpu")
 
 
 @DTYPES

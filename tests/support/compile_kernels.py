@@ -185,6 +185,7 @@ def compile_layers() -> None:
         layers.layer_norm(eight, weight, weight, 1e-6, offset=other is None, other=other, factor=0.2)
     for after in (None, weight):  # with a norm of what is added
         layers.rms_norm(eight, after, 1e-6, offset=True, other=floats(2, 8, 2560), behind=weight)
+    layers.rms_norm(eight, weight, 1e-6, offset=False, other=floats(2, 8, 2560), behind=weight, scale=zeros(1))
     for num_tokens in (1, 16):
         layers.linear(zeros(num_tokens, 2560), wide, zeros(6144))
     layers.linear(zeros(32, 2560), wide, activation="silu")

@@ -62,6 +62,22 @@ def _check_norm_behind(x: torch.Tensor, weight: torch.Tensor, variant: dict, par
         assert torch.equal(alone, wanted)
 
 
+def check_scale_of_a_sum(size: int, variant: dict, dtype: torch.dtype, device: str) -> None:
+    """The sum, with a norm behind or without, is multiplied and rounded before the norm."""
+    first, parts = torch.randn(5, size).to(device, dtype), torch.randn(2, 5, size).to(device)
+    weights = [make_weight(size, variant["offset"], dtype, device) for _ in range(2)]
+    scale = torch.tensor([0.37]).to(device, dtype)
+    for other in (torch.randn(5, size).to(device, dtype), parts):
+        for behind in (None, weights[1]):
+            (x, y), sums = (first.clone() for _ in range(2)), dict(other=other, behind=behind, scale=scale)
+            normed = rms_norm(x, weights[0], EPS, **variant, **sums)
+            want = reference.rms_norm(y, weights[0], EPS, **variant, **sums)
+            assert is_close(x, y, roundings=2) and is_close(normed, want, roundings=3)
+            added = other if other is not parts else parts.sum(0).to(dtype)
+            if behind is None and other is not parts and dtype != torch.float32:
+                assert torch.equal(x, (first + added) * scale)
+
+
 def check_layer_norm(size: int, offset: bool, num_rows: int, dtype: torch.dtype, device: str) -> None:
     x = 3 + torch.randn(num_rows, size + 16).to(device, dtype)[:, :size]
     weight, bias = make_weight(size, offset, dtype, device), torch.randn(size).to(device, dtype)

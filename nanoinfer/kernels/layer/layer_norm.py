@@ -38,7 +38,7 @@ def layer_norm_kernel(
     value = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         added = addend(x, other, row, columns, inside, other_stride, SIZE, NUM_SPLITS)
-        value = residual_sum(x, value, added, row, columns, inside, x_stride, FACTOR)
+        value = residual_sum(x, value, added, None, row, columns, inside, x_stride, FACTOR)
     value = tl.where(inside, value - tl.sum(value) / SIZE, 0.0)
     value *= tl.rsqrt(tl.sum(value * value) / SIZE + eps)
     tl.store(out + row * SIZE + columns, (value * scale + shift).to(out.dtype.element_ty), mask=inside)

@@ -49,21 +49,27 @@ def addend(
 
 
 @triton.jit
-def residual_sum(x, value, added, row, columns, inside, x_stride, FACTOR: tl.constexpr):
-    """Return value + FACTOR * added, each rounded, which becomes the row of x in memory. value: that row, float32."""
+def residual_sum(x, value, added, scale, row, columns, inside, x_stride, FACTOR: tl.constexpr):
+    """Return (value + FACTOR * added) * scale, each rounded, which becomes the row of x in memory.
+
+    value: that row, float32; scale: a pointer to one number, None: 1.
+    """
     if FACTOR is not None:
         added = rounded(added * FACTOR, x)
     value = rounded(value + added, x)
+    if scale is not None:
+        value = rounded(value * tl.load(scale).to(tl.float32), x)
     tl.store(x + row * x_stride + columns, value.to(x.dtype.element_ty), mask=inside)
     return value
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["sum_scale"])
 def rms_norm_kernel(
-    x,  # [N, SIZE], rows x_stride apart; becomes x + FACTOR * other
+    x,  # [N, SIZE], rows x_stride apart; becomes (x + FACTOR * other) * sum_scale
     other,  # [N, SIZE], rows other_stride apart; read with ADD; or [NUM_SPLITS, N, SIZE] float32, whose sum is added
     weight,  # [SIZE]; None: x is only added to
     behind,  # [SIZE], the weight of a norm of `other`, which is added in place of it; None: there is none
+    sum_scale,  # [1]; None: 1
     out,  # [N, SIZE]; None without `weight`
     x_stride,
     other_stride,
@@ -91,7 +97,7 @@ def rms_norm_kernel(
         added = addend(x, other, row, columns, inside, other_stride, SIZE, NUM_SPLITS)
         if behind is not None:
             added = rounded(normed(added, scale_of_other, x, eps, SIZE, OFFSET, ROUNDS_ONCE), x)
-        value = residual_sum(x, value, added, row, columns, inside, x_stride, FACTOR)
+        value = residual_sum(x, value, added, sum_scale, row, columns, inside, x_stride, FACTOR)
     if weight is not None:
         value = normed(value, scale, x, eps, SIZE, OFFSET, ROUNDS_ONCE)
         tl.store(out + row * SIZE + columns, value.to(out.dtype.element_ty), mask=inside)
@@ -108,16 +114,17 @@ def rms_norm(
     behind: Tensor | None = None,
     out: Tensor | None = None,
     factor: float | None = None,
+    scale: Tensor | None = None,
 ) -> Tensor:
     """Return the norm of x, [N, size], in `out` if that is given. With `other`, x becomes x + factor * other first.
 
     x: [N, size], rows at any stride, changed in place; weight: [size], None: x itself is returned; other: [N, size]
     likewise, all of one dtype; or `other` as the parts of a sum, [splits, N, size] float32, packed, which are added in
     order and rounded. behind: [size], the weight of a norm of `other`, which is added in place of it. offset,
-    rounds_once: as in `HeadSteps`. factor: None: 1.
+    rounds_once: as in `HeadSteps`. factor: None: 1. scale: [1], by which the sum is multiplied, rounded; None: 1.
     """
     return launch_norm(
-        rms_norm_kernel, x, (weight, behind), eps, other, out, factor, OFFSET=offset, ROUNDS_ONCE=rounds_once
+        rms_norm_kernel, x, (weight, behind, scale), eps, other, out, factor, OFFSET=offset, ROUNDS_ONCE=rounds_once
     )  # fmt: skip
 
 
@@ -125,7 +132,7 @@ def launch_norm(
     kernel, x: Tensor, vectors: tuple[Tensor | None, ...], eps: float, other: Tensor | None, out: Tensor | None,
     factor: float | None, **how: bool,
 ) -> Tensor:  # fmt: skip
-    """Launch a norm with the sum before it, as `rms_norm` says. vectors: [size] each, its weight first."""
+    """Launch a norm with the sum before it, as `rms_norm` says. vectors: those of the kernel, its weight first."""
     num_rows, size = x.shape
     if out is None and vectors[0] is not None:
         out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
