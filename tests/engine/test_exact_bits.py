@@ -31,8 +31,7 @@ MODELS = {
     "qwen3": dict(hidden_size=64, intermediate_size=200, head_dim=32, num_heads=2, num_kv_heads=1, tied=True),
     "gemma3": dict(hidden_size=132, intermediate_size=141, sliding_window=37, num_kv_heads=1)
     | dict(final_logit_softcapping=20.0, attn_logit_softcapping=15.0),
-    "gemma4, one projection": dict(hidden_size=132, intermediate_size=141, sliding_window=37, attention_k_eq_v=True)
-    | dict(num_global_key_value_heads=1),
+    "gemma4, one projection": dict(hidden_size=132, intermediate_size=141, sliding_window=37, attention_k_eq_v=True),
     "gemma4_inputs": dict(hidden_size=75, intermediate_size=99, sliding_window=24, num_heads=3, num_kv_heads=1)
     | dict(
         head_dim=48,
@@ -49,7 +48,7 @@ SLOTTED = {
     "gpt_oss": dict(num_layers=3),
     "glm4_moe": dict(num_layers=4),
     "mixtral": dict(num_layers=3),
-    "gemma4_moe": dict(num_layers=3, num_experts=12, attention_k_eq_v=True, num_global_key_value_heads=1),
+    "gemma4_moe": dict(num_layers=3, num_experts=12, attention_k_eq_v=True),
 }
 DTYPES = ["float32", "bfloat16", "float16"]
 MAX_LEN = 512
