@@ -69,6 +69,35 @@ def test_two_threads_change_no_row_of_a_product_either():
             assert torch.equal(found, wanted.expand(num_rows, -1))
 
 
+@DTYPES
+def test_columns_of_a_weight_are_widened_some_rows_at_a_time(dtype, monkeypatch):
+    """As those of another weight that has no others."""
+    x, weight, sizes = torch.randn(5, 40).to(dtype), torch.randn(33, 90).to(dtype), []
+    monkeypatch.setattr("nanoinfer.common.exact._WIDENED_ELEMENTS", 400)
+    columns, library = weight[:, 50:], F.linear
+
+    def linear(x, some, bias=None):
+        assert some.is_contiguous() and some.data_ptr() % 64 == 0 and some.dtype == torch.float32
+        sizes.append(len(some))
+        return library(x, some, bias)
+
+    monkeypatch.setattr(exact.F, "linear", linear)
+    exact.wide_linear(x, columns)  # the first time, the library is tried
+    sizes.clear()
+    found = exact.wide_linear(x, columns)
+    assert sizes == [10, 10, 10, 3] and found.dtype == torch.float32
+    assert torch.equal(found, exact.wide_linear(x, columns.clone()))
+    torch.testing.assert_close(found, x.float() @ columns.float().T)
+
+
+def test_rows_that_are_products_of_their_own_lie_where_they_are_asked_for():
+    x, weight, bias = torch.randn(3, 20), torch.randn(30, 20), torch.randn(30)
+    out = torch.empty(3, 30)
+    assert exact.linear(x, weight, bias, (7, 13, 10), out) is out
+    wanted = [exact.linear(x, *one) for one in zip(weight.split((7, 13, 10)), bias.split((7, 13, 10)), strict=True)]
+    assert torch.equal(out, torch.cat(wanted, 1)) and torch.equal(exact.linear(x, weight, bias, (7, 13, 10)), out)
+
+
 def test_a_product_without_rows():
     assert exact.linear(torch.zeros(0, 8), torch.ones(3, 8)).shape == (0, 3)
 

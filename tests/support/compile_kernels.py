@@ -202,7 +202,7 @@ def compile_tile_linear() -> None:
         layers.linear(zeros(num_tokens, 1024), zeros(4096, 1024), zeros(4096))
         layers.linear(zeros(num_tokens, 1024), zeros(6144, 1024), activation="silu")
     layers.linear_parts(zeros(64, 8192), zeros(1024, 8192), 4096)
-    layers.linear_parts(zeros(64, 576), zeros(1024, 576), 384, zeros(1024))
+    layers.linear_parts(zeros(64, 960), zeros(1024, 960), 576, zeros(1024))
 
 
 def compile_packed() -> None:

@@ -185,7 +185,8 @@ class WeightFormat(Formats):
     One object may serve all projections. What belongs to one projection lies in its module, as parameters that
     `allocate` registers and that only the format touches. The bits of each row that a projection returns depend on its
     row of x, the weight and the bias alone: products are those of a matrix in the model's dtype, so equal matrices give
-    equal bits, however they are held. A module is a `layers.linear.Linear`; experts take `Dense` and `Packed` formats
+    equal bits, however they are held, where sums are cut at one column (below 512 columns a format has a say in that,
+    see `column_block`). A module is a `layers.linear.Linear`; experts take `Dense` and `Packed` formats
     alone, whose bytes their kernels read.
     """
 
