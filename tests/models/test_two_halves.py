@@ -5,12 +5,14 @@ from collections import Counter
 import pytest
 import torch
 from engines import make_engine, run, some_params
+from exact_interpreter import make_interpreter_exact
 from gguf_models import write_gguf
 from halves import computed_in_halves
 from quantised import CASES, write
 from tiny_models import ALL_FAMILIES, make_checkpoint, random_tokens
 
 from nanoinfer.common import exact
+from nanoinfer.devices.cpu import CpuDevice
 
 DTYPES = ("float32", "bfloat16", "float16")
 SPARSE = ("qwen3_moe", "gpt_oss", "mixtral", "olmoe")
@@ -20,9 +22,10 @@ SHAPES = {
 }
 
 
-def check(path, dtype: str, **options) -> Counter:
+def check(path, dtype: str, lengths: tuple[int, ...] = (43, 9), **options) -> Counter:
     engine = make_engine(path, dtype=dtype, enforce_eager=True, block_size=32, enable_prefix_caching=False, **options)
-    prompts, params = [random_tokens(43), random_tokens(9)], some_params(2, 3, logprobs=3, prompt_logprobs=2)
+    prompts = [random_tokens(length) for length in lengths]
+    params = some_params(len(prompts), 2, logprobs=3, prompt_logprobs=2)
     wanted = run(engine, prompts, params)
     with computed_in_halves(engine) as counts:
         assert run(engine, prompts, params) == wanted
@@ -53,6 +56,20 @@ def test_any_shape_in_halves_has_the_bits_of_the_whole(family, shape, dtype, tmp
     """A single KV head, which both have; an odd number of them; biases of the sums in parts."""
     fields = SHAPES[shape] | (dict(attention_bias=True, mlp_bias=True) if family == "llama" else {})
     check(make_checkpoint(family, tmp_path, num_layers=2, **fields), dtype)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gemma4_moe", "starcoder2", "gpt_oss", "olmo2"])
+@pytest.mark.sampled("llama", "gemma4_moe")
+def test_so_it_has_with_the_kernels_of_a_gpu(family, tmp_path, monkeypatch):
+    """In the interpreter, whose products add their columns one by one."""
+    if not pytest.importorskip("triton").knobs.runtime.interpret:
+        pytest.skip("triton was imported without TRITON_INTERPRET=1")
+    make_interpreter_exact(monkeypatch)
+    monkeypatch.setattr(CpuDevice, "operations", "nanoinfer.kernels.fused")
+    monkeypatch.setattr(CpuDevice, "is_fused", True)
+    fields = dict(attention_bias=True, mlp_bias=True) if family == "llama" else {}
+    path = make_checkpoint(family, tmp_path, num_layers=2, num_heads=6, num_kv_heads=3, **fields)
+    check(path, "float16", lengths=(17,), attention_backend="triton")
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "nemotron", "glm4_moe"])
