@@ -188,7 +188,10 @@ def test_the_bits_of_parts_do_not_depend_on_how_many_rows_there_are(size, num_ro
         torch.ones(num_rows, dtype=torch.bfloat16, device="cuda"),
     )
     bias, wanted = torch.randn(num_rows, dtype=torch.bfloat16, device="cuda") if has_bias else None, None
-    for num_tokens, counts in ((512, ()), (1, ()), (9, ()), (40, ()), (200, ()), (1000, ()), (1000, (1024,))):
+    ways = [(512, ()), (1, ()), (9, ()), (40, ()), (200, ()), (1000, ())]
+    if size == 9728 and not has_bias:  # of others an engine asks first whether the library keeps the order
+        ways.append((1000, (1024,)))
+    for num_tokens, counts in ways:
         parts = linear_parts(x[:num_tokens].clone(), weight, cut, bias, library_counts=counts)
         assert len(parts) == (1 if counts else 2)
         total = torch.zeros(num_tokens, num_rows, dtype=torch.bfloat16, device="cuda")
