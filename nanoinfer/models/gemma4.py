@@ -29,6 +29,7 @@ class Gemma4Unified(Decoder):
     has_layer_types = True
     rotates_by_layer_type = True
     layer_fields = ("head_dim", "num_key_value_heads")
+    optional_fields = ("num_experts", "moe_intermediate_size", "top_k_experts")
     layer_classes = {AttentionState: Gemma4Layer}
     own_traits = dict(
         norm=WideRMSNorm,
@@ -62,6 +63,9 @@ class Gemma4Unified(Decoder):
     def traits(cls, hf_config: PretrainedConfig) -> Traits:
         if hf_config.use_bidirectional_attention == "all":
             raise ValueError('use_bidirectional_attention="all" makes an encoder of the model; only decoders can run')
+        for name in ("enable_moe_block", "hidden_size_per_layer_input"):
+            if getattr(hf_config, name, None) and cls is Gemma4Unified:
+                raise ValueError(f"{name}={getattr(hf_config, name)!r} is not supported in {cls.model_type}")
         return super().traits(hf_config, embedding_scale=hf_config.hidden_size**0.5)
 
     @classmethod
@@ -121,7 +125,6 @@ class Gemma4(Gemma4Unified):
     """https://huggingface.co/google/gemma-4-31B-it"""
 
     model_type = "gemma4_text"
-    optional_fields = ("num_experts", "moe_intermediate_size", "top_k_experts")
 
     @classmethod
     def traits(cls, hf_config: PretrainedConfig) -> Traits:

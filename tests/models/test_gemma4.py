@@ -39,11 +39,17 @@ def older(config):
     config["num_global_key_value_heads"] = own.get("num_key_value_heads")
 
 
+def with_nulls(config):
+    """As files say of a model without experts."""
+    older(config)
+    config.update(dict.fromkeys(("num_experts", "top_k_experts", "moe_intermediate_size")), enable_moe_block=False)
+
+
 def padded(config):
     config["per_layer_config"] = {layer.zfill(2): own for layer, own in config["per_layer_config"].items()}
 
 
-@pytest.mark.parametrize("change", [older, padded])
+@pytest.mark.parametrize("change", [older, padded, with_nulls])
 @pytest.mark.parametrize("family", ["gemma4", "gemma4_unified"])
 def test_both_forms_of_configs_say_the_same(family, change, tmp_path):
     newer = make_checkpoint(family, tmp_path / "newer", **ONE_PROJECTION)

@@ -136,6 +136,11 @@ def test_an_architecture_registers_once():
         ),
         ("gemma3", dict(use_bidirectional_attention=True), "use_bidirectional_attention"),
         ("gemma4", dict(use_bidirectional_attention="all"), 'use_bidirectional_attention="all" makes an encoder'),
+        (
+            "gemma4_unified",
+            dict(enable_moe_block=True),
+            "enable_moe_block=True is not supported in gemma4_unified_text",
+        ),
         ("gemma4_moe", dict(top_k_experts=9), "top_k_experts=9 is more than num_experts=8"),
         ("gemma4_moe", dict(num_experts=None), "enable_moe_block=true needs num_experts"),
         (
