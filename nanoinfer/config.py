@@ -74,6 +74,8 @@ class EngineConfig:
         max_model_len: the most tokens of a prompt with its output, such as 32768 or "32k". None: the model's own
             limit, cut to what fits into memory; -1 is the same, as in vLLM.
         max_num_seqs: the most sequences that run at once. None: 256, or 64 if the budget is below 32 GiB.
+        state_slots: of a model whose layers keep a state beside attention, how many sequences may have one at a time:
+            others wait. None: `max_num_seqs`.
         max_num_batched_tokens: the most tokens of one prefill step, which bounds the working memory. None: at most 8192
             on CUDA and 2048 on the CPU, fewer where requests are done sooner with the memory that this leaves.
         gpu_memory_utilization: share of the GPU's memory to use when no limit is given; never more than is free then.
@@ -138,6 +140,7 @@ class EngineConfig:
     device: str = "auto"
     max_model_len: int | str | None = None
     max_num_seqs: int | None = None
+    state_slots: int | None = None
     max_num_batched_tokens: int | str | None = None
     gpu_memory_utilization: float = 0.9
     gpu_memory_limit: int | float | str | None = None
@@ -219,7 +222,8 @@ class EngineConfig:
         overrides = self.hf_overrides
         is_right = isinstance(overrides, dict | None) and all(isinstance(name, str) for name in overrides or ())
         self._check("hf_overrides", is_right, "None or a dict of the config's fields")
-        counts = "max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override", "expert_slots"
+        counts = "max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override"
+        counts += "expert_slots", "state_slots"
         for name in counts:
             if getattr(self, name) is not None:
                 self._count(name, minimum=1)

@@ -29,6 +29,7 @@ WRITERS = {
     "copy_wait_seconds": "nanoinfer/engine/meter.py",
     "fetched_bytes": "nanoinfer/engine/meter.py",
     "row": "nanoinfer/kv/cache.py",
+    "state_slot": "nanoinfer/kv/cache.py",
     "num_computed": "nanoinfer/kv/cache.py",
     "num_cached": "nanoinfer/kv/cache.py",
     "num_reserved_host": "nanoinfer/kv/cache.py",

@@ -92,6 +92,7 @@ class StepPlanner:
             number=self._number,
             chunks=tuple(map(_prompt_chunk, chunks)),
             rows=rows,
+            state_slots=np.array([sequence.state_slot for sequence in decoding], dtype=np.int32),
             begins=ends - 1,
             ends=ends,
             gpu_blocks=gpu_blocks,
@@ -178,4 +179,4 @@ def _prompt_chunk(chunk: PrefillChunk[Sequence]) -> PromptChunk:
         behind = sequence.prompt_token_ids[begin + 1 : end + 1]  # behind the last one comes what is sampled
         scored = dict(next_token_ids=np.array(behind, dtype=np.int32), num_logprobs=top)
     token_ids = np.array(sequence.token_ids[begin:end], dtype=np.int32)
-    return PromptChunk(sequence.row, begin, end, token_ids, chunk.is_last, **scored)
+    return PromptChunk(sequence.row, begin, end, token_ids, chunk.is_last, state_slot=sequence.state_slot, **scored)

@@ -169,7 +169,7 @@ class Scheduler:
         """
         if sum(map(_num_left, chain(begun, self.waiting))) <= self._max_num_batched_tokens:
             return []
-        waiting = islice(self.waiting, len(self._kv_cache.free_rows))
+        waiting = islice(self.waiting, min(len(self._kv_cache.free_rows), len(self._kv_cache.free_slots)))
         found = [(_num_left(one), one) for one in begun] + [(self._admission.num_left(one), one) for one in waiting]
         return sorted(found, key=itemgetter(0))
 

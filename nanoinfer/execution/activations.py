@@ -14,10 +14,11 @@ from nanoinfer.common.units import GIB, format_size
 from nanoinfer.execution.pieces import Pieces, StepHooks
 from nanoinfer.execution.products import check_products, run_ours
 from nanoinfer.execution.prompt_logprobs import score
-from nanoinfer.execution.recurrent import RecurrentStates
 from nanoinfer.execution.resources import Resources
+from nanoinfer.execution.states import States
 from nanoinfer.kernels.linear.counts import MAX_ROWS, padded_rows
 from nanoinfer.models.pieces import DeviceState
+from nanoinfer.models.states import one_run
 from nanoinfer.models.step_tensors import StepTensors
 from nanoinfer.sampling_params import MAX_LOGPROBS
 
@@ -103,12 +104,12 @@ class Activations:
         memory = torch.zeros(layout.pool_shape(1)[1:], dtype=torch.uint8, device=device)
         by_shape = [shape.part.view(memory) for shape in spec.attentions]
         of_groups = [[by_shape[group.shape]] * layout.num_places for group in spec.kv_groups]
-        pieces = Pieces(model, DeviceState(of_groups, RecurrentStates(spec, 1, device).of_layer))
+        pieces = Pieces(model, DeviceState(of_groups, States(spec, 1, device).of_layer))
         numbers = torch.arange(tokens, device=device)
         slots = torch.stack([numbers % group.block_size for group in spec.kv_groups])
         inputs = torch.zeros_like(numbers), numbers % plan.max_model_len, slots
-        rows = torch.ones_like(numbers, dtype=torch.int32)
-        tensors = StepTensors(*inputs, torch.full_like(rows[:1], tokens), rows)
+        runs = one_run(tokens, device)
+        tensors = StepTensors(*inputs, torch.full_like(runs.ends[:1], tokens), runs)
         hooks = self._hooks(by_shape, tokens)
         tensors.reserve(spec)
         for index in pieces.one_of_each_kind:

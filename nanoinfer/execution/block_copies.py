@@ -1,4 +1,4 @@
-"""What the engine does to whole blocks, and to what rows keep besides blocks, between two steps."""
+"""What the engine does to whole blocks, and to states, between two steps."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from collections.abc import Iterable
 
 import torch
 
-from nanoinfer.execution.recurrent import RecurrentStates
+from nanoinfer.execution.states import States
 from offload import OffloadEngine
 from offload.blocks import GPU, HOST
 
 
 class BlockCopies:
-    """Does to blocks and rows what the planning side asks for by their numbers; see `nanoinfer.kv.mover.BlockMemory`.
+    """Does to blocks and states what the planning side asks for by their numbers; see `nanoinfer.kv.mover.BlockMemory`.
 
     Args:
         offload: has the host pool, and the streams.
         gpu_kv: `[num_places, num_gpu_blocks, part_bytes]`, the GPU pool.
-        states: what rows keep besides blocks.
+        states: what sequences keep besides blocks.
 
     Attributes:
-        kept_rows: sequence that gave way -> what its row had besides blocks, on the host.
+        kept_states: sequence that gave way -> its state, on the host.
     """
 
-    def __init__(self, offload: OffloadEngine, gpu_kv: torch.Tensor, states: RecurrentStates) -> None:
+    def __init__(self, offload: OffloadEngine, gpu_kv: torch.Tensor, states: States) -> None:
         self._offload, self._runtime, self._places = offload, offload.runtime, range(offload.layout.num_places)
-        self._gpu_kv, self._states = gpu_kv, states.of_layer.values()
-        self.kept_rows: dict[int, list[torch.Tensor]] = {}
+        self._gpu_kv, self._states = gpu_kv, states
+        self.kept_states: dict[int, torch.Tensor] = {}
 
     def borrow(self, num_blocks: int) -> list[int]:
         return self._offload.host.borrow(num_blocks)
@@ -34,25 +34,24 @@ class BlockCopies:
     def give_back_all_but(self, blocks: Iterable[int]) -> None:
         self._offload.host.give_back_all_but(blocks)
 
-    def keep_row(self, row: int, sequence_id: int) -> None:
-        if self._states:
+    def keep_state(self, slot: int, sequence_id: int) -> None:
+        if self._states.of_layer:
             self._runtime.synchronize()
-            self.kept_rows[sequence_id] = [states[row].to("cpu", copy=True) for states in self._states]
+            self.kept_states[sequence_id] = self._states.pool[slot].to("cpu", copy=True)
 
-    def bring_row_back(self, row: int, sequence_id: int) -> None:
-        # A sequence that gave way before its first token has nothing kept: its states begin at zero.
-        kept = self.kept_rows.get(sequence_id)
+    def bring_state_back(self, slot: int, sequence_id: int) -> None:
+        # A sequence that gave way before its first token has nothing kept: its state begins at zero.
+        kept = self.kept_states.get(sequence_id)
         if kept is not None:
             self._runtime.synchronize()
-            for states, one in zip(self._states, kept, strict=True):
-                states[row].copy_(one)
+            self._states.pool[slot].copy_(kept)
 
-    def forget_row(self, sequence_id: int) -> None:
-        self.kept_rows.pop(sequence_id, None)
+    def forget_state(self, sequence_id: int) -> None:
+        self.kept_states.pop(sequence_id, None)
 
-    def forget_other_rows(self, sequence_ids: set[int]) -> None:
-        for sequence_id in self.kept_rows.keys() - sequence_ids:
-            self.forget_row(sequence_id)
+    def forget_other_states(self, sequence_ids: set[int]) -> None:
+        for sequence_id in self.kept_states.keys() - sequence_ids:
+            self.forget_state(sequence_id)
 
     def let_go(self, pool: str, blocks: list[int]) -> None:
         """Have blocks be free, which nobody can reach any more: overwritten where the runtime poisons, and given back

@@ -13,8 +13,8 @@ from nanoinfer.attention.torch_backend import TorchBackend
 from nanoinfer.execution.decode import DecodeProgram
 from nanoinfer.execution.prefill import PrefillProgram
 from nanoinfer.execution.read_back import ReadBack
-from nanoinfer.execution.recurrent import RecurrentStates
 from nanoinfer.execution.resources import Resources
+from nanoinfer.execution.states import States
 from nanoinfer.execution.token_masks import TokenMasks
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.step.memory_plan import MemoryPlan
@@ -74,7 +74,7 @@ def _count(
         ring=Ring(runtime, spec.layout, num_ring_slots, sizes.blocks_per_slot),
         landings=Places(runtime, []),
         graphs={},
-        states=RecurrentStates(spec, sizes.max_num_seqs, runtime.device),
+        states=States(spec, sizes.num_state_slots, runtime.device),
     )
     decode = DecodeProgram(resources)
     read_back = ReadBack(runtime, None, len(decode.tokens), fault="")

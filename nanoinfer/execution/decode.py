@@ -23,6 +23,7 @@ from nanoinfer.execution.sampling_state import SamplingState
 from nanoinfer.execution.splits import NO_SPLITS
 from nanoinfer.execution.tables import DeviceTable, RowState
 from nanoinfer.kernels.linear.counts import MAX_ROWS
+from nanoinfer.models.states import StateRuns
 from nanoinfer.models.step_tensors import FixedBuffers, StepTensors
 from nanoinfer.step.plan import StepPlan
 from offload import Chunk, OffloadStep, StreamPlan
@@ -67,8 +68,14 @@ class DecodeProgram:
         self._lengths = torch.ones(max_batch, dtype=torch.int32, device=device)
         tables = len(groups), max_batch, resources.table_width
         self._block_tables = torch.zeros(tables, dtype=torch.int32, device=device)
-        self.batch = DeviceTable(resources.runtime, 4 + max_batch)
-        self.num_live, self.batch_rows = self.batch.tensor[:1], self.batch.tensor[4:]
+        # How many rows are live; their numbers, and where a layer keeps states of them.
+        self._num_columns = 1 + bool(resources.states.of_layer)
+        self.batch = DeviceTable(resources.runtime, 4 + self._num_columns * max_batch)
+        self.num_live, columns = self.batch.tensor[:1], self.batch.tensor[4:].view(self._num_columns, max_batch)
+        self.batch_rows, self._runs = columns[0], None
+        if resources.states.of_layer:
+            begins = torch.from_numpy(np.arange(max_batch, dtype=np.int32)).to(device)
+            self._runs = StateRuns(columns[1], begins, begins + 1)
         self.attention = DecodeAttention(resources, self._buffers.queries, self._lengths, self._block_tables)
         self.section_ends = resources.pieces.ends_without_kv, resources.pieces.ends_with_kv
         self.last: DecodeStep | None = None
@@ -103,9 +110,9 @@ class DecodeProgram:
         self.sampling.sample(self.logits[:size], self.batch_rows[:size], self.tokens[:size])
 
     def _tensors(self, size: int) -> StepTensors:
-        rows, fixed = self.batch_rows[:size], self._buffers.first(size)
+        fixed, runs = self._buffers.first(size), self._runs and StateRuns(*(one[:size] for one in self._runs))
         return StepTensors(
-            self._next[:size], self._positions[:size], self._slots[:, :size], self.num_live, rows, **fixed
+            self._next[:size], self._positions[:size], self._slots[:, :size], self.num_live, runs, **fixed
         )
 
     def copy_inputs(
@@ -175,14 +182,19 @@ class DecodeProgram:
     def _reset_tables(self) -> None:
         """Fill the tables with padding rows only, for the warm-up run before a capture to compute."""
         self.last = None
-        self._set_batch(np.zeros(0, dtype=np.int32), len(self.tokens))
+        nobody = np.zeros(0, dtype=np.int32)
+        self._set_batch(nobody, nobody, len(self.tokens))
         num_groups = len(self.resources.groups)
         self.attention.upload([NO_SPLITS] * num_groups, [[]] * num_groups)
 
-    def _set_batch(self, rows: np.ndarray, size: int) -> None:
-        """Upload the rows of a batch, [rows] int32, padded to `size`."""
+    def _set_batch(self, rows: np.ndarray, state_slots: np.ndarray, size: int) -> None:
+        """Upload the rows of a batch and the slots of their states, [rows] int32, padded to `size`."""
         table = np.full(4 + size, self.rows.padding_row, dtype=np.int32)
         table[:4], table[4 : 4 + len(rows)] = len(rows), rows
+        if self._runs is not None:
+            rest = np.full(2 * len(self.tokens) - size, self.resources.states.padding_slot, dtype=np.int32)
+            rest[len(self.tokens) - size :][: len(rows)] = state_slots
+            table = np.concatenate([table, rest])
         self.batch.set(self._compute, table)
 
     def forget_tables(self) -> None:
@@ -214,7 +226,7 @@ class DecodeProgram:
             return self.last
         self.last, planner = None, self.attention.planner  # forget first: from here on the tables may hold anything
         self.rows.update(self._compute, step.changed_rows)
-        self._set_batch(rows, size)
+        self._set_batch(rows, step.state_slots, size)
         pieces = self.resources.pieces
         host_blocks = step.host_blocks[:, first:]
         lists = planner.splits(size, step.gpu_blocks[:, first:], host_blocks, step.ends)

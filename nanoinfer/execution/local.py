@@ -120,17 +120,17 @@ class LocalExecutor(Executor):
     def give_back_all_but(self, blocks: Iterable[int]) -> None:
         self.runner.block_copies.give_back_all_but(blocks)
 
-    def keep_row(self, row: int, sequence_id: int) -> None:
-        self.runner.block_copies.keep_row(row, sequence_id)
+    def keep_state(self, slot: int, sequence_id: int) -> None:
+        self.runner.block_copies.keep_state(slot, sequence_id)
 
-    def bring_row_back(self, row: int, sequence_id: int) -> None:
-        self.runner.block_copies.bring_row_back(row, sequence_id)
+    def bring_state_back(self, slot: int, sequence_id: int) -> None:
+        self.runner.block_copies.bring_state_back(slot, sequence_id)
 
-    def forget_row(self, sequence_id: int) -> None:
-        self.runner.block_copies.forget_row(sequence_id)
+    def forget_state(self, sequence_id: int) -> None:
+        self.runner.block_copies.forget_state(sequence_id)
 
-    def forget_other_rows(self, sequence_ids: set[int]) -> None:
-        self.runner.block_copies.forget_other_rows(sequence_ids)
+    def forget_other_states(self, sequence_ids: set[int]) -> None:
+        self.runner.block_copies.forget_other_states(sequence_ids)
 
     def open_host_pool(self, all_at_once: bool) -> None:
         self.runner.open_host_pool(all_at_once)

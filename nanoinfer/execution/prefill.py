@@ -32,17 +32,18 @@ class PrefillProgram:
     def __init__(self, resources: Resources) -> None:
         runtime, states, plan = resources.runtime, resources.states, resources.plan
         self.resources, num_groups = resources, len(resources.groups)
-        # Token id, position and slots of a padding token, and its row if a layer asks for it: the KV store skips
+        # Token id, position and slots of a padding token, and its state's slot if a layer keeps one: the KV store skips
         # negative slots.
-        self._padding = (0, 0, -1, states.padding_row) if states.of_layer else (0, 0, -1)
+        self._padding = (0, 0, -1, states.padding_slot) if states.of_layer else (0, 0, -1)
+        self._has_states = bool(states.of_layer)
         max_tokens, max_seqs = plan.max_num_batched_tokens, min(plan.max_num_seqs, plan.max_num_batched_tokens)
-        # The table holds how many tokens are live, tokens, positions, slots and rows; which of them are scored, and by
+        # The table holds how many tokens are live, tokens, positions, slots and runs; which of them are scored, and by
         # which token; then per sequence the offsets and ranges; then block tables and ring chunks. Every sequence of
         # the step may have a history on the host (a shared prefix, a switch), with each of its blocks in a separate
         # ring slot.
         blocks = min(plan.max_splits, max_seqs * resources.table_width)
         num_rows = padded_rows(max_tokens) if resources.device.pads_rows else max_tokens
-        size = 4 + (len(self._padding) - 1 + num_groups) * num_rows + 2 * max_tokens + 1
+        size = 4 + (2 + 3 * bool(states.of_layer) + num_groups) * num_rows + 2 * max_tokens + 1
         size += num_groups * max_seqs * resources.table_width
         size += (5 + bool(states.of_layer) + 2 * num_groups) * max_seqs
         # Each array begins at a multiple of 4.
@@ -66,8 +67,8 @@ class PrefillProgram:
         lengths = np.array([chunk.end - chunk.begin for chunk in chunks])
         ends = np.cumsum(lengths)
         num_tokens, num_live = int(ends[-1]), int(ends[-1]) + len(step.rows)
-        packer, inputs = pack_inputs(self._table, self._inputs(chunks, gpu_blocks, step.rows), num_live)
-        begun = packer.add([chunk.row for chunk in chunks if self.resources.states.of_layer and chunk.begin == 0])
+        packer, inputs = pack_inputs(self._table, self._inputs(chunks, gpu_blocks, step.state_slots), num_live)
+        begun = packer.add([chunk.state_slot for chunk in chunks if self._has_states and chunk.begin == 0])
         scored, scored_by = map(packer.add, _scored(chunks, lengths))
         ended = ends[[chunk.is_last for chunk in chunks]] - 1
         last, last_rows = packer.add([*ended, *range(num_tokens, num_live)]), packer.add(step.sampled_rows)
@@ -126,9 +127,9 @@ class PrefillProgram:
     def _inputs(
         self, chunks: Sequence[PromptChunk], gpu_blocks: np.ndarray, decoding: np.ndarray
     ) -> Iterator[np.ndarray]:
-        """Yield token ids, positions, slots and, if a layer asks for them, rows of the step's tokens and padding.
+        """Yield token ids, positions, slots and, if a layer keeps a state, runs of the step's tokens and padding.
 
-        decoding: the rows that decode, whose tokens follow the chunks' and are known to the device alone.
+        decoding: the state slots of rows that decode, whose tokens follow the chunks' and only the device knows.
         """
         positions = [np.arange(chunk.begin, chunk.end) for chunk in chunks]
         slots = [
@@ -136,10 +137,9 @@ class PrefillProgram:
             for of_row, at in zip(gpu_blocks.swapaxes(0, 1), positions, strict=True)
         ]
         token_ids = [chunk.token_ids for chunk in chunks]
-        rows = [np.full(len(at), chunk.row) for chunk, at in zip(chunks, positions, strict=True)]
-        num_tokens = sum(map(len, positions))
+        num_tokens, runs = sum(map(len, positions)), [_runs(chunks, decoding)]
         count = self.pieces.padded_count(num_tokens + len(decoding))
-        for columns, value in zip((token_ids, positions, slots, [*rows, decoding]), self._padding, strict=False):
+        for columns, value in zip((token_ids, positions, slots, runs), self._padding, strict=False):
             known = np.concatenate(columns, axis=-1)
             padding = np.full((*known.shape[:-1], count - known.shape[-1]), value)
             yield np.concatenate([known, padding], axis=-1)
@@ -187,6 +187,14 @@ def _scored(chunks: Sequence[PromptChunk], lengths: np.ndarray) -> tuple[np.ndar
     return np.concatenate(indices), np.concatenate(next_ids)
 
 
+def _runs(chunks: Sequence[PromptChunk], decoding: np.ndarray) -> np.ndarray:
+    """Return the `StateRuns` of a step's tokens, [3, tokens]: those of chunks, then one of each slot in `decoding`."""
+    slots = np.concatenate([[chunk.state_slot for chunk in chunks], decoding])
+    lengths = np.concatenate([[chunk.end - chunk.begin for chunk in chunks], np.ones(len(decoding), dtype=int)])
+    ends = np.cumsum(lengths)
+    return np.repeat(np.stack([slots, ends - lengths, ends]).astype(np.int64), lengths.astype(np.int64), axis=1)
+
+
 def _slots(blocks: np.ndarray, positions: np.ndarray, group: KVGroup) -> np.ndarray:
     """Return the slots of tokens of one row. blocks: its block table."""
     return blocks[positions // group.block_size] * group.block_size + positions % group.block_size
@@ -223,7 +231,7 @@ class PrefillStep(OffloadStep):
         chunks: for each group the KV chunks of each of its layers.
         tensors: what the pieces read and leave; dropped behind the last one.
         states: for each shape of attention, what passes from one of its ranges to the next; None: there is one range.
-        begun: [n] the rows whose sequence begins; none if no layer keeps a recurrent state.
+        begun: [n] the state slots of sequences that begin; none if no layer keeps a state.
         last: [n] index in the step of each token after which a token is sampled: the last tokens of chunks that end
             their prompt, then the tokens of decoding sequences.
         last_rows: [n] the rows of these tokens.

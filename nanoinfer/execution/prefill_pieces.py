@@ -21,6 +21,7 @@ from nanoinfer.execution.graphs import GraphWork
 from nanoinfer.execution.resources import Resources
 from nanoinfer.execution.tables import DeviceTable, Packer
 from nanoinfer.kernels.linear.counts import padded_rows
+from nanoinfer.models.states import StateRuns
 from nanoinfer.models.step_tensors import FixedBuffers, FixedTensors, StepTensors
 
 
@@ -104,22 +105,23 @@ class PrefillPieces:
 
     def _pack_padding(self, count: int) -> tuple[Packer, list[Tensor]]:
         """Pack a step of padding only, and return its inputs."""
-        token_id, position, slot, *row = self._padding
+        token_id, position, slot, *runs = self._padding
         slots = np.full((len(self._resources.groups), count), slot)
-        columns = [np.full(count, token_id), np.full(count, position), slots, *(np.full(count, value) for value in row)]
+        of_runs = (np.full((3, count), value) for value in runs)
+        columns = [np.full(count, token_id), np.full(count, position), slots, *of_runs]
         return pack_inputs(self._table, columns, num_live=0)
 
 
 def pack_inputs(table: DeviceTable, columns: Iterable[np.ndarray], num_live: int) -> tuple[Packer, list[Tensor]]:
     """Begin a step's table with its padded inputs, at addresses that depend on their length alone: graphs read them.
 
-    columns: token ids, positions, slots of each group and, if a layer asks for them, rows; num_live: how many of these
-    are tokens.
+    columns: token ids, positions, slots of each group and, if a layer keeps a state, `StateRuns`; num_live: how many
+    of these are tokens.
 
     Returns:
         The packer, and the tensors that `StepTensors` begins with.
     """
     packer = Packer(table)
     live = packer.add([num_live])
-    token_ids, positions, slots, *rows = (packer.add(column) for column in columns)
-    return packer, [token_ids, positions, slots, live, *rows]
+    token_ids, positions, slots, *runs = (packer.add(column) for column in columns)
+    return packer, [token_ids, positions, slots, live, *(StateRuns(*one) for one in runs)]

@@ -13,7 +13,7 @@ from nanoinfer.devices.base import Device
 from nanoinfer.devices.registry import device_of
 from nanoinfer.execution.graphs import Graphs
 from nanoinfer.execution.pieces import Pieces
-from nanoinfer.execution.recurrent import RecurrentStates
+from nanoinfer.execution.states import States
 from nanoinfer.kernels.kv.base import KVPart
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.pieces import DeviceState
@@ -45,7 +45,7 @@ class Resources:
     landings: Places
     graphs: Graphs
     gpu_kv: torch.Tensor | None = None
-    states: RecurrentStates | None = None
+    states: States | None = None
 
     @property
     def device(self) -> Device:

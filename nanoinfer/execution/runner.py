@@ -27,8 +27,8 @@ from nanoinfer.execution.mixed import MixedStep
 from nanoinfer.execution.prefill import PrefillProgram, PrefillStep
 from nanoinfer.execution.prompt_logprobs import PendingPrompts, PromptLogprobs
 from nanoinfer.execution.read_back import PendingTokens, ReadBack
-from nanoinfer.execution.recurrent import RecurrentStates
 from nanoinfer.execution.resources import Resources
+from nanoinfer.execution.states import States
 from nanoinfer.execution.stream_shares import stream_shares
 from nanoinfer.execution.token_masks import TokenMasks
 from nanoinfer.layers.expert_pools import experts_read_of
@@ -110,8 +110,8 @@ class ModelRunner:
             blocks_over_plan, self.product_checks = self._activations.measure(config.progress_bar)
             self.num_gpu_blocks -= blocks_over_plan
         self.gpu_kv = _zeros(self.layout.pool_shape(self.num_gpu_blocks), runtime.device)
-        taken = plan.max_num_seqs * spec.row_bytes + plan.host_weight_bytes
-        states = RecurrentStates(spec, plan.max_num_seqs, runtime.device)
+        taken = plan.max_num_seqs * spec.state_bytes + plan.host_weight_bytes
+        states = States(spec, plan.num_state_slots, runtime.device)
         max_bytes, self.num_host_blocks = _kv_limit(config, taken), plan.num_host_blocks
         if max_bytes is not None:
             self.num_host_blocks = min(plan.num_host_blocks, max_bytes // layout.block_bytes)
@@ -134,7 +134,7 @@ class ModelRunner:
         self.graph_memory: tuple[int, int] | None = None  # bytes in use before, and that plus what all captures took
         runtime.synchronize()  # tables were filled on another stream than the one that will write them
 
-    def _programs(self, gpu_kv: torch.Tensor, states: RecurrentStates) -> tuple[DecodeProgram, PrefillProgram]:
+    def _programs(self, gpu_kv: torch.Tensor, states: States) -> tuple[DecodeProgram, PrefillProgram]:
         resources = replace(self._resources, gpu_kv=gpu_kv, states=states)
         return DecodeProgram(resources), PrefillProgram(resources)
 
@@ -151,7 +151,7 @@ class ModelRunner:
             self._activations.run_each_kind()
             if self._has_graphs:
                 kv = _zeros(self.layout.pool_shape(1), self.runtime.device)
-                states = RecurrentStates(self.spec, self.plan.max_num_seqs, self.runtime.device)
+                states = States(self.spec, self.plan.num_state_slots, self.runtime.device)
                 decode, prefill = self._programs(kv, states)
                 decode.run_each_kind()
                 prefill.pieces.run_each_kind()

@@ -116,7 +116,8 @@ class Admission:
         waiting = (*held, *passed, sequence)
         # Rows that share blocks need few blocks, but attend to as many splits as others.
         num_splits = sum(self._tables.num_splits(one.max_num_tokens) for one in waiting)
-        if len(self._cache.free_rows) < len(waiting) or self._cache.num_reserved_splits + num_splits > self.max_splits:
+        num_free = min(len(self._cache.free_rows), len(self._cache.free_slots))
+        if num_free < len(waiting) or self._cache.num_reserved_splits + num_splits > self.max_splits:
             return Verdict.REFUSED
         wanted = self.wanted.get(sequence)
         if wanted is not None and (wanted.next_key is None or self._tables.home[1].published(wanted.next_key) is None):

@@ -33,18 +33,24 @@ class KVCache:
     Args:
         tables: where the blocks lie.
         copies: which full blocks have a copy on the GPU.
+        num_slots: how many sequences may have a state at a time; None: as many as there are rows.
 
     Attributes:
         free_rows: rows without a sequence.
+        free_slots: slots for states, likewise.
         num_reserved_host: host blocks that are promised and not handed out yet.
         num_reserved_splits: blocks that all rows together can ever attend to.
         sizes: the tokens of a block in each group, each once.
     """
 
-    def __init__(self, tables: BlockTables, copies: GPUCopies, *, enable_prefix_caching: bool) -> None:
+    def __init__(
+        self, tables: BlockTables, copies: GPUCopies, *, enable_prefix_caching: bool, num_slots: int | None = None
+    ) -> None:
         self.tables, self.copies = tables, copies
         self.prefixes = PrefixCache(tables, enable_prefix_caching)
         self.free_rows = list(range(tables.num_rows - 1, -1, -1))
+        self.num_slots = num_slots or tables.num_rows
+        self.free_slots = list(range(self.num_slots - 1, -1, -1))
         self.num_reserved_host = self.num_reserved_splits = 0
         self.sizes = {group.block_size for group in tables.groups}
 
@@ -73,7 +79,7 @@ class KVCache:
         sequence.num_reserved_host = 0
 
     def take_row(self, sequence: Sequence) -> int:
-        sequence.row = self.free_rows.pop()
+        sequence.row, sequence.state_slot = self.free_rows.pop(), self.free_slots.pop()
         self.tables.versions[sequence.row] += 1
         self.num_reserved_splits += self.tables.num_splits(sequence.max_num_tokens)
         return sequence.row
@@ -225,7 +231,7 @@ class KVCache:
             tables.promised[number, row] = max(0, most - num_held)
 
     def release(self, sequence: Sequence, *, leave_copies: bool = False) -> None:
-        """Give back the row and every block of an admitted sequence.
+        """Give back the row, the slot and every block of an admitted sequence.
 
         leave_copies: let the next sequence with the same beginning find the full blocks on the GPU. Not after a step
         that failed, since nobody knows what it wrote.
@@ -246,7 +252,8 @@ class KVCache:
         tables.versions[row] += 1
         self.cancel_reserved(sequence)
         self.num_reserved_splits -= tables.num_splits(sequence.max_num_tokens)
-        sequence.row = None
+        self.free_slots.append(sequence.state_slot)
+        sequence.row = sequence.state_slot = None
         self.copies.clear(row)
         self.free_rows.append(row)
 
@@ -271,7 +278,7 @@ class KVCache:
         for sequence in [*running, *others]:
             sequence.num_reserved_host = 0
         for sequence in others:
-            sequence.row = None
+            sequence.row = sequence.state_slot = None
             if not sequence.is_finished and sequence.kept_blocks is None:
                 sequence.num_computed = sequence.num_cached = 0
         tables = self.tables
@@ -280,5 +287,7 @@ class KVCache:
         tables.begins[:, free] = 0
         tables.promised[:] = 0
         self.free_rows = free[::-1].tolist()
+        slots = np.setdiff1d(np.arange(self.num_slots), [sequence.state_slot for sequence in running])
+        self.free_slots = slots[::-1].tolist()
         for row in free.tolist():
             self.copies.clear(row)

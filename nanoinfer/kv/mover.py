@@ -102,7 +102,7 @@ class Mover:
         for place, block in zip(missing, taken, strict=True):
             kept[place] = block
         self.transfers.store([(blocks[place], kept[place]) for place in missing])
-        self._executor.keep_row(sequence.row, sequence.sequence_id)
+        self._executor.keep_state(sequence.state_slot, sequence.sequence_id)
         for block, content in zip(kept, self._contents(sequence), strict=True):
             if content is not None:
                 pool.publish(block, content)
@@ -140,7 +140,7 @@ class Mover:
         """
         cache, tables, row = self._cache, self._tables, sequence.row
         kept, (home, pool) = dict(zip(self._places(sequence), sequence.kept_blocks, strict=True)), tables.home
-        self._executor.bring_row_back(row, sequence.sequence_id)
+        self._executor.bring_state_back(sequence.state_slot, sequence.sequence_id)
         for number, group in enumerate(tables.groups):
             tables.begins[number, row] = group.first_needed(sequence.num_computed)
         full = {at: self._equal_to(block) for at, block in kept.items() if self._is_full(sequence, *at)}
@@ -198,7 +198,7 @@ class Mover:
         if blocks is not None:
             self.away.remove(sequence)
             self._tables.lifetimes.release_host(blocks)
-            self._executor.forget_row(sequence.sequence_id)
+            self._executor.forget_state(sequence.sequence_id)
 
     def release(self, sequence: Sequence) -> None:
         """Give back the row and blocks of an admitted sequence that has ended."""
@@ -270,7 +270,7 @@ class Mover:
             if sequence.is_finished:
                 sequence.kept_blocks = None
         self.away = [sequence for sequence in others if sequence.kept_blocks is not None]
-        self._executor.forget_other_rows({sequence.sequence_id for sequence in self.away})
+        self._executor.forget_other_states({sequence.sequence_id for sequence in self.away})
         self._cache.recover(running, others)  # a sequence that waits may have been being admitted
         for sequence in running:
             self._recover_row(sequence)

@@ -103,7 +103,7 @@ def bytes_read_per_step(spec: ModelSpec, lengths: list[int]) -> int:
     unread = spec.unread_bytes
     if spec.sparse is not None:
         unread += int(spec.sparse.expert_bytes * (1 - spec.sparse.chosen_share(len(lengths))))
-    return spec.weight_bytes - unread + kv_bytes(spec, lengths) + len(lengths) * spec.row_bytes
+    return spec.weight_bytes - unread + kv_bytes(spec, lengths) + len(lengths) * spec.state_bytes
 
 
 def sparse_layers_seconds(spec: ModelSpec) -> float:

@@ -78,7 +78,7 @@ class Measure:
         unread = spec.unread_bytes
         if spec.sparse is not None:
             unread += spec.sparse.expert_bytes * (1 - spec.sparse.chosen_share(rows))
-        return spec.weight_bytes - unread + rows * (_kv_bytes(spec, context) + spec.row_bytes)
+        return spec.weight_bytes - unread + rows * (_kv_bytes(spec, context) + spec.state_bytes)
 
     def _rows(self, plan: Spent, context: int) -> list[float]:
         """Return how many sequences of this length run at once, in each mode that there is."""

@@ -31,6 +31,7 @@ def sized_plan(
         blocks_per_slot=blocks_per_slot,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
+        num_state_slots=min(max_num_seqs, config.state_slots or max_num_seqs),
         max_num_batched_tokens=max_num_batched_tokens,
         is_taken_as_needed=device.is_host,
     )

@@ -12,6 +12,7 @@ import torch
 
 from nanoinfer.kernels.attention.spec import AttentionSpec
 from nanoinfer.kernels.kv.base import KVFormat
+from nanoinfer.models.states import RecurrentState, slot_bytes
 from offload import KVGroups, KVKind, KVLayout, KVPlace
 
 BLOCK_SIZE = 256
@@ -34,22 +35,6 @@ class AttentionState:
     window: int | None = None
     source: int | None = None
     shape: int = 0
-
-
-@dataclass(frozen=True)
-class RecurrentState:
-    """What a layer without attention keeps: one tensor for each sequence, which the sequence's tokens update in turn.
-
-    The tensor of a sequence is zero before its first token. No other sequence can share it, as it can share blocks.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of one sequence's tensor."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,10 +279,10 @@ class ModelSpec:
             found[window] = found.get(window, 0) + attention.part.num_bytes // attention.block_size
         return found
 
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of the recurrent states that all layers together keep of one sequence."""
-        return sum(state.num_bytes for state in self.layers if isinstance(state, RecurrentState))
+    @cached_property
+    def state_bytes(self) -> int:
+        """Bytes of the states that all layers together keep of one sequence."""
+        return slot_bytes(self.layers)
 
     def check_context(self, max_model_len: int | None) -> None:
         """Raise ValueError, with what a longer context needs, if `max_model_len` is beyond the model's limit."""

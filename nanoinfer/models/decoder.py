@@ -10,7 +10,7 @@ where a layer attends to keys and values, because they may lie anywhere. Between
     x, normed = model.embed(token_ids)
     for layer, state in enumerate(spec.layers):
         if isinstance(state, RecurrentState):
-            normed = model.recur(layer, x, normed, rows, tensor)            # adds to x, updates the layer's tensor
+            normed = model.recur(layer, x, normed, runs, tensors, num_live)  # adds to x, updates the layer's tensors
         else:
             q = model.before_attention(layer, normed, positions, target)    # keys and values go to `target`
             attn = ...                                                       # the attention backend, over the KV cache
@@ -41,11 +41,12 @@ from nanoinfer.layers.layer_inputs import LayerInputs
 from nanoinfer.layers.linear import Embedding, Head, Linear, share_scratch
 from nanoinfer.layers.norm import RMSNorm
 from nanoinfer.layers.rope import Context, distinct, longest_contexts, pair_distance, query_scales, rope_table
-from nanoinfer.models.base import AttentionState, ModelSpec, RecurrentState
+from nanoinfer.models.base import AttentionState, ModelSpec
 from nanoinfer.models.checkpoint_info import CheckpointInfo
 from nanoinfer.models.layer import DecoderLayer, KVSlots, Traits
 from nanoinfer.models.logits import Logits
 from nanoinfer.models.pieces import DeviceState, Piece
+from nanoinfer.models.states import RecurrentState, StateRuns
 from nanoinfer.models.step_tensors import StepTensors
 from nanoinfer.models.streamed import HostPlacement, StreamedWeights
 from offload import Cut
@@ -275,7 +276,7 @@ class Decoder(nn.Module):
             attn = shape.heads_of(tensors.attention, len(tensors))
             normed = self.after_attention(begin - 1, tensors.x, attn, tensors.num_live, tensors.layer_inputs)
         for layer in range(begin, end):
-            normed = self.recur(layer, tensors.x, normed, tensors.rows, held.states[layer])
+            normed = self.recur(layer, tensors.x, normed, tensors.runs, held.states[layer], tensors.num_live)
         if end == len(self.layers):
             tensors.set_x(normed)
             return
@@ -319,19 +320,21 @@ class Decoder(nn.Module):
         own = () if layer_inputs is None else (layer_inputs[:, layer * size : (layer + 1) * size],)
         return self.layers[layer].after_attention(x, attn.flatten(1), self._norm_before(layer + 1), num_live, *own)
 
-    def recur(self, layer: int, x: Tensor, normed: Tensor, rows: Tensor, state: Tensor) -> Tensor:
+    def recur(
+        self, layer: int, x: Tensor, normed: Tensor, runs: StateRuns, state: Mapping[str, Tensor], num_live: Tensor
+    ) -> Tensor:
         """Run a whole layer that keeps a `RecurrentState`: add it to x, in place, and update the states of its rows.
 
         Args:
             x, normed: [N, hidden_size], the residual sum so far, and this layer's norm of it.
-            rows: [N] int32, each token's place in `state`. The tokens of a row are consecutive, in ascending order.
-                Padding tokens name the last row, whose content does not matter.
-            state: [number of rows + 1, *shape].
+            runs: which state each token belongs to.
+            state: its tensors by name, [slots, *shape] each.
+            num_live: [1] int32, how many rows are tokens.
 
         Returns:
             x normed for the next layer or the head.
         """
-        return self.layers[layer].recur(x, normed, rows, state, self._norm_before(layer + 1))
+        return self.layers[layer].recur(x, normed, runs, state, self._norm_before(layer + 1), num_live)
 
     def _norm_before(self, layer: int) -> RMSNorm | None:
         return self.norm if layer == len(self.layers) else self.layers[layer].input_layernorm

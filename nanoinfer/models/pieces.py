@@ -21,11 +21,11 @@ class DeviceState:
 
     Attributes:
         gpu_kv: for each group of layers, and each place of a block, what attention reads, see `KVPart.view`.
-        states: layer -> its recurrent state of all rows.
+        states: layer -> the tensors of its state by name, of all slots.
     """
 
     gpu_kv: Sequence[Sequence[Tensor] | Tensor]
-    states: Mapping[int, Tensor]
+    states: Mapping[int, Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)

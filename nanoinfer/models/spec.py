@@ -12,11 +12,12 @@ from nanoinfer.kernels.attention.spec import AttentionSpec
 from nanoinfer.layers.experts import Experts, Sparse, SparseMLP
 from nanoinfer.layers.formats.packed import temporary_bytes
 from nanoinfer.layers.linear import matrix_bytes, scratch_size
-from nanoinfer.models.base import AttentionState, ModelSpec, RecurrentState, SparseSpec
+from nanoinfer.models.base import AttentionState, ModelSpec, SparseSpec
 from nanoinfer.models.checkpoint_info import CheckpointInfo
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.layer import Traits
 from nanoinfer.models.module_tensors import weight_sizes
+from nanoinfer.models.states import RecurrentState
 from nanoinfer.models.streamed_head import head_sizes
 
 

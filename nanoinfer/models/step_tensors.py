@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.attention.spec import AttentionSpec
 from nanoinfer.models.base import ModelSpec
+from nanoinfer.models.states import StateRuns
 
 
 @dataclass(eq=False)
@@ -22,7 +23,7 @@ class StepTensors:
         token_ids, given_positions: [N] int32 or int64.
         slots: [groups of layers, N] int32 or int64, each as in `KVSlots`.
         num_live: [1] int32, how many rows are tokens. Padding is not a piece's to touch, where that matters.
-        rows: [N] int32, the row of each token; None if no layer keeps a recurrent state.
+        runs: which state each token belongs to; None if no layer keeps one.
         positions: [N], int64 from the first piece on.
         x: [N, hidden_size], the residual sum so far; after the last piece the input of the head.
         queries: [N * most of a token], where layers leave q; None: each makes a new tensor.
@@ -35,7 +36,7 @@ class StepTensors:
     given_positions: Tensor
     slots: Tensor
     num_live: Tensor
-    rows: Tensor | None = None
+    runs: StateRuns | None = None
     x: Tensor | None = None
     queries: Tensor | None = None
     attention: Tensor | None = None
@@ -108,7 +109,7 @@ class FixedTensors(StepTensors):
     """`StepTensors` at addresses that graphs hold: the first rows of buffers that all captured token counts share.
 
     Args:
-        inputs: token ids, positions, slots, the number of live rows and, if need be, rows.
+        inputs: token ids, positions, slots, the number of live rows and, if need be, runs.
     """
 
     def __init__(self, inputs: list[Tensor], buffers: FixedBuffers) -> None:

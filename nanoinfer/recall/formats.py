@@ -12,10 +12,11 @@ from torch import Tensor
 from nanoinfer.attention.base import KeyRange
 from nanoinfer.attention.registry import make_backends
 from nanoinfer.execution.pieces import Pieces
-from nanoinfer.execution.recurrent import RecurrentStates
+from nanoinfer.execution.states import States
 from nanoinfer.measure.run import free_memory
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.pieces import DeviceState
+from nanoinfer.models.states import one_run
 from nanoinfer.models.step_tensors import StepTensors
 from nanoinfer.recall.evaluate import Exam
 from nanoinfer.weights.load import load_model, read_checkpoint, read_spec
@@ -95,13 +96,13 @@ def prompt_logits(model: Decoder, token_ids: list[int]) -> Tensor:
     key_ranges = [
         KeyRange.of_one(count, torch.arange(*blocks, dtype=torch.int32, device=device)[None]) for blocks in ranges
     ]
-    states = RecurrentStates(spec, 1, device)
+    states = States(spec, 1, device)
     pieces = Pieces(model, DeviceState(of_groups, states.of_layer))
     positions = torch.arange(count, device=device)
     slots = torch.stack([first * part.block_size + positions for part, (first, _) in zip(parts, ranges, strict=True)])
-    rows = torch.zeros_like(positions, dtype=torch.int32)
+    runs = one_run(count, device)
     tensors = StepTensors(
-        torch.tensor(token_ids, device=device), positions, slots, torch.full_like(rows[:1], count), rows
+        torch.tensor(token_ids, device=device), positions, slots, torch.full_like(runs.ends[:1], count), runs
     )
     tensors.reserve(spec)
     for index in range(len(pieces)):

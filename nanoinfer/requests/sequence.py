@@ -36,6 +36,7 @@ class Sequence:
         num_tokens: tokens so far, pending ones included.
         max_num_tokens: the most tokens that this sequence can ever have.
         row: place in the persistent device tables, kept from admission to the end.
+        state_slot: place of what its layers keep besides keys and values, kept as long.
         kept_blocks: host blocks with the KV of a sequence that gave way (see `nanoinfer.kv.mover`); None: it did not.
         num_cached: prompt tokens taken from the prefix cache.
         detokenizer: has the text so far; set by `Request.add_sequence`.
@@ -60,6 +61,7 @@ class Sequence:
     max_num_tokens: int = field(init=False)
     state: SequenceState = SequenceState.WAITING
     row: int | None = None
+    state_slot: int | None = None
     num_computed: int = 0
     num_cached: int = 0
     num_published: int = 0  # tokens whose full blocks were offered to the prefix cache of this mode

@@ -164,20 +164,20 @@ class Executor(ABC):
         """Give back what was borrowed, but for these blocks."""
 
     @abstractmethod
-    def keep_row(self, row: int, sequence_id: int) -> None:
-        """Keep on the host what a row has besides blocks."""
+    def keep_state(self, slot: int, sequence_id: int) -> None:
+        """Keep on the host the state in a slot."""
 
     @abstractmethod
-    def bring_row_back(self, row: int, sequence_id: int) -> None:
-        """Write what is kept of a sequence into its new row."""
+    def bring_state_back(self, slot: int, sequence_id: int) -> None:
+        """Write the state that is kept of a sequence into its new slot."""
 
     @abstractmethod
-    def forget_row(self, sequence_id: int) -> None:
-        """Drop what is kept of a sequence."""
+    def forget_state(self, sequence_id: int) -> None:
+        """Drop the state that is kept of a sequence."""
 
     @abstractmethod
-    def forget_other_rows(self, sequence_ids: set[int]) -> None:
-        """Drop what is kept of all but these sequences."""
+    def forget_other_states(self, sequence_ids: set[int]) -> None:
+        """Drop the states that are kept of all but these sequences."""
 
     # The host's memory
 

@@ -25,6 +25,7 @@ class PromptChunk:
         is_last: whether the row's next token is sampled after this chunk.
         next_token_ids: [m] int32, the tokens behind the first m of these, whose log-probabilities are wanted.
         num_logprobs: how many log-probabilities of the likeliest tokens are wanted with each of them.
+        state_slot: where its layers keep states.
     """
 
     row: int
@@ -34,6 +35,7 @@ class PromptChunk:
     is_last: bool
     next_token_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     num_logprobs: int = 0
+    state_slot: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,7 @@ class StepPlan:
         number: counts up from 0, without gaps.
         chunks: prompts' tokens to compute.
         rows: [d] int32, the rows that decode; their tokens lie on the device.
+        state_slots: [d] int32, where layers keep states of these.
         begins, ends: [d] int64; row i computes its tokens [begins[i], ends[i]), one token for now.
         gpu_blocks, host_blocks: [groups, members, width] int32, the members' block tables (or `NO_BLOCK`) when the step
             begins, for each group of layers.
@@ -68,6 +71,7 @@ class StepPlan:
     number: int
     chunks: tuple[PromptChunk, ...]
     rows: np.ndarray
+    state_slots: np.ndarray
     begins: np.ndarray
     ends: np.ndarray
     gpu_blocks: np.ndarray

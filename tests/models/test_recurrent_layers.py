@@ -21,31 +21,35 @@ from tiny_models import tiny_config
 
 from nanoinfer import SamplingParams
 from nanoinfer.execution.block_copies import BlockCopies
-from nanoinfer.execution.recurrent import RecurrentStates
+from nanoinfer.execution.states import States
 from nanoinfer.kv.admission import Verdict
 from nanoinfer.layers.linear import Linear
 from nanoinfer.models import registry
-from nanoinfer.models.base import AttentionState, RecurrentState
+from nanoinfer.models.base import AttentionState
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.layer import DecoderLayer
+from nanoinfer.models.states import RecurrentState, StateTensor
 
 TOY = dict(load_format="dummy", enable_prefix_caching=False, max_num_seqs=3, capture_num_tokens=[8, 24])
 OFFLOAD = dict(enable_cpu_offload=True, num_ring_slots=2, ring_slot_bytes=2 * LAYER_BLOCK_BYTES)
 
 
 class DecayedSum(torch.nn.Module):
-    """x + a sum over all tokens so far, in which a token counts for half as much with each that follows."""
+    """x + a sum over all tokens so far, in which a token counts for half as much with each that follows, and how many
+    there are."""
 
     def __init__(self, spec, traits, *, device):
         super().__init__()
         self.input_layernorm = traits.norm(spec.hidden_size, traits.norm_eps, dtype=spec.dtype, device=device)
         self.proj = Linear(spec.hidden_size, spec.hidden_size, bias=False, dtype=spec.dtype, device=device)
 
-    def recur(self, x, normed, rows, state, norm):
+    def recur(self, x, normed, runs, state, norm, num_live):
+        sums, counts = state["sum"], state["count"]
         for i, value in enumerate(8 * self.proj(normed)):
-            row = rows[i : i + 1].long()
-            state.index_copy_(0, row, 0.5 * state.index_select(0, row) + value)
-            x[i] += state.index_select(0, row)[0]
+            slot = runs.slots[i : i + 1].long()
+            counts.index_add_(0, slot, torch.ones(1, 1, dtype=counts.dtype))
+            sums.index_copy_(0, slot, 0.5 * sums.index_select(0, slot) + value + counts.index_select(0, slot) % 3)
+            x[i] += sums.index_select(0, slot)[0]
         return norm(x)
 
 
@@ -55,7 +59,8 @@ class Toy(Decoder):
 
     @classmethod
     def layer_states(cls, hf_config):
-        state = RecurrentState((hf_config.hidden_size,), torch.float32)
+        of_sum = StateTensor("sum", (hf_config.hidden_size,), torch.float32)
+        state = RecurrentState((of_sum, StateTensor("count", (1,), torch.int64)))
         return state, AttentionState(), AttentionState(window=40), state, state
 
 
@@ -146,9 +151,9 @@ def test_a_prefix_cannot_be_shared(path):
 def test_states_are_planned(path):
     plans = [toy_engine(path, max_num_seqs=rows).plan for rows in (3, 4)]
     spec = toy_engine(path).runner.spec
-    assert spec.row_bytes == 3 * 4 * spec.hidden_size
+    assert spec.state_bytes == 3 * (128 + 128)  # 4 * 24 and 8 bytes, each up to a multiple of 128
     assert spec.kv_layers == (1, 2) and spec.windows == (None, 40)
-    assert plans[1].workspace_bytes - plans[0].workspace_bytes > spec.row_bytes
+    assert plans[1].workspace_bytes - plans[0].workspace_bytes > spec.state_bytes
 
 
 def test_a_state_comes_back_to_a_row_only_behind_the_step_of_who_had_the_row_before(path):
@@ -182,10 +187,10 @@ def known_alone():
     return []
 
 
-@pytest.mark.parametrize("name", ["reset", "keep_row", "bring_row_back"])
-@pytest.mark.sampled("reset", "bring_row_back")
+@pytest.mark.parametrize("name", ["reset", "keep_state", "bring_state_back"])
+@pytest.mark.sampled("reset", "bring_state_back")
 def test_an_interrupt_harms_no_other_sequence(path, known_alone, name, monkeypatch):
-    owner = RecurrentStates if name == "reset" else BlockCopies
+    owner = States if name == "reset" else BlockCopies
     prompts, params = random_prompts(8, 20, 99), some_params(8, max_tokens=30)
     if not known_alone:
         known_alone += [run(toy_engine(path), [one], [param])[0] for one, param in zip(prompts, params, strict=True)]
@@ -207,12 +212,12 @@ def test_an_interrupt_harms_no_other_sequence(path, known_alone, name, monkeypat
         except KeyboardInterrupt:
             num_interrupts += 1
         gave_way = {sequence.sequence_id for sequence in engine.scheduler.waiting if sequence.kept_blocks is not None}
-        assert num_interrupts or copies.kept_rows.keys() == gave_way
+        assert num_interrupts or copies.kept_states.keys() == gave_way
     found = [outcome(request) for request in requests]
     harmed = [i for i, (one, other) in enumerate(zip(found, known_alone, strict=True)) if one != other]
     assert num_interrupts == 1 and len(harmed) < 7 and all(found[i][0][2] == "abort" for i in harmed)
     assert_pools_as_before(engine)
-    assert not copies.kept_rows
+    assert not copies.kept_states
 
 
 @pytest.mark.parametrize("place", ["a step that fails", "giving way"])
@@ -228,8 +233,8 @@ def test_after_an_exception_only_the_states_of_those_that_gave_way_are_kept(path
     preempt = torch.inference_mode()(engine.scheduler.preempt_youngest)
     preempt()
     if place == "giving way":
-        keep_row = copies.keep_row
-        monkeypatch.setattr(copies, "keep_row", lambda *given: interrupt(keep_row(*given)))
+        keep_state = copies.keep_state
+        monkeypatch.setattr(copies, "keep_state", lambda *given: interrupt(keep_state(*given)))
         with pytest.raises(KeyboardInterrupt), engine.changing():
             preempt()
     else:
@@ -240,7 +245,7 @@ def test_after_an_exception_only_the_states_of_those_that_gave_way_are_kept(path
             engine.step()
     monkeypatch.undo()
     gave_way = {sequence.sequence_id for sequence in engine.scheduler.waiting if sequence.kept_blocks is not None}
-    assert len(gave_way) == 1 and copies.kept_rows.keys() == gave_way
+    assert len(gave_way) == 1 and copies.kept_states.keys() == gave_way
     while engine.has_work:
         engine.step()
     assert_pools_as_before(engine)
@@ -248,3 +253,21 @@ def test_after_an_exception_only_the_states_of_those_that_gave_way_are_kept(path
 
 def interrupt(*_):
     raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_requests_wait_for_a_slot(path, name):
+    """More rows than slots: as many requests run as there are slots, and the others wait their turn."""
+    prompts, params = random_prompts(6, 20, 90), some_params(6, max_tokens=12)
+    wanted = run(toy_engine(path), prompts, params)
+    engine, most = toy_engine(path, state_slots=2, **ENGINES[name] | dict(max_num_seqs=4)), []
+    found = run(engine, prompts, params, lambda *_: most.append(len(engine.scheduler.running)))
+    assert found == wanted and max(most) == 2
+    assert_pools_as_before(engine)
+
+
+def test_as_many_states_are_planned_as_there_are_slots(path):
+    four, two = (toy_engine(path, max_num_seqs=4, state_slots=slots).plan for slots in (None, 2))
+    state_bytes = toy_engine(path).runner.spec.state_bytes
+    assert (four.num_state_slots, two.num_state_slots) == (4, 2)
+    assert four.workspace_bytes - two.workspace_bytes == 2 * state_bytes

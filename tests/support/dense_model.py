@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from nanoinfer.models.base import RecurrentState
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.layer import KVSlots
+from nanoinfer.models.states import RecurrentState, one_run
 
 
 def dense_attention(q, k, v, scale, softcap, window, sinks=None):
@@ -37,13 +37,14 @@ def empty_slots(spec, num_tokens: int, layer: int = 0) -> KVSlots:
 @torch.inference_mode()
 def dense_logits(model: Decoder, token_ids: list[int], first_position: int = 0) -> torch.Tensor:
     """The logits of every token of one sequence, computed at once: [num_tokens, vocab_size]."""
-    spec, row, made = model.spec, torch.zeros(len(token_ids), dtype=torch.int32), {}
+    spec, runs, made = model.spec, one_run(len(token_ids), "cpu"), {}
     positions, num_live = torch.arange(first_position, first_position + len(token_ids)), torch.tensor([len(token_ids)])
     x, normed = model.embed(torch.tensor(token_ids))
     inputs = None if model.layer_inputs is None else model.layer_inputs(torch.tensor(token_ids), x)
     for layer, state in enumerate(spec.layers):
         if isinstance(state, RecurrentState):
-            normed = model.recur(layer, x, normed, row, torch.zeros(1, *state.shape, dtype=state.dtype))
+            kept = {one.name: torch.zeros(2, *one.shape, dtype=one.dtype) for one in state.tensors}
+            normed = model.recur(layer, x, normed, runs, kept, num_live.int())
             continue
         shape, target = spec.attentions[state.shape], empty_slots(spec, len(token_ids), layer)
         if state.source is None:

@@ -1,0 +1,81 @@
+"""What a layer without attention keeps of a sequence: named tensors of fixed sizes, which its tokens update in turn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 128
+"""Bytes at whose multiples each tensor of a state begins."""
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """One of the tensors of a layer's state, of one sequence; its dtype is the family's choice."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class RecurrentState:
+    """What a layer without attention keeps. All of it is zero before a sequence's first token.
+
+    No other sequence can share it, as it can share blocks.
+    """
+
+    tensors: tuple[StateTensor, ...]
+
+
+class StateRuns(NamedTuple):
+    """Which state each token of a step belongs to, and where its neighbours are: [N] int32 each, on the device.
+
+    The tokens that a step computes of a sequence are a *run* of neighbours, in ascending order.
+
+    Attributes:
+        slots: of the token's sequence. Padding names the last slot, whose content does not matter.
+        begins, ends: index in the step of the run's first token, and of the one behind its last; of padding anything.
+    """
+
+    slots: Tensor
+    begins: Tensor
+    ends: Tensor
+
+
+def one_run(num_tokens: int, device: torch.device) -> StateRuns:
+    """Return what a step of one sequence has, whose state lies in slot 0."""
+    zeros = torch.zeros(num_tokens, dtype=torch.int32, device=device)
+    return StateRuns(zeros, zeros, torch.full_like(zeros, num_tokens))
+
+
+class StatePlace(NamedTuple):
+    """Where a tensor of a layer's state lies in a slot: its first byte there."""
+
+    layer: int
+    tensor: StateTensor
+    begin: int
+
+
+def places(layers: Sequence[Any]) -> Iterator[StatePlace]:
+    """Yield where each tensor lies in a slot, which holds the states that all layers keep of one sequence."""
+    end = 0
+    for layer, state in enumerate(layers):
+        for tensor in state.tensors if isinstance(state, RecurrentState) else ():
+            yield StatePlace(layer, tensor, end)
+            end += -(-tensor.num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def slot_bytes(layers: Sequence[Any]) -> int:
+    """Return the bytes of a slot; 0: no layer keeps a state."""
+    last = max(places(layers), key=lambda place: place.begin, default=None)
+    return 0 if last is None else last.begin + -(-last.tensor.num_bytes // ALIGNMENT) * ALIGNMENT
