@@ -7,6 +7,7 @@ keeps all its blocks in a group without a window, and the newest alone in a grou
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
@@ -127,25 +128,33 @@ class KVGroups(tuple[KVGroup, ...]):
         pairs = {layer: KVPlace(i, place) for i, group in enumerate(self) for place, layer in enumerate(group.layers)}
         return tuple(pairs[layer] for layer in range(len(pairs)))
 
+    @cached_property
+    def _alike(self) -> tuple[tuple[KVGroup, int], ...]:
+        """One of the groups of each window and block size, which hold as many blocks of any row, and their number."""
+        found: dict[tuple[int | None, int], list[KVGroup]] = {}
+        for group in self:
+            found.setdefault((group.window, group.block_size), []).append(group)
+        return tuple((groups[0], len(groups)) for groups in found.values())
+
     def table_width(self, num_tokens: int) -> int:
         """Return how many columns hold the blocks of a row in each group."""
         return max((-(-num_tokens // group.block_size) for group in self), default=0)
 
     def num_blocks(self, num_tokens: int) -> int:
         """Return the blocks of a row of so many tokens."""
-        return sum(group.num_blocks(num_tokens) for group in self)
+        return sum(group.num_blocks(num_tokens) * count for group, count in self._alike)
 
     def num_full(self, num_tokens: int) -> int:
         """Return how many of them are full."""
-        return sum(group.num_full(num_tokens) for group in self)
+        return sum(group.num_full(num_tokens) * count for group, count in self._alike)
 
     def most_blocks(self, num_tokens: int) -> int:
         """Return the most blocks that a row holds until it has so many tokens, each computed alone."""
-        return sum(group.most_blocks(num_tokens) for group in self)
+        return sum(group.most_blocks(num_tokens) * count for group, count in self._alike)
 
     def most_full(self, num_tokens: int) -> int:
         """Return how many of them are full and in their windows at most: what the host holds of the row."""
-        return sum(group.most_full(num_tokens) for group in self)
+        return sum(group.most_full(num_tokens) * count for group, count in self._alike)
 
     def chunk_blocks(self, num_tokens: int) -> int:
         """Return the blocks of so many tokens that are computed together."""
@@ -163,4 +172,6 @@ class KVGroups(tuple[KVGroup, ...]):
         count = self.most_full if full_alone else self.most_blocks
         sizes = [group.block_size for group in self if group.window is None]
         most = (num_blocks + 1) * min(sizes) if sizes else UNBOUNDED
-        return max(0, bisect_right(range(most + 1), num_blocks, key=count) - 1)
+        unit = math.gcd(*(group.block_size for group in self)) or 1  # a count is the same between its multiples
+        units = bisect_right(range(most // unit + 1), num_blocks, key=lambda number: count(number * unit)) - 1
+        return max(0, min(most, units * unit + (unit - 1) * full_alone))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property, lru_cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.memory.floors import sparse_layers_seconds
@@ -33,6 +33,15 @@ class Spent(Protocol):
     table_bytes: int
 
 
+class _Counts(NamedTuple):
+    """The blocks of a row of some context: those that are full, all, and the most of either until it has so many."""
+
+    full: int
+    all: int
+    most_full: int
+    most: int
+
+
 class Measure:
     """The measure of plans for one model with its settings.
 
@@ -43,6 +52,7 @@ class Measure:
         self.config, self.spec, self.rates = config, spec, rates
         self.context = config.max_model_len or min(DEFAULT_CONTEXT, spec.max_position)
         self._groups = spec.kv_groups
+        self._counts: dict[int, _Counts] = {}
 
     def seconds(self, plan: Spent, num_requests: int) -> float:
         """Return how long it takes until so many requests are done, all of which are there from the beginning.
@@ -83,17 +93,20 @@ class Measure:
     def _rows(self, plan: Spent, context: int) -> list[float]:
         """Return how many sequences of this length run at once, in each mode that there is."""
         config, groups, on_gpu = self.config, self._groups, plan.num_gpu_blocks - 1
-        blocks, full = groups.most_blocks(context), max(1, groups.most_full(context))
+        blocks, full = self._counted(context).most, max(1, self._counted(context).most_full)
         if config.enable_cpu_offload is True:
             return [plan.num_host_blocks / full]
         # Offload mode must hold whatever resident mode holds, or is not entered.
-        longest = min(plan.max_model_len, groups.most_tokens(on_gpu))
-        may_spill = config.may_offload and groups.most_full(longest) <= plan.num_host_blocks
+        may_spill = config.may_offload and (
+            self._counted(plan.max_model_len).most_full <= plan.num_host_blocks
+            or groups.most_full(min(plan.max_model_len, groups.most_tokens(on_gpu))) <= plan.num_host_blocks
+        )
         return [on_gpu / blocks, plan.num_host_blocks / full] if may_spill else [on_gpu / blocks]
 
     def _kv_blocks(self, plan: Spent, rows: float, context: int) -> float:
         """Return the full blocks that stay in host memory alone; of whole rows these are `num_streamed`."""
-        num_full, num_all = rows * self._groups.num_full(context), rows * self._groups.num_blocks(context)
+        counts = self._counted(context)
+        num_full, num_all = rows * counts.full, rows * counts.all
         room = plan.num_gpu_blocks - 1
         most = num_full
         if num_all > room and self.config.may_offload:
@@ -127,12 +140,25 @@ class Measure:
         passing += num_requests * tokens * looked_up * spec.dtype.itemsize
         # A step attends to all that came before it: what of that is not on the GPU passes in each of them.
         blocks = self._kv_blocks(plan, rows, tokens) / rows
-        of_token = sum(1 / group.block_size for group in self._groups if group.window is None) or 1 / spec.block_size
-        beyond = blocks / of_token
+        beyond = blocks / self._blocks_of_token
         if beyond:
             passing += num_requests * beyond / (2 * step_tokens) * blocks * spec.layout.block_bytes
         launched = num_steps * len(spec.layers) * _LAUNCH_SECONDS
         return max(computed, passing / rates.link, launched) + waited
+
+    def _counted(self, context: int) -> _Counts:
+        """Kept: many plans are compared for a few contexts."""
+        if context not in self._counts:
+            groups = self._groups
+            counts = groups.num_full(context), groups.num_blocks(context)
+            self._counts[context] = _Counts(*counts, groups.most_full(context), groups.most_blocks(context))
+        return self._counts[context]
+
+    @cached_property
+    def _blocks_of_token(self) -> float:
+        """The blocks that a token adds to a long row."""
+        sizes = [group.block_size for group in self._groups if group.window is None]
+        return sum(1 / size for size in sizes) or 1 / self.spec.block_size
 
     @cached_property
     def _weights_of_token(self) -> int:

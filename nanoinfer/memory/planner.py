@@ -206,7 +206,7 @@ class Planner:
         with_splits = self._with_splits(sized, fixed, blocks, splits)
         if with_splits < least:
             splits, with_splits = fewest, self._with_splits(sized, fixed, blocks, fewest)
-        capacity = self._capacity(with_splits, host_blocks)
+        capacity = self._capacity(with_splits, host_blocks, sized.max_model_len)
         if lacks is None and with_splits < least:
             lacks = "gpu"
         if lacks is None and (config.max_model_len or 0) > capacity:
@@ -228,7 +228,7 @@ class Planner:
             splits,
             candidate.tokens,
             sized.max_num_seqs,
-            min(sized.max_model_len, capacity),
+            capacity,
             lacks,
         )
 
@@ -289,10 +289,10 @@ class Planner:
         room = (self.budget_bytes - fixed - max_splits * sized.split_bytes) // sized.block_bytes
         return min(num_blocks, max(0, room))
 
-    def _capacity(self, gpu_blocks: int, host_blocks: int) -> int:
-        """Return the tokens that one sequence can have."""
+    def _capacity(self, gpu_blocks: int, host_blocks: int, longest: int) -> int:
+        """Return the tokens that one sequence can have, of so many at the longest."""
         # Resident mode keeps a spare block, so that a preempted sequence can come back beside another one.
         blocks, config, groups = gpu_blocks - 1, self.config, self.spec.kv_groups
         if config.may_offload:
             blocks = host_blocks if config.enable_cpu_offload is True else max(blocks, host_blocks)
-        return groups.most_tokens(max(0, blocks))
+        return longest if groups.most_blocks(longest) <= blocks else groups.most_tokens(max(0, blocks))

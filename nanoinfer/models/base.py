@@ -252,7 +252,7 @@ class ModelSpec:
         pairs = zip(self.attention_layers, self.kv_read, strict=True)
         return tuple(place if layer in self.kv_layers else None for layer, place in pairs)
 
-    @property
+    @cached_property
     def layout(self) -> KVLayout:
         """The sizes of the KV blocks."""
         parts = [attention.part for attention in self.attentions]

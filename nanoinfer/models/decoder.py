@@ -199,7 +199,8 @@ class Decoder(nn.Module):
     def rope_parameters(cls, hf_config: PretrainedConfig) -> tuple[Mapping | None, ...]:
         """Return the rotation of each layer; None: its heads are not rotated."""
         if cls.rotates_by_layer_type:
-            return tuple(hf_config.rope_parameters[layer_type] for layer_type in hf_config.layer_types)
+            of_type = hf_config.rope_parameters  # read once: configs of transformers look long for what they have
+            return tuple(of_type[layer_type] for layer_type in hf_config.layer_types)
         return (hf_config.rope_parameters,) * hf_config.num_hidden_layers
 
     @classmethod

@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from offload import KVGroups, KVKind
+from offload import KVGroup, KVGroups, KVKind
+from offload.groups import UNBOUNDED
 
 
 def windows(num_layers: int, every: int, window: int = 1024) -> list[int | None]:
@@ -64,3 +65,25 @@ def test_counts_are_those_of_a_row_that_grows_token_by_token(seed):
             assert groups.most_blocks(num_tokens) <= num_blocks < groups.most_blocks(num_tokens + 1)
             num_tokens = groups.most_tokens(num_blocks, full_alone=True)
             assert groups.most_full(num_tokens) <= num_blocks < groups.most_full(num_tokens + 1)
+
+
+@pytest.mark.parametrize("full_alone", [False, True])
+@pytest.mark.parametrize("kinds", [[(None, 64), (7, 16), (40, 16)], [(None, 16), (None, 48)], [(40, 16), (7, 32)]])
+def test_most_tokens_are_the_last_that_so_many_blocks_hold(kinds, full_alone):
+    groups = KVGroups.of([KVKind(*kind, shape) for shape, kind in enumerate(kinds)])
+    count = groups.most_full if full_alone else groups.most_blocks
+    held = [count(num_tokens) for num_tokens in range(1500)]
+    for num_blocks in range(held[-1] - 1):
+        last = max(num_tokens for num_tokens, blocks in enumerate(held) if blocks <= num_blocks)
+        assert groups.most_tokens(num_blocks, full_alone) == last
+    if all(window is not None for window, _ in kinds):
+        assert groups.most_tokens(held[-1], full_alone) == UNBOUNDED
+
+
+@pytest.mark.parametrize("name", ["num_blocks", "num_full", "most_blocks", "most_full"])
+def test_groups_alike_are_counted_once(name, monkeypatch):
+    calls, own = [], getattr(KVGroup, name)
+    monkeypatch.setattr(KVGroup, name, lambda *arguments: calls.append(None) or own(*arguments))
+    groups = KVGroups.of([KVKind(window, 256) for window in windows(48, 6)])
+    assert getattr(groups, name)(5000) == sum(own(group, 5000) for group in groups)
+    assert len(groups) == 6 and len(calls) == 2
