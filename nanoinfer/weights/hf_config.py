@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,21 +16,40 @@ from nanoinfer.weights.checkpoint import check_config
 
 
 @contextmanager
-def _without_docstrings() -> Iterator[None]:
-    """Have no docstrings made of the config classes that are imported meanwhile.
+def _quick_imports() -> Iterator[None]:
+    """Have config classes imported without what takes long of it and nobody reads.
 
-    For one, transformers imports all that generates text and runs on several devices: most of what a plan takes.
+    For a docstring of one, transformers imports all that generates text and runs on several devices: most of what a
+    plan takes. And when it is asked for its first model, it looks through the files of all of them, as it has done when
+    it was imported itself; what it found it keeps by the folder's path, and asks for by a file's.
     """
-    module = sys.modules.get("transformers.utils.auto_docstring")
-    before = getattr(module, "auto_class_docstring", None)
-    if before is None:  # another version
+    utils = "transformers.utils"
+    with (
+        _replaced(f"{utils}.auto_docstring", "auto_class_docstring", lambda _: lambda cls, *_, **__: cls),
+        _replaced(
+            f"{utils}.import_utils", "create_import_structure_from_path", lambda own: lambda at: own(_folder(at))
+        ),
+    ):
+        yield
+
+
+def _folder(path: Path | str) -> Path:
+    return Path(path).parent if Path(path).is_file() else Path(path)
+
+
+@contextmanager
+def _replaced(module_name: str, name: str, other: Callable[[Any], Any]) -> Iterator[None]:
+    """Have another function in a module meanwhile, made of its own, if this version of it has one."""
+    module = sys.modules.get(module_name)
+    before = getattr(module, name, None)
+    if before is None:
         yield
         return
-    module.auto_class_docstring = lambda cls, *_, **__: cls
+    setattr(module, name, other(before))
     try:
         yield
     finally:
-        module.auto_class_docstring = before
+        setattr(module, name, before)
 
 
 def make_config(
@@ -42,7 +61,7 @@ def make_config(
     """
     try:
         # Use the full name, so that transformers imports this class now and not with this module: it takes seconds.
-        with _without_docstrings():
+        with _quick_imports():
             if directory is not None:
                 hf_config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
             else:

@@ -92,8 +92,9 @@ import json, sys
 import nanoinfer
 
 assert nanoinfer.plan("qwen3-8b", gpu="RTX 4090", host_memory_limit="64GiB", max_model_len=8192).fits
-from transformers.utils import auto_docstring
+from transformers.utils import auto_docstring, import_utils
 
+assert import_utils.create_import_structure_from_path.cache_info().hits  # its files were looked through once
 config = sys.modules["transformers.models.qwen3.configuration_qwen3"].Qwen3Config
 assert config(hidden_size=64).hidden_size == 64 and sys.modules[auto_docstring.__module__].auto_class_docstring.__doc__
 print(json.dumps([name for name in ("transformers.generation.utils", "torch._dynamo") if name in sys.modules]))
