@@ -45,17 +45,18 @@ class TritonBackend(AttentionBackend):
     def __init__(self, spec: AttentionSpec, device: torch.device | str) -> None:
         super().__init__(spec, device)
         target = target_of(self.device)
+        has_tma = can_use_tma(target, spec.head_dim, spec.dtype)
         self.shape = KernelShape(
             **vars(spec),
-            tma=spec.part.format.is_operand and can_use_tma(target, spec.head_dim, spec.dtype),
+            tma=spec.part.format.is_operand and spec.head_dim <= 256 and has_tma,
             precision=target.precision,
             program_memory=target.program_memory if target.is_compiled else INTERPRETER_SHARED_MEMORY_BYTES,
             interpreted=not target.is_compiled,
         )
-        self.prefill_shape, self.cuts_ranges = self.shape, spec.is_expanded
-        if spec.is_expanded:
-            tma = can_use_tma(target, spec.head_dim, spec.dtype)
-            self.prefill_shape = replace(self.shape, kv_format=Plain(spec.dtype), tma=tma)
+        self.prefill_shape, self.cuts_ranges = (
+            replace(self.shape, kv_format=Plain(spec.dtype), tma=has_tma),
+            spec.is_expanded,
+        )
         self.num_programs, self.tiles = INTERPRETER_PROGRAMS, prefill_tiles(self.prefill_shape)
         if target.is_compiled:
             self.num_programs = decode_programs(self.shape, target.num_cores, target.core_memory)

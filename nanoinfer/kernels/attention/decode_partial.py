@@ -6,7 +6,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.attention import spec
 from nanoinfer.kernels.attention.online_softmax import attend_tile, finished, softmax_step, tile_logits
-from nanoinfer.kernels.attention.shape import NO_WINDOW, KernelShape, decode_tiles, kv_descriptor
+from nanoinfer.kernels.attention.shape import NO_WINDOW, KernelShape, decode_tiles, kv_descriptor, own_arguments
 from nanoinfer.kernels.launch.pdl import launch_options, let_next_in, wait_for_inputs
 
 SHORT_BLOCKS = tl.constexpr(spec.SHORT_BLOCKS)
@@ -245,7 +245,7 @@ def decode_partial(
     """
     tiles = decode_tiles(shape)
     decode_partial_kernel[(num_programs, shape.num_kv_heads)](
-        q, kv, kv_descriptor(kv, tiles.block_n, shape), own or None, items, num_items, partials_per_block,
+        q, kv, kv_descriptor(kv, tiles.block_n, shape), own_arguments(own), items, num_items, partials_per_block,
         seq_lens, out, lse, weight, q.stride(0), NO_WINDOW if window is None else window,
         **shape.constants(), STRIDE=kv.stride(0), WINDOWED=window is not None, BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n, STAGES=tiles.num_stages, num_warps=tiles.num_warps, num_stages=tiles.num_stages,

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.attention.shape import KernelShape
+from nanoinfer.kernels.attention.shape import KernelShape, own_arguments
 from nanoinfer.kernels.launch.sizes import largest_tile
 
 
@@ -137,6 +137,6 @@ def expand_kv(
     names = "READ", "NUM_KV_HEADS", "HEAD_DIM", "BLOCK_D", "BLOCK_SIZE"
     constants = {name: value for name, value in shape.constants().items() if name in names}
     expand_kv_kernel[(width * (shape.block_size // tile), shape.num_kv_heads, num_sequences)](
-        kv, own or None, out, block_table, first_block, kv_end, block_table.stride(0), width,
+        kv, own_arguments(own), out, block_table, first_block, kv_end, block_table.stride(0), width,
         **constants, STRIDE=kv.stride(0), BLOCK_N=tile, enable_fp_fusion=False,
     )  # fmt: skip

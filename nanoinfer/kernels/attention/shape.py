@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -71,7 +72,7 @@ class Tiles:
 
 def can_use_tma(target: Target, head_dim: int, dtype: torch.dtype) -> bool:
     """Whether the copy unit can load a tile of KV. It takes no mask, so head_dim must be a power of two."""
-    return target.copies_tiles and head_dim in (64, 128, 256) and dtype.itemsize <= 2
+    return target.copies_tiles and head_dim in (64, 128, 256, 512) and dtype.itemsize <= 2
 
 
 def kv_descriptor(kv: Tensor, block_n: int, shape: KernelShape) -> TensorDescriptor | None:
@@ -84,6 +85,11 @@ def kv_descriptor(kv: Tensor, block_n: int, shape: KernelShape) -> TensorDescrip
     row = shape.kv_size
     assert kv.stride(0) % row == 0, "the copy unit counts rows of tokens"
     return TensorDescriptor(kv, [len(kv) * kv.stride(0) // row, row], [row, 1], [block_n, shape.head_dim])
+
+
+def own_arguments(own: tuple) -> tuple | None:
+    """Return what `KVFormat.own` returned, as kernels take it: its numbers are some of what they are compiled for."""
+    return tuple(tl.constexpr(one) if isinstance(one, int) else one for one in own) or None
 
 
 def _keys(shape: KernelShape, block_n: int) -> int:
@@ -101,12 +107,17 @@ def decode_tiles(shape: KernelShape) -> Tiles:
     """
     rows = max(16, next_power_of_2(shape.group_size))  # tl.dot takes no side below 16
     row_bytes = shape.block_d * shape.dtype.itemsize
-    if row_bytes >= 1024:  # two stages of 32 keys and values take 128 KiB
-        fitting = [(32, 2), (16, 2), (16, 1)]
-        taken = [rows * row_bytes + 2 * keys * stages * row_bytes for keys, stages in fitting]
-        fits = [size <= shape.program_memory for size in taken[:-1]]
-        block_n, stages = fitting[fits.index(True)] if any(fits) else fitting[-1]
-        return Tiles(block_m=rows, block_n=_keys(shape, block_n), num_warps=8, num_stages=stages)
+    if row_bytes >= 1024:
+        # In 16 bits two programs fit on a Hopper SM: of 32 keys, or of 8 warps, one would, and take 10% longer.
+        # Where keys are made in registers, each warp makes those of eight tokens: four make 32 but once.
+        sizes = [(32, 2), (16, 2)] if not shape.part.format.is_operand else [(16, 2)]
+        taken = {keys: (rows + 3 * keys) * row_bytes for keys, _ in sizes}
+        fitting = [(keys, stages) for keys, stages in sizes if taken[keys] <= shape.program_memory]
+        block_n, num_stages = fitting[0] if fitting else (16, 1)
+        return Tiles(block_m=rows, block_n=_keys(shape, block_n), num_warps=4, num_stages=num_stages)
+    if not shape.part.format.is_operand and row_bytes == 256:
+        # Codes take registers while they become numbers: programs of four warps would wait for each other's.
+        return Tiles(block_m=rows, block_n=_keys(shape, 32), num_warps=2, num_stages=3)
     wide = row_bytes > 256
     block_n = _keys(shape, 16 if wide and shape.dtype == torch.float32 else 32 if wide else 64)
     if shape.tma and not wide:
@@ -117,9 +128,14 @@ def decode_tiles(shape: KernelShape) -> Tiles:
 def decode_programs(shape: KernelShape, num_sms: int, shared_memory_per_sm: int) -> int:
     """Return the programs per KV head of the persistent decode grid: what the GPU holds at once, up to 4 per SM."""
     tiles = decode_tiles(shape)
-    stage_bytes = shape.part.format.loads * tiles.block_n * shape.block_d * shape.dtype.itemsize
-    q_bytes = tiles.block_m * shape.block_d * shape.dtype.itemsize
-    program_bytes = tiles.num_stages * stage_bytes + q_bytes + 1024  # CUDA keeps 1 KiB of each program's shared memory
+    row_bytes, part = shape.block_d * shape.dtype.itemsize, shape.part
+    stage_bytes = part.format.loads * tiles.block_n * row_bytes
+    made_bytes = 0
+    if not part.format.is_operand and part.format.loads == 2:  # what is loaded, and the keys that are made of a tile
+        stage_bytes = -(-part.num_bytes // (part.block_size * part.num_kv_heads)) * tiles.block_n
+        made_bytes = tiles.block_n * row_bytes
+    held = tiles.block_m * row_bytes + made_bytes + 1024  # CUDA keeps 1 KiB of each program's shared memory
+    program_bytes = tiles.num_stages * stage_bytes + held
     per_sm = max(1, min(4, shared_memory_per_sm // program_bytes))
     return max(1, per_sm * num_sms // shape.num_kv_heads)
 
@@ -133,6 +149,8 @@ def prefill_tiles(shape: KernelShape) -> Tiles:
     if shape.block_d > 256:  # a tile of 64 queries takes 64 KiB in 16 bits, and its sums half of a core's registers
         if shape.dtype == torch.float32:
             block_m, block_n, num_warps, num_stages = 16, 16, 8, 1
+        elif memory >= 192 * 1024 and shape.tma:
+            block_m, block_n, num_warps, num_stages = 64, 64, 8, 1
         elif memory >= 192 * 1024:
             block_m, block_n, num_warps, num_stages = 64, 32, 8, 2
         elif memory >= 98 * 1024:

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+NARROW = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter multiplies no bfloat16
+
 
 @triton.jit
 def vectors_of(kv, block, STRIDE: tl.constexpr, DTYPE: tl.constexpr):
@@ -44,6 +46,13 @@ def halves(heads):
 
 
 @triton.jit
+def joined(first, second):
+    """The reverse of `halves`."""
+    parts = tl.permute(tl.join(first, second), (0, 2, 1))
+    return tl.reshape(parts, (first.shape[0], 2 * first.shape[1]))
+
+
+@triton.jit
 def read_one(
     kv, kv_rows, own, block, token, start, head, positions, exists, like,
     STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
@@ -57,17 +66,36 @@ def read_one(
         v = tl.load(vectors, mask=exists[:, None], other=0.0)
     else:
         v = tl.load(vectors)
-    # Halves are parted and joined in the dtype of the model: wider ones take twice the shared memory.
-    pair = tl.arange(0, HALF)[None, :]
-    first, second = halves(v)
-    first = (first.to(tl.float32) * tl.load(own[1] + pair).to(tl.float32)).to(like.dtype).to(tl.float32)
-    second = (second.to(tl.float32) * tl.load(own[1] + HALF + pair).to(tl.float32)).to(like.dtype).to(tl.float32)
-    turned = exists[:, None] & (pair < own[2])
-    table = own[0] + positions[:, None] * (2 * own[2]) + pair
-    cos = tl.load(table, mask=turned, other=1.0).to(tl.float32)
-    sin = tl.load(table + own[2], mask=turned, other=0.0).to(tl.float32)
-    # Products are rounded before they are added, as in `norm_rope_store`.
-    new_first = (first * cos).to(like.dtype).to(tl.float32) - (second * sin).to(like.dtype).to(tl.float32)
-    new_second = (second * cos).to(like.dtype).to(tl.float32) + (first * sin).to(like.dtype).to(tl.float32)
-    k = tl.permute(tl.join(new_first.to(like.dtype), new_second.to(like.dtype)), (0, 2, 1))
-    return tl.reshape(k, (v.shape[0], HEAD_DIM)).T, v
+    if NARROW:  # two factors of 16 bits have a product that is rounded once
+        scaled = v * tl.load(own[1] + columns)
+    else:
+        scaled = (v.to(tl.float32) * tl.load(own[1] + columns).to(tl.float32)).to(like.dtype)
+    PAIRS: tl.constexpr = own[2]
+    QUARTER: tl.constexpr = 4 * PAIRS <= HEAD_DIM  # what turns lies within the first quarter of each half
+    first, second = halves(scaled)
+    if QUARTER:
+        first, first_rest = halves(first)
+        second, second_rest = halves(second)
+    pair = tl.arange(0, HALF // 2 if QUARTER else HALF)[None, :]
+    turned = exists[:, None] & (pair < PAIRS)
+    table = own[0] + positions[:, None] * (2 * PAIRS) + pair
+    first, second = turn(
+        first, second, tl.load(table, mask=turned, other=1.0), tl.load(table + PAIRS, mask=turned, other=0.0)
+    )
+    if QUARTER:
+        first = joined(first, first_rest)
+        second = joined(second, second_rest)
+    return joined(first, second).T, v
+
+
+@triton.jit
+def turn(first, second, cos, sin):
+    """Products are rounded before they are added, as in `norm_rope_store`."""
+    DTYPE: tl.constexpr = first.dtype
+    cos = cos.to(tl.float32)
+    sin = sin.to(tl.float32)
+    wide_first = first.to(tl.float32)
+    wide_second = second.to(tl.float32)
+    new_first = (wide_first * cos).to(DTYPE).to(tl.float32) - (wide_second * sin).to(DTYPE).to(tl.float32)
+    new_second = (wide_second * cos).to(DTYPE).to(tl.float32) + (wide_first * sin).to(DTYPE).to(tl.float32)
+    return new_first.to(DTYPE), new_second.to(DTYPE)
