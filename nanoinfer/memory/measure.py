@@ -22,6 +22,7 @@ class Spent(Protocol):
     num_gpu_blocks: int
     num_host_blocks: int
     max_resident_blocks: int | None
+    max_splits: int
     max_model_len: int
     max_num_batched_tokens: int
     streamed_bytes: int
@@ -34,12 +35,16 @@ class Spent(Protocol):
 
 
 class _Counts(NamedTuple):
-    """The blocks of a row of some context: those that are full, all, and the most of either until it has so many."""
+    """The blocks of a row of some context: those that are full, all, and the most of either until it has so many.
+
+    splits: those that one layer attends to at most.
+    """
 
     full: int
     all: int
     most_full: int
     most: int
+    splits: int
 
 
 class Measure:
@@ -94,14 +99,15 @@ class Measure:
         """Return how many sequences of this length run at once, in each mode that there is."""
         config, groups, on_gpu = self.config, self._groups, plan.num_gpu_blocks - 1
         blocks, full = self._counted(context).most, max(1, self._counted(context).most_full)
+        on_host = min(plan.num_host_blocks / full, plan.max_splits / self._counted(context).splits)
         if config.enable_cpu_offload is True:
-            return [plan.num_host_blocks / full]
+            return [on_host]
         # Offload mode must hold whatever resident mode holds, or is not entered.
         may_spill = config.may_offload and (
             self._counted(plan.max_model_len).most_full <= plan.num_host_blocks
             or groups.most_full(min(plan.max_model_len, groups.most_tokens(on_gpu))) <= plan.num_host_blocks
         )
-        return [on_gpu / blocks, plan.num_host_blocks / full] if may_spill else [on_gpu / blocks]
+        return [on_gpu / blocks, on_host] if may_spill else [on_gpu / blocks]
 
     def _kv_blocks(self, plan: Spent, rows: float, context: int) -> float:
         """Return the full blocks that stay in host memory alone; of whole rows these are `num_streamed`."""
@@ -151,7 +157,8 @@ class Measure:
         if context not in self._counts:
             groups = self._groups
             counts = groups.num_full(context), groups.num_blocks(context)
-            self._counts[context] = _Counts(*counts, groups.most_full(context), groups.most_blocks(context))
+            splits = max(group.most_blocks(context) for group in groups)
+            self._counts[context] = _Counts(*counts, groups.most_full(context), groups.most_blocks(context), splits)
         return self._counts[context]
 
     @cached_property

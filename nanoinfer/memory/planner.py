@@ -21,6 +21,9 @@ DEFAULT_RING_SLOT_BYTES = 32 * 2**20
 # Share of the budget for the partials and tables of more splits than two for each block: 16 questions about one
 # document of 64k tokens are 4,112 splits of 257 blocks, 70 MiB in a 4B model.
 SHARED_SPLITS_SHARE = 0.01
+# The most of the budget for splits of blocks that the host alone has room for. Two for each block would be 1 GiB beside
+# 64 GiB of a model whose blocks are small, such as 0.75 MiB in all layers; what streams so much takes a second a step.
+HOST_SPLITS_SHARE = 0.04
 
 
 class Cost(NamedTuple):
@@ -199,13 +202,10 @@ class Planner:
         fixed, least = sized.fixed_bytes - weights + landing, self.least_blocks(candidate.tokens)
         blocks = self._pool(sized, least, most_blocks(sized, weights - landing))
         host_blocks, lacks = self._host_blocks(sized, weights, fixed)
-        most = max(group.most_blocks(sized.max_model_len) for group in spec.kv_groups) * sized.max_num_seqs
-        fewest = min(most, 2 * max(blocks, host_blocks) + sized.max_num_seqs)
-        # Many rows may share one long beginning, and then attend to far more splits than there are blocks.
-        splits = min(most, max(fewest, int(SHARED_SPLITS_SHARE * self.budget_bytes) // sized.split_bytes))
-        with_splits = self._with_splits(sized, fixed, blocks, splits)
-        if with_splits < least:
-            splits, with_splits = fewest, self._with_splits(sized, fixed, blocks, fewest)
+        for splits in self._splits(sized, least, blocks, host_blocks):
+            with_splits = self._with_splits(sized, fixed, blocks, splits)
+            if with_splits >= least:
+                break
         capacity = self._capacity(with_splits, host_blocks, sized.max_model_len)
         if lacks is None and with_splits < least:
             lacks = "gpu"
@@ -283,6 +283,20 @@ class Planner:
     def host_room(self, fixed: int) -> int:
         """Return the bytes of host memory that there are beside so many of the device's."""
         return self.host_available_bytes - fixed * self.device.is_host  # on the CPU both are the same memory
+
+    def _splits(self, sized: MemoryPlan, least: int, blocks: int, host_blocks: int) -> list[int]:
+        """Return for how many splits there may be room beside such pools, descending."""
+        config, rows = self.config, sized.max_num_seqs
+        of_row = max(group.most_blocks(sized.max_model_len) for group in self.spec.kv_groups)
+        held = min(of_row * rows, 2 * max(blocks, host_blocks) + rows)
+        few = fewest = held
+        if config.max_model_len is None or config.max_num_seqs is None:  # nobody asks for so many and so long ones
+            share = int(HOST_SPLITS_SHARE * self.budget_bytes) // sized.split_bytes
+            few = min(held, max(of_row, 2 * blocks + rows, share))
+            fewest = min(held, max(of_row, 2 * least + rows))
+        # Many rows may share one long beginning, and then attend to far more splits than there are blocks.
+        shared = min(of_row * rows, int(SHARED_SPLITS_SHARE * self.budget_bytes) // sized.split_bytes)
+        return [max(few, shared), few, fewest]
 
     def _with_splits(self, sized: MemoryPlan, fixed: int, num_blocks: int, max_splits: int) -> int:
         """Return the blocks beside room for so many splits. More than the pool counted on make it smaller."""
