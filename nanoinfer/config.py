@@ -119,7 +119,8 @@ class EngineConfig:
             below 2048 for lack of memory); on the CPU no counts, because padding would cost more than it saves. []: no
             counts.
         attention_backend: "auto", "triton", "torch", "flash_attn", or one that the package of the device brings.
-        enable_prefix_caching: keep the KV of prompts for others that begin alike.
+        enable_prefix_caching: keep the KV of prompts for others that begin alike. None: yes, but not of models whose
+            layers keep states beside it, of which it is not supported yet.
         seed: what the seeds of requests that give none are drawn from, and dummy weights.
         load_format: "auto" (safetensors) or "dummy" (random weights from the config alone).
         pin_host_memory: what to do if the system refuses to pin host memory. "auto": use pageable memory and report its
@@ -158,7 +159,7 @@ class EngineConfig:
     cuda_graph_batch_sizes: list[int] | str | None = None
     capture_num_tokens: list[int] | None = None
     attention_backend: str = "auto"
-    enable_prefix_caching: bool = True
+    enable_prefix_caching: bool | None = None
     seed: int = 0
     load_format: str = "auto"
     pin_host_memory: str = "auto"
@@ -210,8 +211,10 @@ class EngineConfig:
             self._one_of("attention_backend", (*_BACKENDS, *brought_backends()))
         offloads = isinstance(self.enable_cpu_offload, bool) or self.enable_cpu_offload == "auto"
         self._check("enable_cpu_offload", offloads, 'True, False or "auto"')
-        for name in ("enforce_eager", "enable_prefix_caching", "skip_tokenizer_init"):
+        for name in ("enforce_eager", "skip_tokenizer_init"):
             self._check(name, isinstance(getattr(self, name), bool), "True or False")
+        is_right = isinstance(self.enable_prefix_caching, bool | None)
+        self._check("enable_prefix_caching", is_right, "True, False or None")
 
     def _check_values(self) -> None:
         is_model = isinstance(self.model, str | Path) and str(self.model)
@@ -277,6 +280,10 @@ class EngineConfig:
     def may_offload(self) -> bool:
         """Whether the engine may use offload mode at all."""
         return self.enable_cpu_offload in (True, "auto")
+
+    def caches_prefixes(self, keeps_states: bool) -> bool:
+        """Whether prompts are found by others that begin alike. keeps_states: whether layers keep some beside KV."""
+        return self.enable_prefix_caching is not False and not keeps_states
 
     def graph_batch_sizes(self, max_num_seqs: int, device: Device) -> list[int]:
         """Return the padded decode batch sizes, ascending. Only the last may exceed `max_num_seqs`, to cover it."""

@@ -110,7 +110,7 @@ def _runs(
     common = shared_engine_arguments(options) | dict(
         model=model_dir,
         load_format="auto",
-        enable_prefix_caching=options.enable_prefix_caching is not False,  # a document is read once for its questions
+        enable_prefix_caching=options.enable_prefix_caching,  # a document is read once for its questions
         max_model_len=longest + ANSWER_ROOM,
         max_num_seqs=DEFAULT_MAX_NUM_SEQS if options.max_num_seqs is None else options.max_num_seqs,
     )

@@ -11,14 +11,12 @@ _MLA = "multi-head latent attention (MLA)"
 _SELECTED = "attention to selected keys (DSA)"
 _LINEAR = "linear attention"
 _MAMBA = "Mamba layers"
-_CONVOLUTIONS = "short convolutions"
 _CHUNKS = "attention in chunks"
 _ENCODER = "an encoder"
 # By what a layer is called in `layer_types` and `layers_block_type`.
 _LAYERS = by_name({
     "linear_attention gated_deltanet kda": _LINEAR,
     "mamba mamba2 hybrid": _MAMBA,
-    "conv": _CONVOLUTIONS,
     "recurrent": "recurrent layers",
     "chunked_attention": _CHUNKS,
 })  # fmt: skip
@@ -29,7 +27,6 @@ _FIELDS = by_name({
     "index_topk": _SELECTED,
     "linear_conv_kernel_dim linear_attn_config": _LINEAR,
     " ".join(_OF_MAMBA): _MAMBA,
-    "conv_L_cache": _CONVOLUTIONS,
     "attention_chunk_size": _CHUNKS,
     "is_encoder_decoder": _ENCODER,
     "alibi": "positions by ALiBi",
@@ -43,7 +40,6 @@ _NAMES = by_name({
     "Qwen3Next Qwen3_5 OlmoHybrid MiniMaxText01 MiniMaxM1 MiniMaxForCausalLM": _LINEAR,
     "Mamba FalconMamba Jamba Bamba Zamba FalconH1 NemotronH GraniteHybrid Plamo2": _MAMBA,
     "Rwkv xLSTM RecurrentGemma": "recurrent layers",
-    "Lfm2": _CONVOLUTIONS,
     "Llama4": _CHUNKS,
     "Qwen2Moe": "a shared expert behind a gate",
     "Phimoe": "its routing (SparseMixer)",

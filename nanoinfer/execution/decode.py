@@ -22,8 +22,8 @@ from nanoinfer.execution.resources import Resources
 from nanoinfer.execution.sampling_state import SamplingState
 from nanoinfer.execution.splits import NO_SPLITS
 from nanoinfer.execution.tables import DeviceTable, RowState
+from nanoinfer.kernels.layer.state_runs import StateRuns
 from nanoinfer.kernels.linear.counts import MAX_ROWS
-from nanoinfer.models.states import StateRuns
 from nanoinfer.models.step_tensors import FixedBuffers, StepTensors
 from nanoinfer.step.plan import StepPlan
 from offload import Chunk, OffloadStep, StreamPlan

@@ -20,8 +20,8 @@ from torch import Tensor
 from nanoinfer.execution.graphs import GraphWork
 from nanoinfer.execution.resources import Resources
 from nanoinfer.execution.tables import DeviceTable, Packer
+from nanoinfer.kernels.layer.state_runs import StateRuns
 from nanoinfer.kernels.linear.counts import padded_rows
-from nanoinfer.models.states import StateRuns
 from nanoinfer.models.step_tensors import FixedBuffers, FixedTensors, StepTensors
 
 

@@ -11,6 +11,7 @@ from nanoinfer.kernels.layer import activation as kernel
 from nanoinfer.kernels.layer.layer_norm import layer_norm as layer_norm
 from nanoinfer.kernels.layer.norm_rope_store import norm_rope_store as norm_rope_store
 from nanoinfer.kernels.layer.rms_norm import rms_norm as rms_norm
+from nanoinfer.kernels.layer.short_conv import short_conv as short_conv
 from nanoinfer.kernels.linear.expand import expand as expand
 from nanoinfer.kernels.linear.gather import gather_rows as gather_rows
 from nanoinfer.kernels.linear.packed import packed_linear as packed_linear

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from nanoinfer.kernels.attention.spec import HeadShape
+from nanoinfer.kernels.layer.state_runs import StateRuns
 from nanoinfer.layers.experts import Experts
 from nanoinfer.layers.formats.base import Filling, Renamed, rename
 from nanoinfer.layers.fused_experts import fused_views
@@ -46,7 +47,7 @@ from nanoinfer.models.checkpoint_info import CheckpointInfo
 from nanoinfer.models.layer import DecoderLayer, KVSlots, Traits
 from nanoinfer.models.logits import Logits
 from nanoinfer.models.pieces import DeviceState, Piece
-from nanoinfer.models.states import RecurrentState, StateRuns
+from nanoinfer.models.states import RecurrentState
 from nanoinfer.models.step_tensors import StepTensors
 from nanoinfer.models.streamed import HostPlacement, StreamedWeights
 from offload import Cut
@@ -164,7 +165,8 @@ class Decoder(nn.Module):
     def traits(cls, hf_config: PretrainedConfig, **own: Any) -> Traits:
         """Return how the model differs; `own`: what is in neither of the two tables."""
         read = {"norm_eps": "rms_norm_eps", "activation": "hidden_act", **cls.config_traits}
-        return Traits(**{name: getattr(hf_config, field) for name, field in read.items()}, **cls.own_traits, **own)
+        found = {name: getattr(hf_config, field) for name, field in read.items() if name not in cls.own_traits}
+        return Traits(**found, **cls.own_traits, **own)
 
     @classmethod
     def layer_states(cls, hf_config: PretrainedConfig) -> tuple[AttentionState | RecurrentState, ...]:

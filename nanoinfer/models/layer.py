@@ -40,6 +40,9 @@ class Traits:
     mlp_bias: bool = False
     layer_input_size: int = 0
     """Values that each layer reads of a token beside the residual sum."""
+    conv_taps: int = 0
+    conv_bias: bool = False
+    """Of a layer with a short convolution: tokens that it reaches, and whether it has biases."""
     sparse: Sparse | None = None
     """What is sparse; set to None for each layer that is not."""
     attention: AttentionSpec | None = None
@@ -153,6 +156,16 @@ class Attention(nn.Module):
         return q
 
 
+def make_mlp(spec: ModelSpec, traits: Traits, *, dtype: torch.dtype, device: torch.device | str) -> MLP | SparseMLP:
+    """Return the MLP of a layer, with experts or without."""
+    options = dict(dtype=dtype, device=device, formats=traits.formats.below("mlp"))
+    if traits.sparse is None:
+        size = spec.hidden_size, traits.intermediate_size
+        return traits.mlp(*size, traits.activation, bias=traits.mlp_bias, **options)
+    activation = traits.sparse.activation or GatedActivation(name=traits.activation)
+    return SparseMLP(spec.hidden_size, traits.sparse, activation, **options)
+
+
 class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); or with norms of what is added, too, or with these alone.
 
@@ -173,13 +186,7 @@ class DecoderLayer(nn.Module):
         self.self_attn = Attention(spec, traits, device=device)
         self.attention_output_norm = norm(traits.norms_after)
         self.post_attention_layernorm = norm(traits.norms_before)
-        of_mlp = options | dict(formats=traits.formats.below("mlp"))
-        if traits.sparse is not None:
-            activation = traits.sparse.activation or GatedActivation(name=traits.activation)
-            self.mlp = SparseMLP(spec.hidden_size, traits.sparse, activation, **of_mlp)
-        else:
-            size = spec.hidden_size, traits.intermediate_size
-            self.mlp = traits.mlp(*size, traits.activation, bias=traits.mlp_bias, **of_mlp)
+        self.mlp = make_mlp(spec, traits, **options)
         self.mlp_output_norm = norm(traits.norms_after)
 
     def after_attention(self, x: Tensor, attn: Tensor, norm: RMSNorm | None, num_live: Tensor) -> Tensor:

@@ -24,7 +24,13 @@ from nanoinfer.models.streamed_head import head_sizes
 def spec_of(model_class: type[Decoder], checkpoint: CheckpointInfo, dtype: torch.dtype) -> ModelSpec:
     """Return the model's numbers, before any weight is read; ValueError if it asks for what is not supported."""
     hf_config = checkpoint.hf_config
-    architecture, layers = (hf_config.architectures or [model_class.__name__])[0], model_class.layer_states(hf_config)
+    architecture, layers = (
+        (hf_config.architectures or [model_class.__name__])[0],
+        tuple(
+            state.with_dtype(dtype) if isinstance(state, RecurrentState) else state
+            for state in model_class.layer_states(hf_config)
+        ),
+    )
     traits = model_class.traits(hf_config)
     spec = ModelSpec(
         architecture=architecture,

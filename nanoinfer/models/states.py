@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+
+from nanoinfer.kernels.layer.state_runs import StateRuns
 
 ALIGNMENT = 128
 """Bytes at whose multiples each tensor of a state begins."""
@@ -16,11 +17,11 @@ ALIGNMENT = 128
 
 @dataclass(frozen=True)
 class StateTensor:
-    """One of the tensors of a layer's state, of one sequence; its dtype is the family's choice."""
+    """One of the tensors of a layer's state, of one sequence. dtype: None, where a family says so: the model's own."""
 
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: torch.dtype | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -36,20 +37,9 @@ class RecurrentState:
 
     tensors: tuple[StateTensor, ...]
 
-
-class StateRuns(NamedTuple):
-    """Which state each token of a step belongs to, and where its neighbours are: [N] int32 each, on the device.
-
-    The tokens that a step computes of a sequence are a *run* of neighbours, in ascending order.
-
-    Attributes:
-        slots: of the token's sequence. Padding names the last slot, whose content does not matter.
-        begins, ends: index in the step of the run's first token, and of the one behind its last; of padding anything.
-    """
-
-    slots: Tensor
-    begins: Tensor
-    ends: Tensor
+    def with_dtype(self, dtype: torch.dtype) -> RecurrentState:
+        """Return the same for a model of this dtype."""
+        return RecurrentState(tuple(replace(one, dtype=one.dtype or dtype) for one in self.tensors))
 
 
 def one_run(num_tokens: int, device: torch.device) -> StateRuns:

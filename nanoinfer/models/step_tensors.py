@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from nanoinfer.kernels.attention.spec import AttentionSpec
+from nanoinfer.kernels.layer.state_runs import StateRuns
 from nanoinfer.models.base import ModelSpec
-from nanoinfer.models.states import StateRuns
 
 
 @dataclass(eq=False)

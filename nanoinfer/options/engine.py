@@ -62,7 +62,7 @@ def add_engine_options(
     for group, field in _grouped(parser, wanted):
         default = defaults.get(field.name, field.default)
         text = help_of.get(field.name, "").replace("%", "%%")
-        if default is not None and field.type != "bool":
+        if default is not None and not field.type.startswith("bool"):
             if field.name in defaults:  # not the engine's
                 text = re.sub(r" Default: .*", "", text)
             shown = _WORDS[default] if field.name == "enable_cpu_offload" else default
@@ -154,8 +154,8 @@ def _kind(name: str, annotation: str, default: Any) -> dict[str, Any]:
     """Return the arguments of `add_argument` that follow from a field's type."""
     if name == "enable_cpu_offload":
         return dict(nargs="?", const=True, type=_offload, metavar="{on,auto,off}")
-    if annotation == "bool":
-        return dict(action=argparse.BooleanOptionalAction if default else "store_true")
+    if annotation.startswith("bool"):
+        return dict(action="store_true" if default is False else argparse.BooleanOptionalAction)
     if name in ("max_model_len", "max_num_batched_tokens"):
         return dict(type=length, metavar="TOKENS")
     if "dict" in annotation:

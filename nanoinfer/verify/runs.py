@@ -146,7 +146,7 @@ def _neighbours(workload: Workload, home: dict[str, Any]) -> list[Run]:
 
 def _reuse(workload: Workload, home: dict[str, Any]) -> list[Run]:
     """Return runs whose KV is found in the prefix cache, saved and restored, or shared."""
-    home = home | dict(enable_prefix_caching=True)
+    home = home | dict(enable_prefix_caching=None)
     preempted = []
     if len(workload.prompts) > 1:
         pool = _smallest_pool(workload)
@@ -167,7 +167,7 @@ def _reuse(workload: Workload, home: dict[str, Any]) -> list[Run]:
             home,
             asks_twice=True,
             happened=lambda stats: stats["prefix_cache_hit_tokens"] > 0,
-            otherwise="no beginning was found again: the pools are too small to keep one",
+            otherwise="no beginning was found again: the pools are too small to keep one, or layers keep states",
         ),
         *preempted,
         Run("n=2", "two completions of each request, which share blocks of its prompt", home, num_completions=2),

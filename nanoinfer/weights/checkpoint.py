@@ -104,7 +104,11 @@ _FIELDS = by_name({
     "num_local_experts": _optional(_count(0, 2**20)),
     "num_experts n_routed_experts": _count(1, 2**12),
     "num_experts_per_tok top_k_experts": _count(1, 2**10),
-    "num_kv_shared_layers": _count(0, 1000),
+    "num_kv_shared_layers num_dense_layers": _count(0, 1000),
+    "conv_L_cache": _count(2, 16),
+    "block_multiple_of": _count(1, 2**16),
+    "block_ffn_dim_multiplier": _FACTOR,
+    "full_attn_idxs": _optional(_listing("whole numbers", lambda one: type(one) is int)),
     "hidden_size_per_layer_input": _optional(_count(0, 2**14)),
     "vocab_size_per_layer_input": _count(1, MAX_VOCAB_SIZE),
     "n_shared_experts": _optional(_count(0, 2**10)),
@@ -117,7 +121,8 @@ _FIELDS = by_name({
     "embedding_multiplier residual_multiplier attention_multiplier logits_scaling routed_scaling_factor": _FACTOR,
     "attn_logit_softcapping final_logit_softcapping": _optional(_number(1e-3, 1e6)),
     "use_bias attention_bias attention_out_bias mlp_bias tie_word_embeddings use_sliding_window use_qk_norm "
-    "norm_topk_prob attention_k_eq_v enable_moe_block use_double_wide_mlp": _FLAG,
+    "norm_topk_prob attention_k_eq_v enable_moe_block use_double_wide_mlp conv_bias "
+    "block_auto_adjust_ff_dim use_expert_bias": _FLAG,
     "use_bidirectional_attention": _optional(
         Rule('true, false, "vision" or "all"', lambda value: value in (True, False, "vision", "all"))
     ),

@@ -25,7 +25,6 @@ NEEDS = {
     "falcon_h1": ("FalconH1ForCausalLM", MAMBA),
     "nemotron_h": ("NemotronHForCausalLM", MAMBA),
     "jamba": ("JambaForCausalLM", MAMBA),
-    "lfm2": ("Lfm2ForCausalLM", "short convolutions"),
     "llama4": ("Llama4ForConditionalGeneration", "attention in chunks"),
     "t5": ("T5ForConditionalGeneration", "an encoder"),
     "minicpm3": ("MiniCPM3ForCausalLM", MLA),
@@ -39,7 +38,6 @@ NEEDS = {
 OF_FILES = {
     "deepseek2": MLA, "glm-dsa": f"{MLA} and attention to selected keys (DSA)", "qwen3next": LINEAR,
     "qwen35moe": LINEAR, "granitehybrid": MAMBA, "falcon-h1": MAMBA, "nemotron_h_moe": MAMBA, "mamba": MAMBA,
-    "lfm2moe": "short convolutions",
     "kimi-linear": f"{LINEAR} and {MLA}", "llama4": "attention in chunks", "gemma3n": "embeddings of each layer",
     "command-r": "attention and MLP side by side", "rwkv7": "recurrent layers", "t5": "an encoder",
 }  # fmt: skip

@@ -50,6 +50,11 @@ SLOTTED = {
     "mixtral": dict(num_layers=3),
     "gemma4_moe": dict(num_layers=3, num_experts=12, attention_k_eq_v=True),
 }
+# With layers that keep states beside attention.
+STATEFUL = {
+    "lfm2": dict(num_layers=5, block_multiple_of=8),
+    "lfm2_moe": dict(num_layers=4, conv_L_cache=4),
+}
 DTYPES = ["float32", "bfloat16", "float16"]
 MAX_LEN = 512
 
@@ -59,7 +64,7 @@ def path_of(tmp_path_factory):
     @cache
     def path_of(model: str):
         return make_checkpoint(
-            model.split(",")[0], tmp_path_factory.mktemp(model.split(",")[0]), **(MODELS | SLOTTED)[model]
+            model.split(",")[0], tmp_path_factory.mktemp(model.split(",")[0]), **(MODELS | SLOTTED | STATEFUL)[model]
         )
 
     return path_of
@@ -133,9 +138,8 @@ def draw_engine(generator: random.Random, path, seed: int, requests: list, forma
     num_groups = len(read_spec(read_checkpoint(path), torch.float32).kv_groups)
     if num_groups > 1:
         fewest = max(fewest, num_groups * (-(-min(chunk, max_len) // BLOCK_SIZE) + 3) + rows)
-    return make_engine(
-        path,
-        SimulatedRuntime(generator.choice([None, seed])),
+    runtime = SimulatedRuntime(generator.choice([None, seed]))
+    arguments = dict(
         enable_cpu_offload=mode,
         max_num_seqs=rows,
         cuda_graph_batch_sizes=generator.choice([None, [3, 5, 8], [8]]),
@@ -148,9 +152,8 @@ def draw_engine(generator: random.Random, path, seed: int, requests: list, forma
         ring_slot_bytes=generator.choice([2**17, 2**18]),
         num_ring_slots=generator.choice([2, 3, 4]),
         resident_kv_limit=generator.choice([None, None, 0, 2**17]),
-        **formats,
-        **more,
     )
+    return make_engine(path, runtime, **arguments | formats | more)
 
 
 def is_beginning(found: list, wanted: list) -> bool:
@@ -166,6 +169,8 @@ def differing(path_of, seed: int, models: dict = MODELS) -> tuple[list[str], dic
     generator = random.Random(seed)
     model = generator.choice(list(models))
     slots = dict(expert_slots=random.Random(seed).randint(3, 4)) if models is SLOTTED else {}
+    if models is STATEFUL:
+        slots = dict(enable_prefix_caching=None, state_slots=random.Random(seed).choice([None, 1, 2, 3]))
     formats, path = draw_formats(generator), path_of(model)
     requests = draw_requests(generator, seed)
     with threads(2 if seed % 30 == 3 else 1):
@@ -211,6 +216,20 @@ def test_so_it_does_with_few_experts_on_the_gpu(path_of, group, fuzz):
         found, stats = differing(path_of, seed, SLOTTED)
         wrong += found
         for name in names:
+            happened[name] += stats[name] > 0
+    assert not wrong, f"{len(wrong)} wrong: {wrong}"
+    assert all(happened.values()) or not fuzz, f"some of it never happened: {happened}"
+
+
+@pytest.mark.parametrize("group", range(NUM_GROUPS))
+@pytest.mark.sampled("1")
+@pytest.mark.filterwarnings("ignore:offload mode cannot be entered")
+def test_so_it_does_with_states(path_of, group, fuzz):
+    wrong, happened = [], dict.fromkeys(HAPPENS, 0)
+    for seed in range(group, 300 if fuzz else 12, NUM_GROUPS):
+        found, stats = differing(path_of, seed, STATEFUL)
+        wrong += found
+        for name in HAPPENS:
             happened[name] += stats[name] > 0
     assert not wrong, f"{len(wrong)} wrong: {wrong}"
     assert all(happened.values()) or not fuzz, f"some of it never happened: {happened}"

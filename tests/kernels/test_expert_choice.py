@@ -8,9 +8,10 @@ if not triton.knobs.runtime.interpret:
     pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
 
 from expert_cases import same
-from transformers import Glm4MoeConfig, GptOssConfig, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
+from transformers import Glm4MoeConfig, GptOssConfig, Lfm2MoeConfig, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
+from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeTopKRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
@@ -46,6 +47,15 @@ FAMILIES = {
                       norm_topk_prob=True, routed_scaling_factor=2.5), Glm4MoeTopkRouter,
         Routing(**SIXTEEN, scores=SIGMOID, factor=2.5),
     ),
+    "lfm2_moe": (
+        Lfm2MoeConfig(num_experts=16, num_experts_per_tok=4, hidden_size=24, use_expert_bias=False), Lfm2MoeTopKRouter,
+        Routing(**SIXTEEN, scores=SIGMOID, rounds_scores=True, least=1e-6),
+    ),
+    "lfm2_moe with a factor": (
+        Lfm2MoeConfig(num_experts=16, num_experts_per_tok=4, hidden_size=24, use_expert_bias=False,
+                      norm_topk_prob=False, routed_scaling_factor=2.5), Lfm2MoeTopKRouter,
+        Routing(**SIXTEEN, scores=SIGMOID, rounds_scores=True, is_normed=False, factor=2.5),
+    ),
     "glm4_moe with groups": (
         Glm4MoeConfig(n_routed_experts=16, num_experts_per_tok=4, hidden_size=24, n_group=4, topk_group=2,
                       norm_topk_prob=False, routed_scaling_factor=1.5), Glm4MoeTopkRouter,
@@ -76,13 +86,13 @@ def test_choices_are_those_of_transformers(family, dtype, operations):
         router.e_score_correction_bias = bias = 0.3 * torch.randn(16, generator=generator)
     logits, weights, ids = router(torch.randn(12, 24, generator=generator).to(dtype))
     found, ours = choice(operations, logits, routing, bias, dtype=dtype)
-    if bias is not None:  # which comes unsorted
+    if bias is not None or routing.rounds_scores:  # which comes unsorted, or with equal ones in any order
         (ids, order), (found, of_found) = ids.sort(), found.sort()
         weights, ours = weights.gather(1, order), ours.gather(1, of_found)
     assert torch.equal(found, ids.int())
-    rounding = 2**-10 if dtype == HALF and routing.is_rounded else 1e-6
+    rounding = 2**-10 if dtype == HALF and (routing.is_rounded or routing.rounds_scores) else 1e-6
     torch.testing.assert_close(ours, weights.float(), rtol=rounding, atol=1e-6 * rounding)
-    if routing.is_rounded:
+    if routing.is_rounded or routing.rounds_scores:
         assert torch.equal(ours, ours.to(dtype).float())
 
 

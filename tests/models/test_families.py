@@ -216,6 +216,33 @@ def _gemma4_moe(draw):
     return _gemma4(draw) | experts | dict(moe_intermediate_size=draw.choice([24, 160]), fused=draw.random() < 0.5)
 
 
+def _lfm2(draw):
+    layer_types = ["full_attention", *draw.choices(["conv", "conv", "full_attention"], k=draw.randint(1, 4))]
+    draw.shuffle(layer_types)
+    return dict(
+        layer_types=layer_types,
+        num_layers=len(layer_types),
+        conv_L_cache=draw.choice([3, 3, 2, 4, 6]),
+        conv_bias=draw.random() < 0.3,
+    )
+
+
+def _lfm2_dense(draw):
+    adjusted = dict(block_multiple_of=draw.choice([8, 56]), block_ffn_dim_multiplier=draw.choice([1.0, 1.3]))
+    return _lfm2(draw) | dict(block_auto_adjust_ff_dim=draw.random() < 0.7) | adjusted
+
+
+def _lfm2_moe(draw):
+    own = dict(
+        moe_intermediate_size=draw.choice([24, 40]),
+        num_dense_layers=draw.choice([0, 1, 1, 2]),
+        norm_topk_prob=draw.random() < 0.7,
+        routed_scaling_factor=draw.choice([1.0, 1.0, 2.5]),
+        use_expert_bias=draw.random() < 0.7,
+    )
+    return _experts(draw, "num_experts", **own) | _lfm2(draw)
+
+
 def _rotations(draw):
     """Those that any family may have."""
     rope = draw.choice([
@@ -254,6 +281,8 @@ DRAWN = {
     "gemma4_inputs": _gemma4_inputs,
     "gemma4_moe": _gemma4_moe,
     "gemma4_unified": _gemma4,
+    "lfm2": _lfm2_dense,
+    "lfm2_moe": _lfm2_moe,
     "llama": _rotations,
     "qwen3": _rotations,
 }
@@ -273,7 +302,7 @@ def draw_fields(family, draw):
 
 SPARSE = ("gpt_oss", "qwen3_moe", "mixtral", "olmoe", "glm4_moe")
 DRAW_MORE = {"qwen3_moe": 22, "glm4_moe": 4}  # the seeds that draw more than others
-MORE_SEEDS = (*SPARSE, "gemma4", "gemma4_inputs", "gemma4_moe", "gemma4_unified")
+MORE_SEEDS = (*SPARSE, "lfm2", "lfm2_moe", "gemma4", "gemma4_inputs", "gemma4_moe", "gemma4_unified")
 CASES = {f"{family}-{seed}": (family, seed) for family in DRAWN for seed in range(40 if family in MORE_SEEDS else 10)}
 
 

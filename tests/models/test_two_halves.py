@@ -41,7 +41,8 @@ def test_a_family_in_halves_has_the_bits_of_the_whole(family, dtype, tmp_path):
     counts = check(make_checkpoint(family, tmp_path, num_layers=2), dtype)
     up = {"nemotron": "up_proj", "starcoder2": "up_proj"}.get(family, "gate_up_proj")
     names = {"heads", "qkv_proj", "o_proj", "head"} | ({up, "down_proj"} if family not in SPARSE else set())
-    names |= {"experts"} if family in (*SPARSE, "glm4_moe", "gemma4_moe") else set()
+    names |= {"experts"} if family in (*SPARSE, "glm4_moe", "gemma4_moe", "lfm2_moe") else set()
+    names |= {"in_proj", "out_proj"} if family.startswith("lfm2") else set()
     assert set(counts) == names | ({"shared"} if family == "glm4_moe" else set())
 
 
@@ -58,8 +59,8 @@ def test_any_shape_in_halves_has_the_bits_of_the_whole(family, shape, dtype, tmp
     check(make_checkpoint(family, tmp_path, num_layers=2, **fields), dtype)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gemma4_moe", "starcoder2", "gpt_oss", "olmo2"])
-@pytest.mark.sampled("llama", "gemma4_moe")
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gemma4_moe", "starcoder2", "gpt_oss", "olmo2", "lfm2"])
+@pytest.mark.sampled("llama", "gemma4_moe", "lfm2")
 def test_so_it_has_with_the_kernels_of_a_gpu(family, tmp_path, monkeypatch):
     """In the interpreter, whose products add their columns one by one."""
     if not pytest.importorskip("triton").knobs.runtime.interpret:

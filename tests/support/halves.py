@@ -23,6 +23,7 @@ from nanoinfer.kernels.attention.spec import AttentionSpec
 from nanoinfer.kernels.experts.reference import gated
 from nanoinfer.layers.experts import Experts
 from nanoinfer.layers.linear import Head, Linear
+from nanoinfer.models.base import AttentionState
 
 
 @contextmanager
@@ -33,6 +34,7 @@ def computed_in_halves(engine: LLMEngine) -> Iterator[Counter]:
     specs = {
         layer.self_attn.qkv_proj: model.spec.attentions[state.shape]
         for layer, state in zip(model.layers, model.spec.layers, strict=True)
+        if isinstance(state, AttentionState)
     }
 
     def same(found: Tensor, wanted: Tensor, name: str) -> Tensor:
@@ -154,7 +156,7 @@ def rows_of_halves(module: Linear, spec: AttentionSpec | None) -> Sequence[Seque
         begins = range(0, module.num_rows, module.block)
         blocks = [slice(begin, min(begin + module.block, module.num_rows)) for begin in begins]
         return blocks[: -(-len(blocks) // 2)], blocks[-(-len(blocks) // 2) :]
-    if spec is None:  # gate and up, or up alone
+    if spec is None:  # gate and up, or up alone, or what is around a convolution
         sizes = len(module.row_sizes) // 2
         cut, rest = module.row_sizes[:2]
         begins = [side * (cut + rest) for side in range(sizes)]

@@ -21,6 +21,8 @@ from transformers import (
     GraniteConfig,
     GraniteMoeHybridConfig,
     HunYuanDenseV1Config,
+    Lfm2Config,
+    Lfm2MoeConfig,
     LlamaConfig,
     Ministral3Config,
     MinistralConfig,
@@ -70,6 +72,8 @@ _CONFIGS = {
     "nemotron": NemotronConfig,
     "ernie4_5": Ernie4_5Config,
     "hunyuan": HunYuanDenseV1Config,
+    "lfm2": Lfm2Config,
+    "lfm2_moe": Lfm2MoeConfig,
     "ministral": MinistralConfig,
     "ministral3": Ministral3Config,
     "phi3": Phi3Config,
@@ -149,6 +153,11 @@ def tiny_config(
         fields |= dict(sliding_window=sliding_window)
     elif family == "ministral":
         fields |= dict(sliding_window=sliding_window or 8)
+    elif family.startswith("lfm2"):  # which has no head_dim of its own
+        layer_types = [("conv", "full_attention")[layer % 3 == 1] for layer in range(num_layers)]
+        fields |= dict(hidden_size=head_dim * num_heads, layer_types=layer_types)
+        if family == "lfm2_moe":
+            fields |= dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, num_dense_layers=1)
     elif family in ("olmo3", "exaone4"):
         layer_types = ["sliding_attention"] * (num_layers - 1) + ["full_attention"]
         fields |= dict(sliding_window=None if sliding_window == 0 else sliding_window or 8, layer_types=layer_types)
@@ -213,7 +222,7 @@ def _save(
     for name, bias in model.named_buffers():
         if name.endswith("layer_scalar"):
             bias.copy_(1 + 0.2 * torch.randn(bias.shape, generator=generator))
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             bias.copy_(0.3 * torch.randn(bias.shape, generator=generator))
     model.tie_weights()
     model.to(dtype)

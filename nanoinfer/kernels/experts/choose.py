@@ -31,11 +31,13 @@ def choose_experts_kernel(
     like,  # a pointer to the model's dtype
     factors,  # [EXPERTS] in that dtype, on the weight of each expert; None: none
     factor,
+    least,
     EXPERTS: tl.constexpr,
     CHOSEN: tl.constexpr,
     SCORES: tl.constexpr,  # 0: softmax, 1: sigmoid, 2: softmax of the chosen ones
     NORMED: tl.constexpr,
     ROUNDED: tl.constexpr,
+    ROUNDS_SCORES: tl.constexpr,
     GROUPS: tl.constexpr,
     CHOSEN_GROUPS: tl.constexpr,
     TILE: tl.constexpr,
@@ -61,6 +63,8 @@ def choose_experts_kernel(
         score = tl.div_rn(score, tl.broadcast_to(tl.sum(score), score.shape))
     elif SCORES == 1:
         score = tl.sigmoid(value)
+        if ROUNDS_SCORES:
+            score = score.to(like.dtype.element_ty).to(tl.float32)
         key = score
         if bias is not None:
             key += tl.load(bias + expert, mask=inside, other=0.0)
@@ -97,12 +101,18 @@ def choose_experts_kernel(
         chosen = tl.where(turn == index, number, chosen)
         weight = tl.where(turn == index, own_score, weight)
     if NORMED:
+        if ROUNDS_SCORES:
+            total = total.to(like.dtype.element_ty).to(tl.float32)
         if SCORES == 1:
-            total += 1e-20
+            total += least
+        if ROUNDS_SCORES:
+            total = total.to(like.dtype.element_ty).to(tl.float32)
         weight = tl.div_rn(weight, tl.broadcast_to(total, weight.shape))
-    if ROUNDED:
+    if ROUNDED or ROUNDS_SCORES:
         weight = weight.to(like.dtype.element_ty).to(tl.float32)
     weight *= factor
+    if ROUNDS_SCORES:
+        weight = weight.to(like.dtype.element_ty).to(tl.float32)
     if factors is not None:
         weight *= tl.load(factors + chosen, mask=turn < CHOSEN, other=0.0).to(tl.float32)
     tl.store(ids + own, chosen, mask=turn < CHOSEN)
@@ -136,10 +146,11 @@ def choose_experts(
     if num_rows:
         choose_experts_kernel[(num_rows,)](
             logits, bias, num_live, ids, weights, torch.empty(0, dtype=dtype, device=logits.device), factors,
-            routing.factor,
+            routing.factor, routing.least,
             EXPERTS=routing.num_experts, CHOSEN=routing.num_chosen,
             SCORES={SOFTMAX: 0, SIGMOID: 1}.get(routing.scores, 2), NORMED=routing.is_normed,
-            ROUNDED=routing.is_rounded, GROUPS=routing.num_groups, CHOSEN_GROUPS=routing.num_chosen_groups,
+            ROUNDED=routing.is_rounded, ROUNDS_SCORES=routing.rounds_scores,
+            GROUPS=routing.num_groups, CHOSEN_GROUPS=routing.num_chosen_groups,
             TILE=next_power_of_2(routing.num_experts), CHOSEN_TILE=next_power_of_2(routing.num_chosen), num_warps=1,
             **launch_options(logits, fuses=False),
         )  # fmt: skip

@@ -27,6 +27,8 @@ def choose_experts(
         score = value.softmax(-1)
     elif routing.scores == SIGMOID:
         score = exact.elementwise(torch.sigmoid, value)
+        if routing.rounds_scores:
+            score = score.to(dtype).float()
         key = score if bias is None else score + bias
     key = torch.where(key.isnan(), float("-inf"), key)
     if routing.num_groups > 1:
@@ -46,10 +48,17 @@ def choose_experts(
         total = torch.zeros_like(weights[:, 0])
         for column in weights.unbind(1):  # in the order of the choice
             total = total + column
-        weights = weights / (total + (1e-20 if routing.scores == SIGMOID else 0.0)).unsqueeze(1)
-    if routing.is_rounded:
+        if routing.rounds_scores:
+            total = total.to(dtype).float()
+        total = total + (routing.least if routing.scores == SIGMOID else 0.0)
+        if routing.rounds_scores:
+            total = total.to(dtype).float()
+        weights = weights / total.unsqueeze(1)
+    if routing.is_rounded or routing.rounds_scores:
         weights = weights.to(dtype).float()
     weights = weights * routing.factor
+    if routing.rounds_scores:
+        weights = weights.to(dtype).float()
     if factors is not None:
         weights = weights * factors.float()[ids]
     is_live = torch.arange(len(logits), device=logits.device)[:, None] < num_live

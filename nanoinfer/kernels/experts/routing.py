@@ -30,6 +30,8 @@ class Routing:
         scores: `SOFTMAX`, `SIGMOID` or `SOFTMAX_OF_CHOSEN`.
         is_normed: whether a row's weights are divided by their sum.
         is_rounded: whether weights are rounded to the model's dtype.
+        rounds_scores: whether scores, their sum and each product or quotient are, too.
+        least: what is added to the sum that weights are divided by, of `SIGMOID`.
         num_groups, num_chosen_groups: the experts are cut into groups, of which only those with the largest sums of
             their two best take part.
         factor: on each weight.
@@ -40,6 +42,8 @@ class Routing:
     scores: str = SOFTMAX
     is_normed: bool = True
     is_rounded: bool = False
+    rounds_scores: bool = False
+    least: float = 1e-20
     num_groups: int = 1
     num_chosen_groups: int = 1
     factor: float = 1.0

@@ -1,0 +1,88 @@
+"""Short convolutions: the kernel under the interpreter beside plain torch, and that beside torch's own, to the bit."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+triton = pytest.importorskip("triton")
+if not triton.knobs.runtime.interpret:
+    pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
+
+from nanoinfer.kernels import fused, reference
+from nanoinfer.kernels.layer.state_runs import StateRuns
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+OPERATIONS = pytest.mark.parametrize("operations", [fused, reference], ids=["kernel", "reference"])
+
+
+def drawn(*shape, dtype, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def runs_of(lengths, slots, num_padding, padding_slot):
+    """Runs of these lengths, whose states lie in these slots, then padding."""
+    columns, begin = [], 0
+    for length, slot in zip(lengths, slots, strict=True):
+        columns += [(slot, begin, begin + length)] * length
+        begin += length
+    columns += [(padding_slot, 0, 0)] * num_padding
+    return StateRuns(*torch.tensor(columns, dtype=torch.int32).T.contiguous()), torch.tensor([begin]).int()
+
+
+def in_turn(operations, projected, weight, bias, lengths):
+    """Compute one sequence in steps of these lengths, each beside another sequence and padding."""
+    size, taps = weight.shape
+    state, outs, begin = drawn(4, taps - 1, size, dtype=projected.dtype, seed=9), [], 0
+    state[1] = 0
+    for number, length in enumerate(lengths):
+        other = drawn(2, 3 * size, dtype=projected.dtype, seed=number)
+        step = torch.cat([other, projected[begin : begin + length], torch.full_like(other, torch.nan)])
+        runs, num_live = runs_of([2, length], [2, 1], 2, 3)
+        outs.append(operations.short_conv(step, weight, bias, state, runs, num_live)[2 : 2 + length])
+        begin += length
+    return torch.cat(outs), state[1]
+
+
+# Not bfloat16: the interpreter cuts it off where a GPU rounds.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("size, taps, bias", [(48, 3, False), (520, 3, True), (40, 2, False), (24, 5, True)])
+def test_the_kernel_computes_what_the_reference_does(size, taps, bias, dtype):
+    lengths, slots = [1, 7, 2, 1, 3, 1], [4, 0, 5, 2, 1, 6]
+    runs, num_live = runs_of(lengths, slots, 3, 7)
+    projected = drawn(len(runs.slots), 2 * 3 * size, dtype=dtype)[:, : 3 * size]  # rows farther apart
+    weight, bias = drawn(size, taps, dtype=dtype, seed=1), drawn(size, dtype=dtype, seed=2) if bias else None
+    before = drawn(8, 2, taps - 1, size, dtype=dtype, seed=3)
+    states = before.clone(), before.clone()
+    found, wanted = (
+        operations.short_conv(projected, weight, bias, state[:, 1], runs, num_live)[:num_live]
+        for operations, state in zip((fused, reference), states, strict=True)
+    )
+    # The interpreter's fused product and sum is none: in float32, products are rounded there.
+    if dtype == torch.float32:
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    else:
+        assert torch.equal(found, wanted)
+    assert torch.equal(states[0][:7], states[1][:7]) and torch.equal(states[0][:, 0], before[:, 0])
+    assert torch.equal(states[0][3], before[3]) and not torch.equal(states[0][4], before[4])
+
+
+@OPERATIONS
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("taps", [2, 3, 4])
+def test_steps_of_any_lengths_are_the_whole_sequence_at_once(taps, dtype, operations):
+    projected, weight = drawn(20, 3 * 48, dtype=dtype), drawn(48, taps, dtype=dtype, seed=1)
+    wanted = in_turn(operations, projected, weight, None, [20])
+    for lengths in ([1] * 20, [2, 18], [18, 1, 1], [3, 5, 1, 11], [16, 2, 2]):
+        found = in_turn(operations, projected, weight, None, lengths)
+        assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_sums_are_those_of_torch_on_a_cpu(dtype, bias):
+    size = 96
+    projected, weight = drawn(40, 3 * size, dtype=dtype), drawn(size, 3, dtype=dtype, seed=1)
+    bias = drawn(size, dtype=dtype, seed=2) if bias else None
+    first, gate, last = projected.chunk(3, dim=-1)
+    theirs = F.conv1d(F.pad((first * last).T, (2, 0))[None], weight[:, None], bias, groups=size)[0].T
+    assert torch.equal(in_turn(reference, projected, weight, bias, [40])[0], gate * theirs)
