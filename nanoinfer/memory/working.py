@@ -48,9 +48,12 @@ def prefill_bytes(spec: ModelSpec, tokens: int, is_fused: bool = True) -> int:
     always = 8 + state + size * (hidden + heads + inputs)  # positions, state, residual stream, attention output
     # Projections: their output, queries after the rotation, and the normalised input.
     attention = always + size * (projected + hidden)
+    # What is around a convolution: its input, and without kernels of that what is gathered and widened.
+    gathered = 0 if is_fused else (3 * size + 3 * 8 + 4) * hidden * bool(spec.state_width)
+    recurrent = always + size * (spec.state_width + 1) * hidden + gathered
     dense = _dense_bytes(spec, always) if spec.intermediate_size else 0
     # The inputs of layers are made beside the norm of the embeddings.
-    largest = tokens * max(attention, dense, always + size * (hidden + inputs) + 8 if inputs else 0)
+    largest = tokens * max(attention, recurrent, dense, always + size * (hidden + inputs) + 8 if inputs else 0)
     if is_fused:  # attending: queries beside what is always there, and keys and values as plain numbers
         plain = max(shape.expanded_blocks * (shape.expanded_block_bytes + 4) for shape in spec.attentions)
         largest = max(largest, tokens * (always + size * heads) + plain)

@@ -89,6 +89,8 @@ class ModelSpec:
     """The intermediate size of each layer's MLP that has no router; 0: there is none."""
     mlp_width: int = 3
     """Values that an MLP computes from a row, for each of its intermediate size: gate, up and their product."""
+    state_width: int = 0
+    """Values that a layer which keeps a state computes from a row, for each of the hidden size."""
     layer_input_size: int = 0
     """Values that each layer reads of a token beside the residual sum."""
     sparse: SparseSpec | None = None

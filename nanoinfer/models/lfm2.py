@@ -28,6 +28,9 @@ CONV = "conv"
 class ConvLayer(nn.Module):
     """x + conv(norm(x)), then x + mlp(norm(x))."""
 
+    width = 4
+    """Values that the convolution computes from a row, for each of the hidden size."""
+
     def __init__(self, spec: ModelSpec, traits: Traits, *, device: torch.device | str) -> None:
         super().__init__()
         size, options = spec.hidden_size, dict(dtype=spec.dtype, device=device)

@@ -39,6 +39,7 @@ def spec_of(model_class: type[Decoder], checkpoint: CheckpointInfo, dtype: torch
         mlp_sizes=model_class.mlp_sizes(hf_config, traits),
         mlp_width=traits.mlp.width,
         attentions=tuple(_attentions(model_class, hf_config, traits, architecture, layers, dtype)),
+        state_width=getattr(model_class.layer_classes.get(RecurrentState), "width", 0),
         layer_input_size=traits.layer_input_size,
         vocab_size=hf_config.vocab_size,
         **model_class.context_limits(hf_config),

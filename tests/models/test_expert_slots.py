@@ -309,3 +309,8 @@ def test_the_advice_is_about_experts_that_are_waited_for(path_of, monkeypatch):
     step_ms = times.seconds / times.num_steps * 1e3
     waited = f"steps of {step_ms:.1f} ms wait {0.9 * step_ms:.1f} ms"
     assert waited in engine.stats()["advice"] and "link busy 90% of the time" in bound_line(engine)
+
+
+def test_models_with_several_sparse_layers_between_two_attentions_have_no_slots(path_of):
+    with pytest.raises(ValueError, match="expert_slots=4 is not supported for Lfm2MoeForCausalLM, several of whose"):
+        make_engine(path_of("lfm2_moe"), expert_slots=4)
