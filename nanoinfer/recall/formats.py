@@ -105,13 +105,14 @@ def prompt_logits(model: Decoder, token_ids: list[int]) -> Tensor:
         torch.tensor(token_ids, device=device), positions, slots, torch.full_like(runs.ends[:1], count), runs
     )
     tensors.reserve(spec)
+    passed = backends.prefill_state(count) if backends.cut_ranges else [None] * len(backends)
     for index in range(len(pieces)):
         pieces.run(index, tensors)
         if index < len(spec.windows):
             (group, place), *extra = spec.kv_read[index], spec.windows[index], pieces.sinks[index], pieces.own[index]
             q, out = tensors.attention_rows(spec.attention_of[index], count)
-            backend = backends[groups[group].shape]
-            backend.prefill(q, of_groups[group][place], key_ranges[group], None, out, *extra)
+            backend, state = backends[groups[group].shape], passed[groups[group].shape]
+            backend.prefill(q, of_groups[group][place], key_ranges[group], state, out, *extra)
     return torch.cat([model.logits(some).cpu() for some in tensors.x.split(ROWS_AT_ONCE)])
 
 

@@ -1,13 +1,16 @@
 """The packaged model with quantised weights: its answers, and how far its distributions move."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from loading import loaded
+from tiny_models import make_checkpoint, random_tokens
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanoinfer import LLM
+from nanoinfer.attention.registry import make_backends
 from nanoinfer.layers.formats import online, schemes
 from nanoinfer.recall import formats
 from nanoinfer.recall.answers import EngineAnswers
@@ -101,6 +104,17 @@ def test_the_logits_of_a_prompt_are_those_of_transformers(prompts):
     with torch.inference_mode():
         wanted = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)(torch.tensor([ids])).logits[0]
     assert torch.allclose(prompt_logits(model, ids), wanted, atol=1e-3, rtol=0)
+
+
+def test_the_logits_of_a_prompt_need_no_plain_keys_and_values(tmp_path, monkeypatch):
+    """Our kernels make numbers of one vector in pieces, between which a state passes."""
+    types = ["sliding_attention", "full_attention"]
+    sizes = dict(num_layers=2, attention_k_eq_v=True, num_global_key_value_heads=1)
+    model = loaded(make_checkpoint("gemma4", tmp_path, layer_types=types, **sizes), torch.float32, max_position=70)
+    wanted = prompt_logits(model, random_tokens(70))
+    ours = partial(make_backends, "triton")
+    monkeypatch.setattr(formats, "make_backends", lambda name, *arguments, **options: ours(*arguments, **options))
+    assert torch.allclose(prompt_logits(model, random_tokens(70)), wanted, atol=1e-4, rtol=0)
 
 
 def test_prompts_are_one_about_each_document_of_the_shortest_length(tokenizer):
