@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from itertools import pairwise
 from types import SimpleNamespace
 
 import torch
@@ -124,13 +125,12 @@ class Activations:
         resources.landings.clear()  # of slices of the head, if it is streamed
 
     def _hooks(self, by_shape: list[torch.Tensor], tokens: int) -> StepHooks:
-        """Return what the step does around pieces: one sequence of `tokens` tokens attends to one block.
+        """Return what the step does around pieces: sequences of `tokens` tokens together attend to one block.
 
         by_shape: the block as layers of each shape of attention read it.
         """
         resources, model = self.resources, self.resources.model
-        width = resources.groups.table_width(tokens)
-        key_range = KeyRange.of_one(tokens, torch.zeros(1, width, dtype=torch.int32, device=by_shape[0].device))
+        key_range = self._key_range(tokens, by_shape[0].device)
         states, spec = resources.backends.prefill_state(tokens), model.spec
         sinks, own = model.attention_sinks(), model.kv_own()
 
@@ -142,3 +142,30 @@ class Activations:
 
         nothing = dict.fromkeys(("begin", "attend", "end"), lambda *arguments: None)
         return SimpleNamespace(end_attention=end_attention, **nothing)
+
+    def _key_range(self, tokens: int, device: torch.device) -> KeyRange:
+        """Return what as few sequences attend to as may have so many tokens together: a block, again and again.
+
+        None is longer than the position tables, which the read functions of some formats look into.
+        """
+        longest = min(tokens, self.resources.plan.max_model_len)
+        bounds = [*range(0, tokens, longest), tokens]
+        lengths = [end - begin for begin, end in pairwise(bounds)]
+        width = self.resources.groups.table_width(longest)
+
+        def numbers(values: list[int]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=device)
+
+        nothing = numbers([0] * len(lengths))
+        return KeyRange(
+            cu_seqlens_q=numbers(bounds),
+            query_pos=nothing,
+            first_block=nothing,
+            kv_end=numbers(lengths),
+            load_state=nothing,
+            block_table=nothing[:, None].repeat(1, width),
+            max_query_len=longest,
+            num_blocks=[width] * len(lengths),
+            query_rows=(0, tokens),
+            store_state=False,
+        )
