@@ -23,17 +23,23 @@ CONTEXT = 32_768
 
 
 class Row(NamedTuple):
-    """How the table calls it, and what is planned. quantization: of the weights; None: as in the checkpoint."""
+    """How the table calls it, and what is planned. quantization: of the weights; None: as in the checkpoint;
+    head_quantization: of head and embeddings."""
 
     name: str
     shape: str
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
     context: int = CONTEXT
+    head_quantization: str | None = None
 
 
 TABLES = {
     "cards": (
+        *(
+            Row(f"Gemma 4 {name}, int4, int8 head", f"gemma-4-{name.lower()}", "int4", head_quantization="int8")
+            for name in ("E2B", "E4B", "12B", "26B-A4B", "31B")
+        ),
         Row("Qwen3-4B, bf16", "qwen3-4b"),
         Row("Qwen3-4B, int4", "qwen3-4b", "int4"),
         Row("Qwen3-8B, int4", "qwen3-8b", "int4"),
@@ -62,6 +68,7 @@ def line(row: Row) -> str:
 def _cell(row: Row, card: str) -> str:
     """The most tokens per second, or why there are none."""
     asked = dict(max_model_len=row.context, quantization=row.quantization, kv_cache_dtype=row.kv_cache_dtype)
+    asked |= dict(head_quantization=row.head_quantization)
     found = nanoinfer.plan(row.shape, gpu=card, host_memory_limit="64GiB", **asked)
     if not found.fits:
         return "no"
