@@ -66,7 +66,8 @@ class EngineConfig:
         kv_cache_dtype: of the KV cache, and so of what it takes of memory and link: "auto" (the model's dtype), "int8"
             (half of 16 bits), "k8v4" (two fifths: keys in 8 bits, values in 4) or "int4" (less than three tenths), with
             scales for each head or 32 numbers of it; or "fp8" ("fp8_e4m3", scale 1; half), which on CUDA needs compute
-            capability 8.9. Small models lose much with 4 bits.
+            capability 8.9. Small models lose much with 4 bits. "bfloat16" and "float16" are plain numbers, also where
+            "auto" keeps one vector for key and value (Gemma 4).
         generation_config: where the defaults of omitted sampling parameters come from. "auto": the checkpoint's
             generation_config.json; "vllm": SamplingParams.
         device: "auto" (a GPU, if there is one), "cuda", "cuda:1", "cpu", or the name of a device that another package

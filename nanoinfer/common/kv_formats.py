@@ -3,6 +3,8 @@
 _QUANTISED = "nanoinfer.kernels.kv.quantized"
 KV_FORMATS = {
     "auto": "nanoinfer.kernels.kv.plain:as_model",
+    "bfloat16": "nanoinfer.kernels.kv.plain:bfloat16",
+    "float16": "nanoinfer.kernels.kv.plain:float16",
     "fp8": "nanoinfer.kernels.kv.plain:fp8",
     "int8": f"{_QUANTISED}:int8",
     "k8v4": f"{_QUANTISED}:k8v4",

@@ -51,7 +51,7 @@ def test_keys_alone_are_told_what_is_there():
 
 @pytest.mark.parametrize(
     ("given", "guess"),
-    [("q4_0/q8_0", "int8"), ("bfloat16", "auto"), ("f16", "auto")],
+    [("q4_0/q8_0", "int8"), ("bf16", "bfloat16"), ("f16", "float16")],
 )
 def test_the_nearest_is_named(given, guess):
     with pytest.raises(ValueError, match=f"kv_cache_dtype='{given}' is not one of auto.*did you mean '{guess}'"):

@@ -43,7 +43,7 @@ def test_numbers_of_tokens_may_be_given_as_on_the_command_line():
         (dict(gpu_memory_limit=12), 'gpu_memory_limit=12 is 12 bytes: did you mean "12GiB"'),
         (dict(host_memory_limit="64"), "host_memory_limit='64' is 64 bytes: did you mean \"64GiB\""),
         (dict(dtype="torch.float32"), "dtype='torch.float32' is not one of auto, bfloat16"),
-        (dict(kv_cache_dtype="fp8_e5m2"), "kv_cache_dtype='fp8_e5m2' is not one of auto, fp8"),
+        (dict(kv_cache_dtype="fp8_e5m2"), "kv_cache_dtype='fp8_e5m2' is not one of auto, bfloat16"),
         (dict(gpu_memory_limt="1GiB"), "unknown argument 'gpu_memory_limt': did you mean 'gpu_memory_limit'"),
         (dict(num_ring_slots=1), "num_ring_slots=1 must be a whole number of at least 2"),
         (dict(ring_slot_bytes=100), "ring_slot_bytes=100 cannot hold one layer of a KV block: give at least 4096"),

@@ -28,12 +28,12 @@ from nanoinfer.kernels import fused, reference
 from nanoinfer.kernels.attention import spec as of_specs
 from nanoinfer.kernels.attention.expand_kv import pieces
 from nanoinfer.kernels.kv.one_vector import OneVector
-from nanoinfer.kernels.kv.plain import Plain
+from nanoinfer.kernels.kv.plain import Plain, bfloat16, float16
 from nanoinfer.kernels.kv.quantized import hadamard, int4, int8, k8v4
 from nanoinfer.kernels.layer.head_steps import HeadSteps
 from nanoinfer.layers.rope import rope_table
 
-FORMATS = [Int8Heads(), AnyVector(), int8(), k8v4(), int4()]
+FORMATS = [Int8Heads(), AnyVector(), bfloat16(), float16(), int8(), k8v4(), int4()]
 LENS = [37, 16, 5, 50]
 
 
@@ -122,7 +122,9 @@ def test_the_store_writes_a_tokens_bytes_and_no_others(kv_format, turned, steps)
             assert torch.equal(of_one[0], q[row])
             for target, source in zip(spec.part.fields(wanted), spec.part.fields(alone)) if slot >= 0 else ():
                 target[slot // 16, slot % 16] = source[slot // 16, slot % 16]
-        assert torch.equal(kv, wanted), "a token's bytes depend on another one, or lie elsewhere"
+        assert torch.equal(kv.view(torch.uint8), wanted.view(torch.uint8)), (
+            "a token's bytes depend on another one, or lie elsewhere"
+        )
         blocks = torch.arange(3)
         where = blocks, blocks * 0, 16, torch.arange(48).view(3, 16)
         read = [one.flatten(0, 1) for one in spec.part.read(kv, *where, kv_format.own(table_of(48), None))]

@@ -21,7 +21,7 @@ from nanoinfer.common.kv_formats import KV_FORMATS
 from nanoinfer.kernels.kv.base import KVPart
 
 OWN = {"int8_heads": "kv_int8:Int8Heads", "one_vector": "kv_one_vector:OneVector"}
-NAMES = [*OWN, "int8", "k8v4", "int4"]
+NAMES = [*OWN, "bfloat16", "float16", "int8", "k8v4", "int4"]
 PROMPTS, PARAMS = random_prompts(5, 1, 100), some_params(5, max_tokens=9)
 WINDOWED = SMALL | dict(sliding_window=40)
 WAYS = {
@@ -58,7 +58,7 @@ def engines_of(paths, family, name):
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "wide windows", "odd"])
 @pytest.mark.sampled(
     "qwen3-int8", "qwen3-one_vector", "gemma3-int8_heads", "gemma3-int4", "wide windows-one_vector", "odd-int8_heads",
-    "odd-k8v4",
+    "odd-k8v4", "gemma3-bfloat16",
 )  # fmt: skip
 def test_every_mode_gives_the_same_bits(paths, family, name, fuzz):
     engine_of = engines_of(paths, family, name)
@@ -112,7 +112,14 @@ def test_only_the_store_rounds(paths, family, monkeypatch):
 @pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="triton was imported without TRITON_INTERPRET=1")
 @pytest.mark.parametrize(
     ("family", "name"),
-    [("gemma3", "int8_heads"), ("gemma3", "int4"), ("odd", "one_vector"), ("odd", "auto"), ("odd", "k8v4")],
+    [
+        ("gemma3", "int8_heads"),
+        ("gemma3", "int4"),
+        ("odd", "one_vector"),
+        ("odd", "auto"),
+        ("odd", "k8v4"),
+        ("odd", "float16"),
+    ],
 )
 def test_kernels_in_the_interpreter_give_equal_bits_in_both_modes(paths, family, name):
     prompts, params = [PROMPTS[1][:40], PROMPTS[2][:5]], some_params(2, max_tokens=3)
@@ -125,7 +132,8 @@ def test_kernels_in_the_interpreter_give_equal_bits_in_both_modes(paths, family,
 
 def test_what_cannot_be_is_refused_by_name(paths, monkeypatch):
     with pytest.raises(
-        ValueError, match="kv_cache_dtype='int8_head' is not one of auto, fp8, int8, k8v4, int4, int8_heads, one_vector"
+        ValueError,
+        match="kv_cache_dtype='int8_head' is not one of auto, bfloat16, float16, fp8, int8, k8v4, int4, int8_heads",
     ):
         make_engine(paths["qwen3"], kv_cache_dtype="int8_head")
     spec = make_engine(paths["qwen3"], kv_cache_dtype="int8_heads").runner.spec.attention
@@ -139,9 +147,11 @@ def test_what_cannot_be_is_refused_by_name(paths, monkeypatch):
 
 def test_a_block_takes_the_bytes_of_its_format(paths):
     of_tokens = dict(int8_heads=2 * 16 + 2 * 2, one_vector=2 * 16, int8=2 * 16 + 2 * 2, k8v4=16 + 8 + 4, int4=2 * 8 + 4)
-    for name, of_token in of_tokens.items():
+    for name, of_token in (of_tokens | dict(bfloat16=2 * 2 * 16, float16=2 * 2 * 16)).items():
         runner = make_engine(paths["qwen3"], kv_cache_dtype=name).runner
-        assert runner.layout.part_bytes == 16 * of_token and runner.gpu_kv.dtype == torch.uint8
+        assert runner.layout.part_bytes == 16 * of_token and (
+            name not in of_tokens or runner.gpu_kv.dtype == torch.uint8
+        )
         assert runner.spec.kv_bytes(1) == of_token * len(runner.spec.layers)
 
 

@@ -49,7 +49,17 @@ def part_of(kv: Tensor) -> KVPart:
 
 
 def as_model() -> None:
-    """kv_cache_dtype="auto": numbers of the model's dtype."""
+    """kv_cache_dtype="auto": numbers of the model's dtype, of one projection as one vector."""
+
+
+def bfloat16() -> KVFormat:
+    """kv_cache_dtype="bfloat16": keys and values, whatever the model's dtype and projections are."""
+    return Plain(torch.bfloat16)
+
+
+def float16() -> KVFormat:
+    """kv_cache_dtype="float16": as `bfloat16`."""
+    return Plain(torch.float16)
 
 
 def fp8() -> KVFormat:

@@ -9,6 +9,6 @@ from nanoinfer.kernels.kv.base import KVFormat
 
 
 def make_format(name: str) -> KVFormat | None:
-    """Return the format that `kv_cache_dtype` names; None: "auto", numbers of the model's dtype."""
+    """Return the format that `kv_cache_dtype` names; None: "auto", the model's own."""
     module, _, function = KV_FORMATS[name].partition(":")
     return getattr(importlib.import_module(module), function)()
