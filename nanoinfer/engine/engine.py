@@ -128,7 +128,7 @@ class LLMEngine:
         self.masks = MaskMaker(self.vocab_size)
         self.scheduler = Scheduler(
             self.kv_cache, self.admission, self.mover, self.plan.max_num_batched_tokens, self.executor.num_graph_tokens,
-            self.modes, self._fail_sequence,
+            self.modes, self._fail_sequence, self.plan.step_unit,
         )  # fmt: skip
         self.sampling_defaults = built.sampling_defaults  # for fields of SamplingParams that a user leaves out
         self.meter = StepMeter(self.executor)

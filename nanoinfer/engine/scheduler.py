@@ -40,6 +40,7 @@ class Scheduler:
         max_mixed_tokens: the most tokens of a mixed step (prompts and running sequences); 0: no mixed steps.
         fail: ends and removes the request of a waiting sequence that no pool that can be used will ever hold, or of a
             running one for whose KV the host has no room.
+        step_unit: chunks of prompts end on multiples of so many tokens, but the last; 0: anywhere.
     """
 
     def __init__(
@@ -51,12 +52,13 @@ class Scheduler:
         max_mixed_tokens: int,
         modes: Modes,
         fail: Callable[[Sequence, Exception], None],
+        step_unit: int = 0,
     ) -> None:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # admitted, oldest first
         self.num_preemptions = 0
         self._kv_cache, self._admission, self._mover = kv_cache, admission, mover
-        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_num_batched_tokens, self._step_unit = max_num_batched_tokens, step_unit
         self._modes, self._fail = modes, fail
         self.max_mixed_tokens = max_mixed_tokens
         self._last_was_prefill = False
@@ -140,7 +142,8 @@ class Scheduler:
             seen.add(sequence)
             most = min(for_shorter, budget)
             shorter = self._shorter(sequence, behind, seen, held, most)
-            budget -= self._add_chunk(sequence, budget - min(most, sum(map(_num_left, shorter))), chunks)
+            own = budget - min(most, sum(map(_num_left, shorter)))
+            budget -= self._add_chunk(sequence, max(own, min(self._step_unit, budget)), chunks)
             for one in shorter:
                 num_tokens = self._add_chunk(one, min(for_shorter, budget), chunks)
                 budget, for_shorter = budget - num_tokens, for_shorter - num_tokens
@@ -222,6 +225,8 @@ class Scheduler:
         edge = end - end % self._kv_cache.tables.block_size
         if begin < edge and end < sequence.num_tokens:
             end = edge  # a chunk that ends on a block edge leaves no half-written block behind
+        if self._step_unit and end < sequence.num_tokens:
+            end -= end % self._step_unit
         if end <= begin:
             return 0
         self._kv_cache.grow(sequence, end)

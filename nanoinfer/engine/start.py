@@ -173,7 +173,7 @@ def kv_side(config: EngineConfig, executor: Executor) -> dict[str, Any]:
     mover = Mover(kv_cache, executor, spills)
     switch = Switch(kv_cache, mover, executor)
     sizes = dict(max_splits=plan.max_splits, chunk_blocks=groups.num_windowed_chunk(plan.max_num_batched_tokens))
-    admission = Admission(kv_cache, mover, switch.tell, may_spill=spills, **sizes)
+    admission = Admission(kv_cache, mover, switch.tell, may_spill=spills, step_unit=plan.step_unit, **sizes)
     return dict(kv_cache=kv_cache, admission=admission, mover=mover, switch=switch)
 
 

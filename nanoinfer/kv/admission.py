@@ -66,6 +66,7 @@ class Admission:
         chunk_blocks: blocks that a prefill step may want beside those that it leaves its rows with.
         may_spill: whether the engine may enter offload mode by itself, where each sequence finds room that finds it in
             resident mode.
+        step_unit: tokens of the smallest chunk that a prompt moves on by, but for its last; 0: one.
 
     Attributes:
         wanted: what the sequences need that were refused last: looking a prefix up takes long.
@@ -80,9 +81,13 @@ class Admission:
         max_splits: int,
         chunk_blocks: int,
         may_spill: bool,
+        step_unit: int = 0,
     ) -> None:
         self.max_splits, self.chunk_blocks, self.may_spill, self._tell = max_splits, chunk_blocks, may_spill, tell
         self._cache, self._tables, self._mover = cache, cache.tables, mover
+        groups = cache.tables.groups
+        # What the smallest chunk wants beside the tails that all rows hold.
+        self._unit_blocks = max(0, groups.chunk_blocks(step_unit) - len(groups))
         self.wanted: dict[Sequence, _Wanted] = {}
         self._held: Sequence | None = None  # the head of the queue, if it is held back
         self._num_tries = 0  # for which it is held back yet
@@ -119,6 +124,9 @@ class Admission:
         num_free = min(len(self._cache.free_rows), len(self._cache.free_slots))
         if num_free < len(waiting) or self._cache.num_reserved_splits + num_splits > self.max_splits:
             return Verdict.REFUSED
+        num_tails = (len(running) + len(waiting)) * len(self._tables.groups)
+        if running and self._unit_blocks and num_tails + self._unit_blocks > self._tables.gpu_blocks.num_blocks:
+            return Verdict.REFUSED  # with one row more no prompt might find room for a chunk
         wanted = self.wanted.get(sequence)
         if wanted is not None and (wanted.next_key is None or self._tables.home[1].published(wanted.next_key) is None):
             verdict = self._verdict(sequence, wanted, running, held, passed)

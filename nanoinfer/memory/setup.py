@@ -79,6 +79,12 @@ class Specs:
                 "of the whole sequence, which the blocks of an equal beginning do not hold: set "
                 "enable_prefix_caching=False"
             )
+        most = config.max_num_batched_tokens
+        if most is not None and most < spec.step_unit:
+            raise ValueError(
+                f"max_num_batched_tokens={most} is too small for {spec.architecture}, whose layers keep states: "
+                f"prefill steps end on multiples of {spec.step_unit} tokens: give {spec.step_unit} or more"
+            )
         return spec.with_kv(config.block_size, make_format(config.kv_cache_dtype))
 
     def _in_formats(self, config: EngineConfig) -> tuple[CheckpointInfo, ModelSpec]:

@@ -33,6 +33,7 @@ def sized_plan(
         max_num_seqs=max_num_seqs,
         num_state_slots=min(max_num_seqs, config.state_slots or max_num_seqs),
         max_num_batched_tokens=max_num_batched_tokens,
+        step_unit=spec.step_unit,
         is_taken_as_needed=device.is_host,
     )
     of_split = split_bytes(spec, config.num_ring_slots)

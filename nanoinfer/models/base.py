@@ -12,7 +12,7 @@ import torch
 
 from nanoinfer.kernels.attention.spec import AttentionSpec
 from nanoinfer.kernels.kv.base import KVFormat
-from nanoinfer.models.states import RecurrentState, slot_bytes
+from nanoinfer.models.states import STEP_UNIT, RecurrentState, slot_bytes
 from offload import KVGroups, KVKind, KVLayout, KVPlace
 
 BLOCK_SIZE = 256
@@ -285,6 +285,11 @@ class ModelSpec:
     def state_bytes(self) -> int:
         """Bytes of the states that all layers together keep of one sequence."""
         return slot_bytes(self.layers)
+
+    @property
+    def step_unit(self) -> int:
+        """Tokens at whose multiples chunks of prompts end, but the last; 0: they end anywhere."""
+        return STEP_UNIT if self.state_bytes else 0
 
     def check_context(self, max_model_len: int | None) -> None:
         """Raise ValueError, with what a longer context needs, if `max_model_len` is beyond the model's limit."""

@@ -11,6 +11,9 @@ import torch
 
 from nanoinfer.kernels.layer.state_runs import StateRuns
 
+STEP_UNIT = 64
+"""Tokens at whose multiples prefill steps of such models end, but at the end of a prompt. So a prompt is cut at
+the same tokens however it comes to be computed, and a layer may compute so many at a time."""
 ALIGNMENT = 128
 """Bytes at whose multiples each tensor of a state begins."""
 

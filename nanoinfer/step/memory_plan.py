@@ -37,6 +37,7 @@ class MemoryPlan:
         embedding_bytes: of the embeddings, where these lie in host memory and the GPU reads rows there; else 0.
         table_bytes: of a table of what layers read of a token, likewise.
         max_splits: splits of whole blocks that one decode step may attend to.
+        step_unit: as in `ModelSpec`.
         num_state_slots: sequences of which layers may keep states at a time.
         is_taken_as_needed: memory for KV is taken page by page as requests fill it, as on the CPU.
     """
@@ -61,6 +62,7 @@ class MemoryPlan:
     max_model_len: int = 0
     max_num_seqs: int = 0
     num_state_slots: int = 0
+    step_unit: int = 0
     max_num_batched_tokens: int = 0
     slice_rows: int = 0
     streamed_pieces: tuple[int, ...] = ()

@@ -132,7 +132,8 @@ def draw_formats(generator: random.Random) -> dict:
 def draw_engine(generator: random.Random, path, seed: int, requests: list, formats: dict, **more) -> LLMEngine:
     """Pools, ring, budget, chunk and rows of any size that is allowed."""
     mode, rows = generator.choice(["auto", True, False]), generator.randint(1, 8)
-    chunk = generator.choice([16, 32, 48, 64, 100, 400])
+    drawn = generator.choice([16, 32, 48, 64, 100, 400])
+    chunk = more.get("max_num_batched_tokens", drawn)
     max_len = max(len(prompt) + params.max_tokens for prompt, params in requests)
     fewest = max(12, -(-chunk // BLOCK_SIZE) + 3 + rows) if mode else -(-max_len // BLOCK_SIZE) + 3
     num_groups = len(read_spec(read_checkpoint(path), torch.float32).kv_groups)
@@ -170,7 +171,9 @@ def differing(path_of, seed: int, models: dict = MODELS) -> tuple[list[str], dic
     model = generator.choice(list(models))
     slots = dict(expert_slots=random.Random(seed).randint(3, 4)) if models is SLOTTED else {}
     if models is STATEFUL:
-        slots = dict(enable_prefix_caching=None, state_slots=random.Random(seed).choice([None, 1, 2, 3]))
+        own = random.Random(seed)
+        slots = dict(enable_prefix_caching=None, state_slots=own.choice([None, 1, 2, 3]))
+        slots |= dict(max_num_batched_tokens=own.choice([64, 65, 100, 128, 400]), capture_num_tokens=[8, 64])
     formats, path = draw_formats(generator), path_of(model)
     requests = draw_requests(generator, seed)
     with threads(2 if seed % 30 == 3 else 1):

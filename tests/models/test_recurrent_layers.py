@@ -271,3 +271,24 @@ def test_as_many_states_are_planned_as_there_are_slots(path):
     state_bytes = toy_engine(path).runner.spec.state_bytes
     assert (four.num_state_slots, two.num_state_slots) == (4, 2)
     assert four.workspace_bytes - two.workspace_bytes == 2 * state_bytes
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_chunks_of_prompts_end_on_multiples_of_64(path, name):
+    lengths = [1, 63, 64, 65, 127, 128, 129, 5, 100, 30, 191]
+    prompts = [random_prompts(1, length, length, length)[0] for length in lengths]
+    params = [SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)] * len(prompts)
+    most = dict(max_model_len=200, max_num_batched_tokens=100) | dict(num_gpu_blocks_override=32)
+    engine = toy_engine(path, **ENGINES[name] | most | dict(max_num_seqs=6, state_slots=5))
+    chunks, execute = [], engine.runner.execute
+    engine.runner.execute = lambda plan, *more: (chunks.extend(plan.chunks), execute(plan, *more))[1]
+    alone = [run(toy_engine(path, max_model_len=200), [prompt], params[:1])[0] for prompt in prompts]
+    assert run(engine, prompts, params) == alone
+    assert all(chunk.is_last or chunk.end % 64 == 0 for chunk in chunks)
+    assert all(chunk.begin % 64 == 0 for chunk in chunks) and any(not chunk.is_last for chunk in chunks)
+    assert_pools_as_before(engine)
+
+
+def test_steps_below_64_tokens_are_refused(path):
+    with pytest.raises(ValueError, match="max_num_batched_tokens=63 is too small for ToyForCausalLM, .* 64 or more"):
+        toy_engine(path, max_num_batched_tokens=63)
