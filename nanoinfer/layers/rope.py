@@ -110,7 +110,8 @@ def rope_inv_freq(
 
 
 def pair_distance(parameters: Mapping | None, head_dim: int) -> int | None:
-    """Return how far apart the elements of a pair lie, as in `HeadSteps`; parameters: None where nothing turns."""
+    """Return how far apart the elements of a pair lie, as in `HeadSteps`; parameters: None where nothing turns,
+    or neighbours are pairs."""
     is_proportional = parameters is not None and parameters.get("rope_type") == "proportional"
     return head_dim // 2 if is_proportional else None
 

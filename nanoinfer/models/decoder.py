@@ -132,7 +132,8 @@ class Decoder(nn.Module):
             own = replace(traits, formats=of_layer, sparse=sparse, intermediate_size=spec.mlp_sizes[index])
             if isinstance(state, AttentionState):
                 shape = spec.attentions[state.shape]
-                distance = pair_distance(self.rope_parameters(hf_config)[index], shape.head_dim)
+                turned = None if traits.interleaved_rope else self.rope_parameters(hf_config)[index]
+                distance = pair_distance(turned, shape.head_dim)
                 own = replace(own, attention=shape, keeps_kv=state.source is None, rope_distance=distance)
             self.layers.append(self.layer_classes[type(state)](spec, own, device=device))
             self.streamed.take_layer(index, self.layers[index])

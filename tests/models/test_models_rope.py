@@ -4,12 +4,14 @@ from importlib import import_module
 
 import pytest
 import torch
-from tiny_models import tiny_config
+from loading import loaded
+from tiny_models import logits_of, make_checkpoint, random_tokens, read_reference, tiny_config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from nanoinfer.kernels.reference import apply_rope
 from nanoinfer.layers import rope
 from nanoinfer.layers.rope import Context, longest_contexts, pair_distance, query_scales, rope_inv_freq, rope_table
+from nanoinfer.recall.formats import prompt_logits
 
 DEFAULT = dict(rope_type="default", rope_theta=10000.0)
 LLAMA3 = dict(
@@ -153,3 +155,11 @@ def test_table_does_not_depend_on_the_rows_made_at_a_time(monkeypatch):
 def test_unsupported_rotations_are_refused(parameters, message):
     with pytest.raises(ValueError, match=message):
         rope_inv_freq(parameters, 32, "cpu")
+
+
+@pytest.mark.parametrize("family", ["ernie4_5", "glm4", "llama"])
+def test_some_pairs_turn_by_an_angle_of_0_where_neighbours_are_pairs_too(family, tmp_path):
+    own = dict(rope_type="proportional", rope_theta=1e4, partial_rotary_factor=0.5)
+    path, ids = make_checkpoint(family, tmp_path, rope_parameters=own), random_tokens(30)
+    wanted = logits_of(read_reference(path), ids)
+    assert torch.allclose(prompt_logits(loaded(path), ids), wanted, atol=1e-4, rtol=0)
