@@ -69,7 +69,7 @@ from nanoinfer.commands import main as cli
 for command in (["generate", "m", "text"], ["chat", "m"], ["serve", "m"], ["plan", "m"], ["verify", "m"]):
     for option, value, said in (
         ("--quantization", "q4", "--quantization 'q4' is not known (did you mean 'int4'?): give one of int4, int4-s"),
-        ("--kv-cache-dtype", "q8", "--kv-cache-dtype 'q8' is not one of auto, fp8, int8, k8v4, int4 (did you mean"),
+        ("--kv-cache-dtype", "q8", "--kv-cache-dtype 'q8' is not one of auto, bfloat16, float16, fp8, int8, "),
         ("--gpu-memory-limit", "12", "did you mean \\"12GiB\\"?"),
     ):
         with contextlib.redirect_stderr(io.StringIO()) as heard:

@@ -73,7 +73,7 @@ def test_values_beyond_the_range_are_stored_as_the_largest():
 
 
 def test_other_types_and_backends_are_refused():
-    with pytest.raises(ValueError, match="kv_cache_dtype='int2'.*auto, fp8, int8, k8v4, int4"):
+    with pytest.raises(ValueError, match="kv_cache_dtype='int2'.*auto, bfloat16, float16, fp8, int8, k8v4, int4"):
         EngineConfig(model="m", kv_cache_dtype="int2")
     spec = AttentionSpec(
         num_q_heads=2, num_kv_heads=1, head_dim=16, scale=0.25, block_size=256, softcap=None, windows=(None,),
