@@ -222,11 +222,12 @@ class Scheduler:
         """Append the sequence's next chunk if there is room for one; return the chunk's number of tokens, or 0."""
         begin = sequence.num_computed
         end = begin + self._kv_cache.max_chunk(sequence, min(budget, sequence.num_tokens - begin))
-        edge = end - end % self._kv_cache.tables.block_size
-        if begin < edge and end < sequence.num_tokens:
-            end = edge  # a chunk that ends on a block edge leaves no half-written block behind
-        if self._step_unit and end < sequence.num_tokens:
-            end -= end % self._step_unit
+        unit = self._step_unit or 1
+        if end < sequence.num_tokens:
+            end -= end % unit
+            edge = end - end % self._kv_cache.tables.block_size
+            if begin < edge and edge % unit == 0:
+                end = edge  # a chunk that ends on a block edge leaves no half-written block behind
         if end <= begin:
             return 0
         self._kv_cache.grow(sequence, end)

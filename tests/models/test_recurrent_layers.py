@@ -292,3 +292,11 @@ def test_chunks_of_prompts_end_on_multiples_of_64(path, name):
 def test_steps_below_64_tokens_are_refused(path):
     with pytest.raises(ValueError, match="max_num_batched_tokens=63 is too small for ToyForCausalLM, .* 64 or more"):
         toy_engine(path, max_num_batched_tokens=63)
+
+
+def test_blocks_whose_edges_lie_between_these_multiples_hold_no_prompt_up(path):
+    engine = toy_engine(path, block_size=48, max_model_len=240, max_num_batched_tokens=64)
+    request = engine.add_request("0", random_prompts(1, 200, 200)[0], SamplingParams(temperature=0, max_tokens=1))
+    for _ in range(6):
+        engine.step()
+    assert request.is_finished
