@@ -33,6 +33,8 @@ CHECKPOINTS: dict[str, str] = by_name({
     "mistralai/Mixtral-8x7B-Instruct-v0.1": "MixtralForCausalLM",
     "allenai/OLMoE-1B-7B-0924-Instruct": "OlmoeForCausalLM",
     "zai-org/GLM-4.5-Air": "Glm4MoeForCausalLM",
+    "LiquidAI/LFM2-1.2B": "Lfm2ForCausalLM",
+    "LiquidAI/LFM2-8B-A1B LiquidAI/LFM2-24B-A2B": "Lfm2MoeForCausalLM",
     "openai/gpt-oss-20b openai/gpt-oss-120b": "GptOssForCausalLM",
 })  # fmt: skip
 # By the beginning of the name of a model that does not run: what people can run instead, the nearest first.
@@ -85,6 +87,7 @@ _PARAMETERS = {
     "allenai/OLMoE-1B-7B-0924-Instruct": 6.9,
 }  # fmt: skip
 _SPARSE = {"Qwen3MoeForCausalLM", "MixtralForCausalLM", "OlmoeForCausalLM", "Glm4MoeForCausalLM", "GptOssForCausalLM"}
+_SPARSE |= {"Lfm2MoeForCausalLM"}
 # Bytes that a parameter in 4 bits comes to, with its share of scales, wider weights, context and working memory.
 _BYTES_IN_4_BITS = 0.65
 
