@@ -27,7 +27,7 @@ from nanoinfer.attention.triton_backend import TritonBackend
 from nanoinfer.kernels import fused, reference
 from nanoinfer.kernels.attention import spec as of_specs
 from nanoinfer.kernels.attention.expand_kv import pieces
-from nanoinfer.kernels.kv.one_vector import OneVector
+from nanoinfer.kernels.kv.one_vector import OneVector, OneVectorInt8
 from nanoinfer.kernels.kv.plain import Plain, bfloat16, float16
 from nanoinfer.kernels.kv.quantized import hadamard, int4, int8, k8v4
 from nanoinfer.kernels.layer.head_steps import HeadSteps
@@ -161,8 +161,9 @@ def test_keys_made_of_values_are_the_layers_own_in_float32(operations, turned):
 
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_kernels_read_one_vector_as_plain_torch_does(dtype, window, monkeypatch):
-    spec = replace(make_spec(head_dim=32, windows=(window,), dtype=dtype), kv_format=OneVector(dtype))
+@pytest.mark.parametrize("one", [OneVector, OneVectorInt8])
+def test_kernels_read_one_vector_as_plain_torch_does(one, dtype, window, monkeypatch):
+    spec = replace(make_spec(head_dim=32, windows=(window,), dtype=dtype), kv_format=one(dtype))
     rope = dict(rope_type="proportional", rope_theta=1e4, partial_rotary_factor=0.5)
     own = spec.part.format.own(rope_table(rope, 32, 64, dtype, "cpu"), (torch.rand(32) + 0.5).to(dtype))
     paged, backend = paged_in(spec, own), TritonBackend(spec, "cpu")
@@ -170,7 +171,8 @@ def test_kernels_read_one_vector_as_plain_torch_does(dtype, window, monkeypatch)
         partial(backend.decode_partial, own=own),
         partial(backend.prefill, own=own),
     )
-    q, tolerance = make_q(spec, len(LENS)), 1e-5 if dtype == torch.float32 else 1e-2
+    # The interpreter cuts numbers off to bfloat16 instead of rounding them.
+    q, tolerance = make_q(spec, len(LENS)), {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 2e-2}[dtype]
     assert (
         relative_error(
             run_decode(backend, q, paged.kv, paged.tables, LENS, window)[0], dense_decode(spec, q, paged, LENS, window)
@@ -183,6 +185,19 @@ def test_kernels_read_one_vector_as_plain_torch_does(dtype, window, monkeypatch)
     assert relative_error(whole, dense_prefill(spec, q, paged, begins, lens, window)) < tolerance
     monkeypatch.setattr(of_specs, "EXPANDED_BYTES", spec.expanded_block_bytes)
     assert torch.equal(run_prefill(backend, q, paged, begins, lens, window), whole)
+
+
+def test_one_vector_of_codes_is_stored_by_the_kernel_as_by_plain_torch():
+    part = replace(make_spec(q_heads=4, head_dim=32), kv_format=OneVectorInt8(torch.float32)).part
+    qkv, positions, slots, found = torch.randn(9, 6, 32), torch.arange(9), torch.randperm(32)[:9], []
+    for operations in (fused, reference):
+        kv = part.view(torch.full((2, part.num_bytes), 255, dtype=torch.uint8))
+        steps, where = HeadSteps(eps=1e-6, norms_values=True), (positions, kv, slots, torch.empty(9, 4, 32))
+        operations.norm_rope_store(qkv, (torch.ones(32), torch.ones(32)), steps, None, *where, part=part)
+        found.append([field[slots // 16, slots % 16].float() for field in part.fields(kv)])
+    (codes, scales), (their_codes, their_scales) = found
+    assert (codes - their_codes).abs().max() <= 1 and torch.allclose(scales, their_scales, rtol=0.01)
+    assert torch.equal(scales[..., 0], scales[..., 1]) and (codes.abs().amax(-1) >= 126).all()
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])

@@ -42,7 +42,7 @@ def formats(monkeypatch):
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory):
-    made = {"qwen3": SMALL, "gemma3": WINDOWED}
+    made = {"qwen3": SMALL, "gemma3": WINDOWED, "gemma4": SMALL | dict(attention_k_eq_v=True)}
     found = {name: make_checkpoint(name, tmp_path_factory.mktemp(name), **sizes) for name, sizes in made.items()}
     with registered():
         yield found | {name: write_model(tmp_path_factory.mktemp("shapes"), name) for name in MODELS}
@@ -51,14 +51,15 @@ def paths(tmp_path_factory):
 def engines_of(paths, family, name):
     """Return what makes an engine of a model with its KV in this format."""
     own = dict(load_format="dummy", block_size=MODELS[family].block_size) if family in MODELS else {}
+    own |= dict(block_size=32) if family == "gemma4" else {}
     return partial(make_engine, paths[family], kv_cache_dtype=name, **own)
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "wide windows", "odd"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gemma4", "wide windows", "odd"])
 @pytest.mark.sampled(
     "qwen3-int8", "qwen3-one_vector", "gemma3-int8_heads", "gemma3-int4", "wide windows-one_vector", "odd-int8_heads",
-    "odd-k8v4", "gemma3-bfloat16",
+    "odd-k8v4", "gemma3-bfloat16", "gemma4-int8",
 )  # fmt: skip
 def test_every_mode_gives_the_same_bits(paths, family, name, fuzz):
     engine_of = engines_of(paths, family, name)
@@ -66,7 +67,8 @@ def test_every_mode_gives_the_same_bits(paths, family, name, fuzz):
     assert wanted != run(engines_of(paths, family, "auto")(), PROMPTS, PARAMS), "nothing was stored in the format"
     for way, arguments in WAYS.items():
         if family != "qwen3" and way == "auto":  # several groups of layers
-            arguments = arguments | dict(num_gpu_blocks_override=30 if family == "wide windows" else 16)
+            few = {"wide windows": 30, "gemma4": 10}.get(family, 16)
+            arguments = arguments | dict(num_gpu_blocks_override=few)
         engine = engine_of(**arguments)
         assert run(engine, PROMPTS, PARAMS) == wanted, way
         assert engine.stats()["streamed_bytes"] > 0 or not arguments.get("enable_cpu_offload"), way

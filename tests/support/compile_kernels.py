@@ -141,7 +141,7 @@ from nanoinfer.kernels.attention.shape import KernelShape, can_use_tma, prefill_
 from nanoinfer.kernels.experts.routing import SIGMOID, GatedActivation, Routing
 from nanoinfer.kernels.experts.slots import BLOCK_WORDS
 from nanoinfer.kernels.kv.base import KVFormat, KVPart
-from nanoinfer.kernels.kv.one_vector import OneVector
+from nanoinfer.kernels.kv.one_vector import OneVector, OneVectorInt8
 from nanoinfer.kernels.kv.plain import Plain
 from nanoinfer.kernels.kv.quantized import int4, int8, k8v4
 from nanoinfer.kernels.layer.activation import act_and_mul
@@ -385,7 +385,8 @@ for gpu.architecture in architectures:
     if not is_brief or gpu.architecture == architectures[0]:
         for kv_format in (int8(), k8v4(), int4(), AnyVector()):
             compile_attention(128, kv_format, is_common=False)
-        compile_attention(512, OneVector(torch.bfloat16), is_common=False)
+        for one in (OneVector, OneVectorInt8):
+            compile_attention(512, one(torch.bfloat16), is_common=False)
     compile_tile_linear()
     compile_packed()
     compile_experts()

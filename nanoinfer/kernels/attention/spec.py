@@ -85,12 +85,15 @@ class AttentionSpec:
     @property
     def part(self) -> KVPart:
         """One layer's part of a KV block."""
-        of_model = OneVector(self.dtype) if self.keeps_one_vector else Plain(self.dtype)
-        return KVPart(self.kv_format or of_model, self.block_size, self.num_kv_heads, self.head_dim)
+        if self.keeps_one_vector:
+            own = OneVector(self.dtype) if self.kv_format is None else self.kv_format.of_one_vector(self.dtype)
+        else:
+            own = self.kv_format or Plain(self.dtype)
+        return KVPart(own, self.block_size, self.num_kv_heads, self.head_dim)
 
     @property
     def keeps_one_vector(self) -> bool:
-        """Whether the model's own format is one vector for keys and values."""
+        """Whether the model's own format, and int8, is one vector for keys and values."""
         return self.has_one_projection and self.head_dim & (self.head_dim - 1) == 0
 
     @property

@@ -77,6 +77,10 @@ class KVFormat(ABC):
     def kernels(self) -> KVKernels:
         """Return the device functions; imports triton."""
 
+    def of_one_vector(self, dtype: torch.dtype) -> KVFormat:
+        """Return how heads of a model's dtype whose keys and values are one vector lie: by default as two."""
+        return self
+
     def turn(self, heads: Tensor) -> Tensor:
         """Return queries, or keys for `encode`, [N, heads, head_dim], as they are multiplied: turned alike, or as they
         are."""

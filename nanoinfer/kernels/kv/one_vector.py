@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.kernels.kv.base import Field, KVFormat, KVKernels
+from nanoinfer.kernels.kv.quantized import of_eight, to_eight
 
 
 @dataclass(frozen=True)
@@ -53,3 +54,28 @@ class OneVector(KVFormat):
 
     def own(self, rope: Tensor | None, k_norm: Tensor | None) -> tuple:
         return rope, k_norm, rope.shape[1] // 2
+
+
+@dataclass(frozen=True)
+class OneVectorInt8(OneVector):
+    """The same as 8-bit codes with a scale for each token and head, which stands twice: for a load of four bytes."""
+
+    @property
+    def name(self) -> str:
+        return "int8"
+
+    def fields(self, head_dim: int) -> tuple[Field, ...]:
+        return Field(head_dim, torch.int8), Field(2, torch.bfloat16)
+
+    def encode(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        codes, scales = to_eight(v.float())
+        return codes, scales.expand(*scales.shape[:-1], 2)
+
+    def decode(self, fields: tuple[Tensor, ...], positions: Tensor, own: tuple) -> tuple[Tensor, Tensor]:
+        codes, scales = fields
+        return super().decode((of_eight(codes, scales[..., :1].float()).to(self.dtype),), positions, own)
+
+    def kernels(self) -> KVKernels:
+        from nanoinfer.kernels.kv import one_vector_kernels as own
+
+        return KVKernels(own.store_int8, own.read_int8, stores_heads=True)

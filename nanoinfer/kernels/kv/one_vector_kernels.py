@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from nanoinfer.kernels.kv.quantized_kernels import loaded, part_of, read_eight, scales_at, store_eight
+
 NARROW = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter multiplies no bfloat16
 
 
@@ -58,7 +60,6 @@ def read_one(
     STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    HALF: tl.constexpr = HEAD_DIM // 2
     columns = tl.arange(0, HEAD_DIM)[None, :]
     row = (token + start + tl.arange(0, exists.shape[0])) * NUM_KV_HEADS + head
     vectors = vectors_of(kv, block, STRIDE, like.dtype) + row[:, None] * HEAD_DIM + columns
@@ -66,10 +67,48 @@ def read_one(
         v = tl.load(vectors, mask=exists[:, None], other=0.0)
     else:
         v = tl.load(vectors)
+    return keys_of(v, own, positions, exists).T, v
+
+
+@triton.jit
+def store_int8(
+    kv, block, token, head, is_v, columns, values, mask,
+    STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    row, part = token * NUM_KV_HEADS + head, part_of(kv, block, STRIDE)
+    codes = part.to(tl.pointer_type(tl.int8)) + row * HEAD_DIM
+    scales = scales_at(part, BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM, row, 2)
+    store_eight(codes, scales, columns, values, mask & is_v)
+    store_eight(codes, scales + 1, columns, values, mask & is_v)
+
+
+@triton.jit
+def read_int8(
+    kv, kv_rows, own, block, token, start, head, positions, exists, like,
+    STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    columns = tl.arange(0, HEAD_DIM)[None, :]
+    row = ((token + start + tl.arange(0, exists.shape[0])) * NUM_KV_HEADS + head)[:, None]
+    part = part_of(kv, block, STRIDE)
+    # The scale stands twice in a word, because of two bytes a load is not begun ahead.
+    word = (part + BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM).to(tl.pointer_type(tl.int32)) + row
+    scale = (loaded(word, exists[:, None], MASKED) << 16).to(tl.float32, bitcast=True)
+    codes = part.to(tl.pointer_type(tl.int8)) + row * HEAD_DIM
+    v = read_eight(codes, scale, columns, exists[:, None], HEAD_DIM, MASKED).to(like.dtype)
+    return keys_of(v, own, positions, exists).T, v
+
+
+@triton.jit
+def keys_of(v, own, positions, exists):
+    """Return the keys of values, [tokens, a power of two]. own: as `OneVector.own` returns it."""
+    HEAD_DIM: tl.constexpr = v.shape[1]
+    HALF: tl.constexpr = HEAD_DIM // 2
+    columns = tl.arange(0, HEAD_DIM)[None, :]
     if NARROW:  # two factors of 16 bits have a product that is rounded once
         scaled = v * tl.load(own[1] + columns)
     else:
-        scaled = (v.to(tl.float32) * tl.load(own[1] + columns).to(tl.float32)).to(like.dtype)
+        scaled = (v.to(tl.float32) * tl.load(own[1] + columns).to(tl.float32)).to(v.dtype)
     PAIRS: tl.constexpr = own[2]
     QUARTER: tl.constexpr = 4 * PAIRS <= HEAD_DIM  # what turns lies within the first quarter of each half
     first, second = halves(scaled)
@@ -85,7 +124,7 @@ def read_one(
     if QUARTER:
         first = joined(first, first_rest)
         second = joined(second, second_rest)
-    return joined(first, second).T, v
+    return joined(first, second)
 
 
 @triton.jit

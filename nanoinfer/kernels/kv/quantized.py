@@ -49,15 +49,20 @@ class Quantised(KVFormat):
         return *codes, *(Field(1 if bits == 8 else -(-head_dim // GROUP), torch.bfloat16) for bits in self.bits)
 
     def encode(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        pairs = [(_to_eight if bits == 8 else _to_four)(x.float()) for x, bits in zip((k, v), self.bits, strict=True)]
+        pairs = [(to_eight if bits == 8 else _to_four)(x.float()) for x, bits in zip((k, v), self.bits, strict=True)]
         scales = [scales for _, scales in pairs]
         return *(codes for codes, _ in pairs), *([torch.cat(scales, -1)] if self.bits == (8, 8) else scales)
 
     def decode(self, fields: tuple[Tensor, ...], positions: Tensor, own: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         scales = fields[2].split(1, -1) if self.bits == (8, 8) else fields[2:]
         pairs = zip(fields[:2], scales, self.bits, strict=True)
-        k, v = ((_of_eight if bits == 8 else _of_four)(codes, scales.float()) for codes, scales, bits in pairs)
+        k, v = ((of_eight if bits == 8 else _of_four)(codes, scales.float()) for codes, scales, bits in pairs)
         return k, v
+
+    def of_one_vector(self, dtype: torch.dtype) -> KVFormat:
+        from nanoinfer.kernels.kv.one_vector import OneVectorInt8  # which encodes as this does
+
+        return OneVectorInt8(dtype) if self.bits == (8, 8) else self
 
     def turn(self, heads: Tensor) -> Tensor:
         return hadamard(heads.float()).to(heads.dtype) if self.turns else heads
@@ -121,12 +126,14 @@ def _codes(x: Tensor, scales: Tensor) -> Tensor:
     return (x / scales.where(scales > 0, 1.0) + 0.5).floor()
 
 
-def _to_eight(x: Tensor) -> tuple[Tensor, Tensor]:
+def to_eight(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return codes of heads, [..., head_dim] float32, and a scale of each, [..., 1]."""
     scales = _scale_of(x.abs().amax(-1, keepdim=True), 127)
     return _codes(x, scales).to(torch.int8), scales.bfloat16()
 
 
-def _of_eight(codes: Tensor, scales: Tensor) -> Tensor:
+def of_eight(codes: Tensor, scales: Tensor) -> Tensor:
+    """The reverse of `to_eight`, in float32."""
     return codes * scales
 
 
