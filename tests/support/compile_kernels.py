@@ -51,7 +51,7 @@ class NoGpu:
 
 
 # Those that load and store one place, which therefore are always compiled to the instructions that tell their order.
-LOADS_AND_STORES = {"place_experts_kernel", "sort_pairs_kernel", "_choose_kernel", "act_kernel"}
+LOADS_AND_STORES = {"short_conv_kernel", "place_experts_kernel", "sort_pairs_kernel", "_choose_kernel", "act_kernel"}
 # What lies apart by what is computed: bad words of even steps and of odd ones (`advance_words`).
 APART = {"_choose_kernel": "parameter 5"}
 
@@ -146,6 +146,7 @@ from nanoinfer.kernels.kv.plain import Plain
 from nanoinfer.kernels.kv.quantized import int4, int8, k8v4
 from nanoinfer.kernels.layer.activation import act_and_mul
 from nanoinfer.kernels.layer.head_steps import HeadSteps
+from nanoinfer.kernels.layer.state_runs import StateRuns
 from nanoinfer.kernels.linear import expand, gather
 from nanoinfer.kernels.linear.forms import SCALE_WORDS
 from nanoinfer.kernels.linear.packed_weight import empty_packed
@@ -179,6 +180,8 @@ def floats(*shape):
 
 
 def compile_layers() -> None:
+    runs = StateRuns(ints(8), ints(8), ints(8))
+    layers.short_conv(zeros(8, 3 * 2048), zeros(2048, 3), None, zeros(4, 2, 2048), runs, ints(1))
     eight, weight, wide = zeros(8, 2560), zeros(2560), zeros(6144, 2560)
     for other in (None, eight.clone(), floats(2, 8, 2560)):
         layers.rms_norm(eight, weight, 1e-6, offset=other is None, other=other)

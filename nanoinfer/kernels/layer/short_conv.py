@@ -96,6 +96,7 @@ def short_conv_kernel(
             )  # fmt: skip
     for place in tl.static_range(TAPS - 1):  # ascending: a place is read before the next one writes there
         value = input_at(projected, stride, own_state, end - (TAPS - 1 - place), begin, column, inside, SIZE, TAPS)
+        tl.debug_barrier()  # a late thread may not have read what another one writes
         tl.store(own_state + place * SIZE + column, value, mask=inside)
 
 
