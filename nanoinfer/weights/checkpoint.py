@@ -185,9 +185,9 @@ def check_fields(path: Path | str, values: Mapping[str, Any], model_class: type[
 def _check_layers(where: str, values: Mapping[str, Any], model_class: type[Decoder]) -> None:
     """Check what single layers have of their own."""
     name, fields, num_layers = "per_layer_config", model_class.layer_fields, values.get("num_hidden_layers")
-    own = values.get(name) or {}
+    own = {} if values.get(name) is None else values[name]
     if not fields:
-        Rule("left out: all layers have the same sizes here", lambda value: not value).check(where, name, own)
+        Rule("left out: all layers have the same sizes here", lambda value: value == {}).check(where, name, own)
     of_layers = Rule(
         f"an object of objects whose names are numbers of layers, below num_hidden_layers={num_layers}",
         lambda value: (

@@ -24,10 +24,12 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1")
 
-# Norms of heads, and a ring; sinks, biases and experts in slots; norms with a bias, and packed weights.
+# Norms of heads, and a ring; sinks, biases and experts in slots; short convolutions; norms with a bias, and packed
+# weights.
 CASES = {
     "qwen3": (SMALL, dict(enable_cpu_offload=True)),
     "gpt_oss": (SMALL, dict(expert_slots=3)),
+    "lfm2": (SMALL, {}),
     "starcoder2": (SMALL | dict(hidden_size=64, intermediate_size=64), dict(quantization="int4", dtype="bfloat16")),
 }
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.kernels.kv.base import Field, KVFormat, KVKernels
-from nanoinfer.kernels.kv.quantized import of_eight, to_eight
+from nanoinfer.kernels.kv.codes import of_eight, to_eight
 
 
 @dataclass(frozen=True)

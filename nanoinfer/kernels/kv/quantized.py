@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from nanoinfer.kernels.kv.base import Field, KVFormat, KVKernels
+from nanoinfer.kernels.kv.codes import codes_of, of_eight, scale_of, to_eight
+from nanoinfer.kernels.kv.one_vector import OneVectorInt8
 
 GROUP = 32
 """Numbers that share a scale, of codes of 4 bits. Where a head is no multiple of it, its last group has fewer."""
@@ -60,8 +62,6 @@ class Quantised(KVFormat):
         return k, v
 
     def of_one_vector(self, dtype: torch.dtype) -> KVFormat:
-        from nanoinfer.kernels.kv.one_vector import OneVectorInt8  # which encodes as this does
-
         return OneVectorInt8(dtype) if self.bits == (8, 8) else self
 
     def turn(self, heads: Tensor) -> Tensor:
@@ -116,33 +116,12 @@ def hadamard(x: Tensor) -> Tensor:
     return (parts * size**-0.5).flatten(-2)
 
 
-def _scale_of(largest: Tensor, most: int) -> Tensor:
-    """Return largest / most, rounded up to bfloat16, as float32."""
-    bits = (largest / most).view(torch.int32)
-    return ((bits + 0xFFFF) & ~0xFFFF).view(torch.float32)
-
-
-def _codes(x: Tensor, scales: Tensor) -> Tensor:
-    return (x / scales.where(scales > 0, 1.0) + 0.5).floor()
-
-
-def to_eight(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return codes of heads, [..., head_dim] float32, and a scale of each, [..., 1]."""
-    scales = _scale_of(x.abs().amax(-1, keepdim=True), 127)
-    return _codes(x, scales).to(torch.int8), scales.bfloat16()
-
-
-def of_eight(codes: Tensor, scales: Tensor) -> Tensor:
-    """The reverse of `to_eight`, in float32."""
-    return codes * scales
-
-
 def _to_four(x: Tensor) -> tuple[Tensor, Tensor]:
     """A byte has the code of a number of the head's first half, and that of the second half in its upper bits."""
     size = x.shape[-1]
     groups = torch.nn.functional.pad(x, (0, -size % GROUP)).unflatten(-1, (-1, GROUP))
-    scales = _scale_of(groups.abs().amax(-1, keepdim=True), 7)
-    codes = (_codes(groups, scales) + 8).flatten(-2)[..., :size].to(torch.uint8)
+    scales = scale_of(groups.abs().amax(-1, keepdim=True), 7)
+    codes = (codes_of(groups, scales) + 8).flatten(-2)[..., :size].to(torch.uint8)
     return codes[..., : size // 2] | codes[..., size // 2 :] << 4, scales[..., 0].bfloat16()
 
 
