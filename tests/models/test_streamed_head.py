@@ -195,9 +195,10 @@ def test_work_behind_a_step_may_bring_the_whole_head_by_itself(path_of, holds, m
 @pytest.mark.sampled("None", "1")
 def test_log_probabilities_of_prompts_bring_it_behind_their_step(path_of, seed):
     """In prefill and mixed steps, beside others, for slices of fewer rows than the prompts have."""
-    path, prompts = path_of("qwen3", **WIDE), workload(0, 120)[0]
+    path, prompts = path_of("qwen3", **WIDE), workload(0, 120)[0] + random_prompts(4, 3, 8, 7)  # short ones are mixed
     params = [
-        SamplingParams(max_tokens=5, temperature=0, ignore_eos=True, prompt_logprobs=[2, None][i % 2]) for i in range(6)
+        SamplingParams(max_tokens=5, temperature=0, ignore_eos=True, prompt_logprobs=[2, None][i % 2])
+        for i in range(len(prompts))
     ]
 
     def outputs(engine):
