@@ -7,7 +7,7 @@ import re
 
 from nanoinfer.parsers.base import MAX_BLANKS, num_held
 from nanoinfer.parsers.json_calls import JsonCallReader
-from nanoinfer.parsers.json_text import MAX_DEPTH
+from nanoinfer.parsers.json_text import MAX_DEPTH, NamedArguments
 
 BEGIN, END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 _MAX_HEADER = 300  # characters
@@ -141,31 +141,10 @@ class Gemma4Value:
             self.is_whole = True
 
 
-class Gemma4Arguments:
+class Gemma4Arguments(NamedArguments):
     """As `NamedArguments`, of arguments in this form."""
 
-    is_between = False
-
-    def __init__(self, name: str) -> None:
-        self.name, self.has_arguments = name, True
-        self._value = Gemma4Value()
-
-    @property
-    def is_whole(self) -> bool:
-        return self._value.is_whole
-
-    @property
-    def is_wrong(self) -> bool:
-        return self._value.is_wrong
-
-    def take(self, text: str, at: int) -> int:
-        return self._value.take(text, at)
-
-    def arguments(self) -> str:
-        return self._value.drain()
-
-    def rest(self) -> str:
-        return self._value.rest()
+    value_class = Gemma4Value
 
 
 class Gemma4Reader(JsonCallReader):

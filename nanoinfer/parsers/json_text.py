@@ -248,11 +248,11 @@ class JsonCall:
 class NamedArguments:
     """As `JsonCall`, where the name is known and the arguments stand alone."""
 
-    is_between = False
+    is_between, value_class = False, JsonValue
 
     def __init__(self, name: str) -> None:
         self.name, self.has_arguments = name, True
-        self._value = JsonValue()
+        self._value = self.value_class()
 
     @property
     def is_whole(self) -> bool:

@@ -14,12 +14,20 @@ def vectors_of(kv, block, STRIDE: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def store_values(
+    kv, block, row, is_v, columns, values, mask, STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, DTYPE: tl.constexpr
+):
+    target = vectors_of(kv, block, STRIDE, DTYPE) + row * HEAD_DIM + columns
+    tl.store(target, values.to(DTYPE), mask=mask & is_v)
+
+
+@triton.jit
 def store_bfloat16(
     kv, block, token, head, is_v, columns, values, mask,
     STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    target = vectors_of(kv, block, STRIDE, tl.bfloat16) + (token * NUM_KV_HEADS + head) * HEAD_DIM + columns
-    tl.store(target, values.to(tl.bfloat16), mask=mask & is_v)
+    row = token * NUM_KV_HEADS + head
+    store_values(kv, block, row, is_v, columns, values, mask, STRIDE, HEAD_DIM, tl.bfloat16)
 
 
 @triton.jit
@@ -27,8 +35,8 @@ def store_float16(
     kv, block, token, head, is_v, columns, values, mask,
     STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    target = vectors_of(kv, block, STRIDE, tl.float16) + (token * NUM_KV_HEADS + head) * HEAD_DIM + columns
-    tl.store(target, values.to(tl.float16), mask=mask & is_v)
+    row = token * NUM_KV_HEADS + head
+    store_values(kv, block, row, is_v, columns, values, mask, STRIDE, HEAD_DIM, tl.float16)
 
 
 @triton.jit
@@ -36,8 +44,8 @@ def store_float32(
     kv, block, token, head, is_v, columns, values, mask,
     STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    target = vectors_of(kv, block, STRIDE, tl.float32) + (token * NUM_KV_HEADS + head) * HEAD_DIM + columns
-    tl.store(target, values, mask=mask & is_v)
+    row = token * NUM_KV_HEADS + head
+    store_values(kv, block, row, is_v, columns, values, mask, STRIDE, HEAD_DIM, tl.float32)
 
 
 @triton.jit
