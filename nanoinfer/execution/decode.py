@@ -75,7 +75,7 @@ class DecodeProgram:
         self.batch_rows, self._runs = columns[0], None
         if resources.states.of_layer:
             begins = torch.from_numpy(np.arange(max_batch, dtype=np.int32)).to(device)
-            self._runs = StateRuns(columns[1], begins, begins + 1)
+            self._runs = StateRuns(columns[1], begins, begins + 1, begins[:0], begins)
         self.attention = DecodeAttention(resources, self._buffers.queries, self._lengths, self._block_tables)
         self.section_ends = resources.pieces.ends_without_kv, resources.pieces.ends_with_kv
         self.last: DecodeStep | None = None

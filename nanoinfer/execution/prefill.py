@@ -18,6 +18,7 @@ import torch
 from nanoinfer.attention.base import KeyRange, PrefillState
 from nanoinfer.execution.prefill_pieces import PrefillPieces, pack_inputs
 from nanoinfer.execution.resources import Resources
+from nanoinfer.execution.state_tables import StateTables
 from nanoinfer.execution.tables import DeviceTable, Packer
 from nanoinfer.kernels.linear.counts import padded_rows
 from nanoinfer.models.step_tensors import StepTensors
@@ -32,25 +33,25 @@ class PrefillProgram:
     def __init__(self, resources: Resources) -> None:
         runtime, states, plan = resources.runtime, resources.states, resources.plan
         self.resources, num_groups = resources, len(resources.groups)
-        # Token id, position and slots of a padding token, and its state's slot if a layer keeps one: the KV store skips
-        # negative slots.
-        self._padding = (0, 0, -1, states.padding_slot) if states.of_layer else (0, 0, -1)
-        self._has_states = bool(states.of_layer)
+        # Token id, position and slots of a padding token: the KV store skips negative slots.
+        self._padding = (0, 0, -1)
         max_tokens, max_seqs = plan.max_num_batched_tokens, min(plan.max_num_seqs, plan.max_num_batched_tokens)
+        self._states = StateTables(states.padding_slot, max_seqs) if states.of_layer else None
         # The table holds how many tokens are live, tokens, positions, slots and runs; which of them are scored, and by
         # which token; then per sequence the offsets and ranges; then block tables and ring chunks. Every sequence of
         # the step may have a history on the host (a shared prefix, a switch), with each of its blocks in a separate
         # ring slot.
         blocks = min(plan.max_splits, max_seqs * resources.table_width)
         num_rows = padded_rows(max_tokens) if resources.device.pads_rows else max_tokens
-        size = 4 + (2 + 3 * bool(states.of_layer) + num_groups) * num_rows + 2 * max_tokens + 1
+        size = 4 + (2 + num_groups) * num_rows + 2 * max_tokens + 1
+        size += self._states.most_elements(num_rows) if self._states else 0
         size += num_groups * max_seqs * resources.table_width
         size += (5 + bool(states.of_layer) + 2 * num_groups) * max_seqs
         # Each array begins at a multiple of 4.
-        size += 3 * (9 + 2 * bool(states.of_layer) + 4 * num_groups)
+        size += 3 * (9 + bool(states.of_layer) + 4 * num_groups)
         size += 3 * num_groups * blocks
         self._table = DeviceTable(runtime, size)
-        self.pieces = PrefillPieces(resources, self._table, self._padding)
+        self.pieces = PrefillPieces(resources, self._table, self._padding, self._states)
         # By numpy: on the meta device, where plans are counted, torch imports sympy for its own `arange`.
         positions = np.arange(resources.ring.blocks_per_slot, dtype=np.int32)
         self.slot_table = torch.tensor(positions[None], device=runtime.device)
@@ -68,7 +69,7 @@ class PrefillProgram:
         ends = np.cumsum(lengths)
         num_tokens, num_live = int(ends[-1]), int(ends[-1]) + len(step.rows)
         packer, inputs = pack_inputs(self._table, self._inputs(chunks, gpu_blocks, step.state_slots), num_live)
-        begun = packer.add([chunk.state_slot for chunk in chunks if self._has_states and chunk.begin == 0])
+        begun = packer.add([chunk.state_slot for chunk in chunks if self._states and chunk.begin == 0])
         scored, scored_by = map(packer.add, _scored(chunks, lengths))
         ended = ends[[chunk.is_last for chunk in chunks]] - 1
         last, last_rows = packer.add([*ended, *range(num_tokens, num_live)]), packer.add(step.sampled_rows)
@@ -137,12 +138,13 @@ class PrefillProgram:
             for of_row, at in zip(gpu_blocks.swapaxes(0, 1), positions, strict=True)
         ]
         token_ids = [chunk.token_ids for chunk in chunks]
-        num_tokens, runs = sum(map(len, positions)), [_runs(chunks, decoding)]
-        count = self.pieces.padded_count(num_tokens + len(decoding))
-        for columns, value in zip((token_ids, positions, slots, runs), self._padding, strict=False):
+        count = self.pieces.padded_count(sum(map(len, positions)) + len(decoding))
+        for columns, value in zip((token_ids, positions, slots), self._padding, strict=True):
             known = np.concatenate(columns, axis=-1)
             padding = np.full((*known.shape[:-1], count - known.shape[-1]), value)
             yield np.concatenate([known, padding], axis=-1)
+        if self._states:
+            yield from self._states.of_step(chunks, decoding, count, count in self.pieces.fixed)
 
     def _history(
         self,
@@ -185,14 +187,6 @@ def _scored(chunks: Sequence[PromptChunk], lengths: np.ndarray) -> tuple[np.ndar
     next_ids, begins = [chunk.next_token_ids for chunk in chunks], np.cumsum(lengths) - lengths
     indices = [begin + np.arange(len(ids)) for begin, ids in zip(begins, next_ids, strict=True)]
     return np.concatenate(indices), np.concatenate(next_ids)
-
-
-def _runs(chunks: Sequence[PromptChunk], decoding: np.ndarray) -> np.ndarray:
-    """Return the `StateRuns` of a step's tokens, [3, tokens]: those of chunks, then one of each slot in `decoding`."""
-    slots = np.concatenate([[chunk.state_slot for chunk in chunks], decoding])
-    lengths = np.concatenate([[chunk.end - chunk.begin for chunk in chunks], np.ones(len(decoding), dtype=int)])
-    ends = np.cumsum(lengths)
-    return np.repeat(np.stack([slots, ends - lengths, ends]).astype(np.int64), lengths.astype(np.int64), axis=1)
 
 
 def _slots(blocks: np.ndarray, positions: np.ndarray, group: KVGroup) -> np.ndarray:

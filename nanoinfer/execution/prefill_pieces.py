@@ -19,6 +19,7 @@ from torch import Tensor
 
 from nanoinfer.execution.graphs import GraphWork
 from nanoinfer.execution.resources import Resources
+from nanoinfer.execution.state_tables import StateTables
 from nanoinfer.execution.tables import DeviceTable, Packer
 from nanoinfer.kernels.layer.state_runs import StateRuns
 from nanoinfer.kernels.linear.counts import padded_rows
@@ -45,20 +46,23 @@ class PrefillPieces:
     Args:
         table: the steps' table. A step packs its tokens' inputs first, so that their addresses depend on the padded
             count alone: graphs read the inputs there.
-        padding: the inputs of a padding token.
+        padding: token id, position and slots of a padding token.
+        states: makes `StateRuns`; None: no layer keeps a state.
 
     Attributes:
         capture_num_tokens: padded token counts, ascending; a larger step runs eagerly.
         fixed: for each of these counts the tensors of its steps.
     """
 
-    def __init__(self, resources: Resources, table: DeviceTable, padding: tuple[int, ...]) -> None:
+    def __init__(
+        self, resources: Resources, table: DeviceTable, padding: tuple[int, int, int], states: StateTables | None
+    ) -> None:
         device, max_tokens = resources.runtime.device, resources.plan.max_num_batched_tokens
         self._pads = resources.device.pads_rows
         self.capture_num_tokens = capture_num_tokens = resources.config.graph_num_tokens(max_tokens, resources.device)
         assert max(capture_num_tokens, default=0) <= max_tokens, "a padded step must fit into the table"
         self.counters = PrefillCounters()
-        self._resources, self._table, self._padding = resources, table, padding
+        self._resources, self._table, self._padding, self._states = resources, table, padding, states
         self.buffers = FixedBuffers(resources.model.spec, max(capture_num_tokens, default=0), device)
         self.fixed = {count: FixedTensors(self._pack_padding(count)[1], self.buffers) for count in capture_num_tokens}
 
@@ -105,18 +109,18 @@ class PrefillPieces:
 
     def _pack_padding(self, count: int) -> tuple[Packer, list[Tensor]]:
         """Pack a step of padding only, and return its inputs."""
-        token_id, position, slot, *runs = self._padding
+        token_id, position, slot = self._padding
         slots = np.full((len(self._resources.groups), count), slot)
-        of_runs = (np.full((3, count), value) for value in runs)
-        columns = [np.full(count, token_id), np.full(count, position), slots, *of_runs]
+        of_states = [] if self._states is None else self._states.of_step([], np.zeros(0, int), count, is_fixed=True)
+        columns = [np.full(count, token_id), np.full(count, position), slots, *of_states]
         return pack_inputs(self._table, columns, num_live=0)
 
 
 def pack_inputs(table: DeviceTable, columns: Iterable[np.ndarray], num_live: int) -> tuple[Packer, list[Tensor]]:
     """Begin a step's table with its padded inputs, at addresses that depend on their length alone: graphs read them.
 
-    columns: token ids, positions, slots of each group and, if a layer keeps a state, `StateRuns`; num_live: how many
-    of these are tokens.
+    columns: token ids, positions, slots of each group and, if a layer keeps a state, those of `StateRuns`. num_live:
+    how many of these are tokens.
 
     Returns:
         The packer, and the tensors that `StepTensors` begins with.
@@ -124,4 +128,4 @@ def pack_inputs(table: DeviceTable, columns: Iterable[np.ndarray], num_live: int
     packer = Packer(table)
     live = packer.add([num_live])
     token_ids, positions, slots, *runs = (packer.add(column) for column in columns)
-    return packer, [token_ids, positions, slots, live, *(StateRuns(*one) for one in runs)]
+    return packer, [token_ids, positions, slots, live, *([StateRuns(*runs)] if runs else [])]

@@ -13,14 +13,17 @@ from torch import Tensor
 
 from nanoinfer.common import exact
 from nanoinfer.kernels.activations import ACTIVATIONS as ACTIVATIONS
+from nanoinfer.kernels.delta.reference import gated_delta as gated_delta
+from nanoinfer.kernels.delta.reference import gated_norm as gated_norm
 from nanoinfer.kernels.experts.reference import choose_experts as choose_experts
 from nanoinfer.kernels.experts.reference import expert_mlp as expert_mlp
 from nanoinfer.kernels.experts.reference import place_experts as place_experts
 from nanoinfer.kernels.experts.reference import shared_mlp as shared_mlp
 from nanoinfer.kernels.kv.base import KVPart
 from nanoinfer.kernels.kv.plain import part_of
+from nanoinfer.kernels.layer.conv_reference import causal_conv as causal_conv
+from nanoinfer.kernels.layer.conv_reference import short_conv as short_conv
 from nanoinfer.kernels.layer.head_steps import HeadSteps
-from nanoinfer.kernels.layer.state_runs import StateRuns
 from nanoinfer.sampling.reference import apply_masks as apply_masks
 from nanoinfer.sampling.reference import sample_rows as sample_rows
 
@@ -212,32 +215,6 @@ def _norm_of_heads(qk: Tensor, weights: tuple[Tensor, Tensor | None], num_q_head
         for part, weight in zip(qk.split(counts, dim=1), weights, strict=True)
     ]
     return torch.cat(parts, dim=1)
-
-
-def short_conv(
-    projected: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, runs: StateRuns, num_live: Tensor
-) -> Tensor:
-    """Compute C * conv(B * z) of each token, and leave in the state the last inputs of the convolution."""
-    first, gate, last = projected.chunk(3, dim=-1)
-    inputs, num_before = first * last, weight.shape[1] - 1
-    slots, begins, ends = (one.long() for one in runs)
-    index = torch.arange(len(inputs), device=inputs.device)
-
-    def at(place: Tensor) -> Tensor:  # the input at a token of each one's run, or before that, where the state has it
-        before = state[slots, (num_before + place - begins).clamp(0, num_before - 1)]
-        return torch.where((place >= begins)[:, None], inputs[place.clamp(0, len(inputs) - 1)], before)
-
-    # Products of two bytes each are exact in float32; those of float32 are exact in float64, where the sum is rounded
-    # once more than in a fused operation, to more bits.
-    wide = torch.float64 if inputs.dtype == torch.float32 else torch.float32
-    total = inputs.new_zeros((), dtype=torch.float32) if bias is None else bias.float()
-    for tap, factor in enumerate(weight.to(wide).unbind(1)):
-        total = (at(index - num_before + tap).to(wide) * factor + total.to(wide)).float()
-    # Of a run the last token alone writes; the others write to the last slot, which is padding's.
-    is_last = (index == ends - 1) & (index < num_live)
-    kept = torch.stack([at(index + 1 - num_before + place) for place in range(num_before)], dim=1)
-    state.index_copy_(0, slots.where(is_last, len(state) - 1), kept)
-    return gate * total.to(inputs.dtype)
 
 
 def update_rows(lines: Tensor, state: tuple[Tensor, ...], kept: int) -> None:

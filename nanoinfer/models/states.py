@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nanoinfer.kernels.layer.state_runs import StateRuns
+from nanoinfer.kernels.layer.state_runs import CHUNK, StateRuns
 
-STEP_UNIT = 64
+STEP_UNIT = CHUNK
 """Tokens at whose multiples prefill steps of such models end, but at the end of a prompt. So a prompt is cut at
 the same tokens however it comes to be computed, and a layer may compute so many at a time."""
 ALIGNMENT = 128
@@ -46,9 +46,10 @@ class RecurrentState:
 
 
 def one_run(num_tokens: int, device: torch.device) -> StateRuns:
-    """Return what a step of one sequence has, whose state lies in slot 0."""
+    """Return what a step of one prompt has, whose state lies in slot 0."""
     zeros = torch.zeros(num_tokens, dtype=torch.int32, device=device)
-    return StateRuns(zeros, zeros, torch.full_like(zeros, num_tokens))
+    chunks = torch.arange(0, num_tokens, CHUNK, dtype=torch.int32, device=device)
+    return StateRuns(zeros, zeros, torch.full_like(zeros, num_tokens), chunks, zeros[:0])
 
 
 class StatePlace(NamedTuple):

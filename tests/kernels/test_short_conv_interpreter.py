@@ -26,7 +26,9 @@ def runs_of(lengths, slots, num_padding, padding_slot):
         columns += [(slot, begin, begin + length)] * length
         begin += length
     columns += [(padding_slot, 0, 0)] * num_padding
-    return StateRuns(*torch.tensor(columns, dtype=torch.int32).T.contiguous()), torch.tensor([begin]).int()
+    none = torch.zeros(0, dtype=torch.int32)  # a convolution asks for neither chunks nor rows
+    columns = torch.tensor(columns, dtype=torch.int32).T.contiguous()
+    return StateRuns(*columns, none, none), torch.tensor([begin]).int()
 
 
 def in_turn(operations, projected, weight, bias, lengths):
@@ -86,3 +88,20 @@ def test_sums_are_those_of_torch_on_a_cpu(dtype, bias):
     first, gate, last = projected.chunk(3, dim=-1)
     theirs = F.conv1d(F.pad((first * last).T, (2, 0))[None], weight[:, None], bias, groups=size)[0].T
     assert torch.equal(in_turn(reference, projected, weight, bias, [40])[0], gate * theirs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_without_gates_the_sum_is_rounded_then_activated(dtype, bias):
+    size, lengths = 96, (20, 1, 19)
+    x, weight = drawn(40, size, dtype=dtype), drawn(size, 4, dtype=dtype, seed=1)
+    bias = drawn(size, dtype=dtype, seed=2) if bias else None
+    theirs = F.silu(F.conv1d(F.pad(x.T, (3, 0))[None], weight[:, None], bias, groups=size)[0].T)
+    state, outs, begin = torch.zeros(3, 3, size, dtype=dtype), [], 0
+    for length in lengths:
+        runs, num_live = runs_of([length], [1], 2, 2)
+        step = torch.cat([x[begin : begin + length], torch.full_like(x[:2], torch.nan)])
+        outs.append(reference.causal_conv(step, weight, bias, state, runs, num_live)[:length])
+        begin += length
+    torch.testing.assert_close(torch.cat(outs), theirs, rtol=1e-6 if dtype == torch.float32 else 0, atol=0)
+    assert torch.equal(state[1], x[-3:]) and not state[0].any()

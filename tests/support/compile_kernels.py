@@ -180,7 +180,7 @@ def floats(*shape):
 
 
 def compile_layers() -> None:
-    runs = StateRuns(ints(8), ints(8), ints(8))
+    runs = StateRuns(*[ints(8)] * 5)
     layers.short_conv(zeros(8, 3 * 2048), zeros(2048, 3), None, zeros(4, 2, 2048), runs, ints(1))
     eight, weight, wide = zeros(8, 2560), zeros(2560), zeros(6144, 2560)
     for other in (None, eight.clone(), floats(2, 8, 2560)):

@@ -125,7 +125,7 @@ def short_conv(
     if len(projected):
         tile = min(TILE, triton.next_power_of_2(size))
         short_conv_kernel[(len(projected), triton.cdiv(size, tile))](
-            projected, weight, bias, state, *runs, num_live, out, projected.stride(0), state.stride(0), SIZE=size,
+            projected, weight, bias, state, *runs[:3], num_live, out, projected.stride(0), state.stride(0), SIZE=size,
             TAPS=taps, TILE=tile, num_warps=4, **launch_options(projected, fuses=False),
         )  # fmt: skip
     return out

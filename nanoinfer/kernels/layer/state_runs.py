@@ -6,17 +6,28 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+CHUNK = 64
+"""Tokens of a prompt that a layer may compute at a time: those between two multiples of this, counted from the prompt's
+begin. Every run of a prompt begins at one."""
+
 
 class StateRuns(NamedTuple):
-    """Which state each token of a step belongs to, and where its neighbours are: [N] int32 each, on the device.
+    """Which state each token of a step belongs to, where its neighbours are, and what is computed in chunks.
 
-    The tokens that a step computes of a sequence are a *run* of neighbours, in ascending order.
+    The tokens that a step computes of a sequence are a *run* of neighbours, in ascending order. Runs of prompts, even
+    of one token, are cut into chunks of `CHUNK`, of which a run's last one may be shorter. A decoding row has a run of
+    one token, which is in no chunk. All are int32 on the device.
 
     Attributes:
-        slots: of the token's sequence. Padding names the last slot, whose content does not matter.
-        begins, ends: index in the step of the run's first token, and of the one behind its last; of padding anything.
+        slots: [N], of the token's sequence. Padding names the last slot, whose content does not matter.
+        begins, ends: [N], index in the step of the run's first token, and of the one behind its last; of padding
+            anything.
+        chunks: [n] first tokens of chunks, those of a run in ascending order, and -1, which is none, behind them.
+        rows: [m] tokens of rows that decode, and -1, or rows from `num_live` on, which are none, behind them.
     """
 
     slots: Tensor
     begins: Tensor
     ends: Tensor
+    chunks: Tensor
+    rows: Tensor

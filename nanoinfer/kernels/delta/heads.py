@@ -1,0 +1,31 @@
+"""The heads of a Gated DeltaNet layer."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class DeltaHeads(NamedTuple):
+    """How many heads there are, and which value heads share a key head: r = num_value_heads / num_key_heads of them.
+
+    Attributes:
+        key_size, value_size: numbers of a key and of a value. A state has key_size x value_size for each value head.
+        is_tiled: whether value head j belongs to key head j % num_key_heads, as in GGUF files; else to j // r.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_size: int
+    value_size: int
+    is_tiled: bool = False
+
+    @property
+    def num_channels(self) -> int:
+        """Channels of the convolution: queries of all key heads, keys of all of them, values."""
+        return 2 * self.num_key_heads * self.key_size + self.num_value_heads * self.value_size
+
+    def key_head_of(self, value_head: int) -> int:
+        """Return the key head that a value head belongs to."""
+        if self.is_tiled:
+            return value_head % self.num_key_heads
+        return value_head // (self.num_value_heads // self.num_key_heads)

@@ -1,0 +1,84 @@
+"""What holds of Gated DeltaNet for plain torch, for kernels under the interpreter, and for compiled ones."""
+
+import torch
+from delta_cases import error, inputs, runs_of, scan, state_of
+
+LENGTHS = (1, 5, 63, 64, 65, 127, 128, 129)
+
+
+def whole(operations, given, heads, slot=3, state=None, decoding=0):
+    """Compute a sequence alone: one run, then the last `decoding` tokens one by one. Returns outputs and the state."""
+    device, length = given.mixed.device, len(given.mixed) - decoding
+    state = state_of(heads, device=device) if state is None else state
+    steps = [(slice(0, length), runs_of([(slot, length)], device=device))] if length else []
+    steps += [(slice(one, one + 1), runs_of([], [slot], device=device)) for one in range(length, length + decoding)]
+    outs = [operations.gated_delta(*given.rows(rows), state, *how, heads) for rows, how in steps]
+    return torch.cat(outs), state[slot].clone()
+
+
+def check_against_a_scan(operations, heads, dtype, device="cpu", *, least=1e-6):
+    """Prompts of all lengths, and decoding rows, in one step; other slots stay as they are."""
+    given, state = inputs(sum(LENGTHS) + 2, heads, dtype, device=device), state_of(heads, num_slots=12, device=device)
+    before, begin = state.clone(), 0
+    prompts = [(10 - number, length) for number, length in enumerate(LENGTHS)]
+    how = runs_of(prompts, [0, 1], num_slots=12, device=device)
+    found = operations.gated_delta(*given, state, *how, heads)
+    assert found.dtype == dtype
+    rounding = {torch.float32: least, torch.bfloat16: 2.5e-3, torch.float16: 3e-4}[dtype]
+    for slot, length in [*prompts, (0, 1), (1, 1)]:
+        rows, begin = slice(begin, begin + length), begin + length
+        wanted, left = scan(given.rows(rows), before[slot], heads)
+        for one, right, limit in ((found[rows], wanted, rounding), (state[slot], left, least)):
+            assert error(one, right) < limit and (one - right).abs().max() < 10 * limit * right.abs().max()
+    assert torch.equal(state[2], before[2]) and torch.equal(state[11], before[11])
+
+
+def check_bits(operations, heads, dtype, device="cpu", lengths=LENGTHS):
+    """Alone or beside others, whole or in steps, with garbage behind it or not: the same bits, and slots are reused."""
+    given = inputs(200, heads, dtype, device=device)
+    for length in lengths:
+        of_run = given.rows(slice(0, length))
+        wanted = whole(operations, of_run, heads)
+        others = inputs(70, heads, dtype, seed=5, device=device)
+        # Beside a prompt before it and one behind it, a decoding row, and padding of garbage; in another slot.
+        step = [torch.cat(pair) for pair in zip(others.rows(slice(0, 66))[:3], of_run[:3], strict=True)]
+        step = [torch.cat(pair) for pair in zip(step, others.rows(slice(66, 70), 3)[:3], strict=True)]
+        state = state_of(heads, device=device)
+        state[5] = state[3]
+        before = state.clone()
+        how = runs_of([(4, 66), (5, length), (0, 3)], [1], padding=3, spare=2, device=device)
+        found = operations.gated_delta(*step, *given[3:], state, *how, heads)
+        assert torch.equal(found[66 : 66 + length], wanted[0]) and torch.equal(state[5], wanted[1])
+        # The decoding row, alone.
+        alone = before.clone()
+        row = operations.gated_delta(*others.rows(slice(69, 70)), alone, *runs_of([], [1], device=device), heads)
+        assert torch.equal(found[69 + length :][:1], row) and torch.equal(state[1], alone[1])
+        assert torch.equal(state[[2, 3, 6]], before[[2, 3, 6]])
+    # In steps that end at multiples of 64.
+    wanted = whole(operations, given, heads)
+    for cuts in ([64, 200], [128, 200], [64, 128, 192, 200], [192, 200]):
+        state, begin, outs = state_of(heads, device=device), 0, []
+        for end in cuts:
+            how = runs_of([(3, end - begin)], device=device)
+            outs.append(operations.gated_delta(*given.rows(slice(begin, end)), state, *how, heads))
+            begin = end
+        assert torch.equal(torch.cat(outs), wanted[0]) and torch.equal(state[3], wanted[1])
+    # What comes behind a token changes none of its bits.
+    for length in lengths:
+        assert torch.equal(whole(operations, given.rows(slice(0, length)), heads)[0], wanted[0][:length])
+
+
+def check_rows(operations, heads, dtype, device="cpu", num_rows=9):
+    """Decoding rows beside each other, some of them no rows, each as if it were alone."""
+    given, state = inputs(num_rows, heads, dtype, device=device), state_of(heads, 2 * num_rows, device=device)
+    slots = torch.randperm(2 * num_rows - 1, generator=torch.Generator().manual_seed(0))[:num_rows].tolist()
+    before = state.clone()
+    runs, num_live = runs_of([], slots, padding=0, num_slots=2 * num_rows, device=device)
+    found = operations.gated_delta(*given.rows(slice(0, num_rows - 1), 1), state, runs, num_live - 1, heads)
+    for row, slot in enumerate(slots[:-1]):
+        alone = before.clone()
+        out = operations.gated_delta(
+            *given.rows(slice(row, row + 1)), alone, *runs_of([], [slot], device=device), heads
+        )
+        assert torch.equal(found[row : row + 1], out) and torch.equal(state[slot], alone[slot])
+    assert torch.equal(state[slots[-1]], before[slots[-1]])
