@@ -8,41 +8,12 @@ triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
     pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
 
+from short_conv_cases import drawn, in_turn, runs_of
+
 from nanoinfer.kernels import fused, reference
-from nanoinfer.kernels.layer.state_runs import StateRuns
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 OPERATIONS = pytest.mark.parametrize("operations", [fused, reference], ids=["kernel", "reference"])
-
-
-def drawn(*shape, dtype, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def runs_of(lengths, slots, num_padding, padding_slot):
-    """Runs of these lengths, whose states lie in these slots, then padding."""
-    columns, begin = [], 0
-    for length, slot in zip(lengths, slots, strict=True):
-        columns += [(slot, begin, begin + length)] * length
-        begin += length
-    columns += [(padding_slot, 0, 0)] * num_padding
-    none = torch.zeros(0, dtype=torch.int32)  # a convolution asks for neither chunks nor rows
-    columns = torch.tensor(columns, dtype=torch.int32).T.contiguous()
-    return StateRuns(*columns, none, none), torch.tensor([begin]).int()
-
-
-def in_turn(operations, projected, weight, bias, lengths):
-    """Compute one sequence in steps of these lengths, each beside another sequence and padding."""
-    size, taps = weight.shape
-    state, outs, begin = drawn(4, taps - 1, size, dtype=projected.dtype, seed=9), [], 0
-    state[1] = 0
-    for number, length in enumerate(lengths):
-        other = drawn(2, 3 * size, dtype=projected.dtype, seed=number)
-        step = torch.cat([other, projected[begin : begin + length], torch.full_like(other, torch.nan)])
-        runs, num_live = runs_of([2, length], [2, 1], 2, 3)
-        outs.append(operations.short_conv(step, weight, bias, state, runs, num_live)[2 : 2 + length])
-        begin += length
-    return torch.cat(outs), state[1]
 
 
 # Not bfloat16: the interpreter cuts it off where a GPU rounds.

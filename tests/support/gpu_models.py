@@ -58,6 +58,25 @@ GEMMA4 = {
     | dict(attention_k_eq_v=True, num_global_key_value_heads=1, enable_moe_block=True)
     | dict(num_experts=8, top_k_experts=2, moe_intermediate_size=128),
 }
+_LFM2 = dict(
+    architectures=["Lfm2ForCausalLM"],
+    model_type="lfm2",
+    hidden_size=512,
+    intermediate_size=1024,
+    num_hidden_layers=5,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    vocab_size=4000,
+    max_position_embeddings=65536,
+    layer_types=["conv", "full_attention", "conv", "conv", "full_attention"],
+    dtype="bfloat16",
+)
+LFM2 = {
+    "dense": _LFM2,
+    "sparse": _LFM2
+    | dict(architectures=["Lfm2MoeForCausalLM"], model_type="lfm2_moe", num_dense_layers=1)
+    | dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256),
+}
 LLAMA_GROUP_OF_3 = QWEN3 | dict(
     architectures=["LlamaForCausalLM"],
     model_type="llama",
