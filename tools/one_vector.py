@@ -12,6 +12,7 @@ import argparse
 import random
 import sys
 import tempfile
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -25,15 +26,13 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from nanoinfer.kernels.kv.registry import make_format
+from nanoinfer.measure.run import free_memory
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.models.checkpoint_info import CheckpointInfo
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.shapes import SHAPES, write_shape
-from nanoinfer.recall.formats import prompt_logits
+from nanoinfer.recall.formats import ROWS_AT_ONCE, prompt_logits_in_turn
 from nanoinfer.weights.load import load_model, read_checkpoint, read_spec
-
-ROWS = 256
-"""Of logits that are looked at together."""
 
 
 class Said(NamedTuple):
@@ -52,10 +51,13 @@ class Beside(NamedTuple):
 
 
 def said(model: Decoder, token_ids: list[int]) -> Said:
-    wanted, rows = torch.tensor(token_ids[1:]), prompt_logits(model, token_ids)[:-1]
-    pairs = list(zip(rows.split(ROWS), wanted.split(ROWS), strict=True))
-    logprobs = [some.double().log_softmax(-1).gather(1, tokens[:, None])[:, 0] for some, tokens in pairs]
-    return Said(torch.cat(logprobs), torch.cat([some.argmax(-1) for some, _ in pairs]))
+    wanted = torch.tensor(token_ids[1:], device=model.norm.weight.device)
+    logprobs, likeliest = [], []
+    for rows, tokens in zip(prompt_logits_in_turn(model, token_ids), wanted.split(ROWS_AT_ONCE), strict=False):
+        rows = rows[: len(tokens)]  # nothing follows the last token
+        logprobs.append(rows.double().log_softmax(-1).gather(1, tokens[:, None])[:, 0].cpu())
+        likeliest.append(rows.argmax(-1).cpu())
+    return Said(torch.cat(logprobs), torch.cat(likeliest))
 
 
 def beside(one: Said, other: Said) -> Beside:
@@ -77,31 +79,32 @@ def keys_that_differ(model: Decoder, seed: int = 0) -> float:
     return torch.stack(found).mean().item()
 
 
-def models_of(info: CheckpointInfo, dtype: torch.dtype, device: str, most: int, seed: int | None) -> dict[str, Decoder]:
-    """Return models of the same weights: with one vector, with two, and in float32."""
+def models_of(
+    info: CheckpointInfo, dtype: torch.dtype, device: str, most: int, seed: int | None
+) -> Iterator[tuple[str, Decoder]]:
+    """Yield models of the same weights: with two vectors, with one, and in float32. Whoever lets go of each before the
+    next has the memory of one."""
+    two, drawn = str(dtype).removeprefix("torch."), {}
+    for name, wide, kv in (("two", dtype, two), ("one", dtype, "auto"), ("float32", torch.float32, "auto")):
+        free_memory()
+        spec: ModelSpec = read_spec(info, wide).with_kv(None, make_format(kv))
+        model = load_model(info, spec, device, max_position=most, progress=False, seed=seed)
+        if seed is not None:  # noise is drawn in the type of the weights
+            drawn = drawn or {at: weight.cpu() for at, weight in model.named_parameters()}
+            for at, weight in model.named_parameters():
+                weight.data.copy_(drawn[at])
+        yield name, model
+        del model
 
-    def made(dtype: torch.dtype, kv_cache_dtype: str) -> Decoder:
-        spec: ModelSpec = read_spec(info, dtype).with_kv(None, make_format(kv_cache_dtype))
-        return load_model(info, spec, device, max_position=most, progress=False, seed=seed)
 
-    two = str(dtype).removeprefix("torch.")
-    models = {"one": made(dtype, "auto"), "two": made(dtype, two), "float32": made(torch.float32, "auto")}
-    if seed is not None:  # noise is drawn in the type of the weights
-        weights = dict(models["one"].named_parameters())
-        for name in ("two", "float32"):
-            for at, weight in models[name].named_parameters():
-                weight.data.copy_(weights[at])
-    return models
+NAMES = {"one": "one vector", "float32": "float32, one vector"}
+HEAD = ["| tokens | beside two vectors | largest | mean | equal likeliest tokens, % |", "| --- " * 5 + "|"]
 
 
-def report(models: dict[str, Decoder], prompts: list[list[int]]) -> list[str]:
-    lines = ["| tokens | beside two vectors | largest | mean | equal likeliest tokens, % |", "| --- " * 5 + "|"]
-    for token_ids in prompts:
-        found = {name: said(model, token_ids) for name, model in models.items()}
-        for name, text in (("one", "one vector"), ("float32", "float32, one vector")):
-            largest, mean, equal = beside(found[name], found["two"])
-            lines.append(f"| {len(token_ids):,} | {text} | {largest:.3g} | {mean:.3g} | {100 * equal:.2f} |")
-    return lines
+def report(name: str, found: list[Said], wanted: list[Said]) -> Iterator[str]:
+    for one, two in zip(found, wanted, strict=True):
+        largest, mean, equal = beside(one, two)
+        yield f"| {len(one.logprobs) + 1:,} | {name} | {largest:.3g} | {mean:.3g} | {100 * equal:.2f} |"
 
 
 def prompts_of(directory: Path, info: CheckpointInfo, counts: list[int], text: Path | None) -> list[list[int]]:
@@ -132,9 +135,17 @@ def main(words: list[str] | None = None) -> None:
         spec = read_spec(info, options.dtype)
         if not any(attention.keeps_one_vector for attention in spec.attentions):
             parser.error(f"{options.model} has no layer that makes keys and values of one projection")
-        models = models_of(info, spec.dtype, options.device, max(options.tokens), seed)
-    print("\n".join(report(models, prompts)))
-    print(f"numbers of keys that differ in the last place: {100 * keys_that_differ(models['one']):.1f}%")
+        print("\n".join(HEAD), flush=True)
+        wanted, differing = [], 0.0
+        for name, model in models_of(info, spec.dtype, options.device, max(options.tokens), seed):
+            found = [said(model, token_ids) for token_ids in prompts]
+            if name == "two":
+                wanted = found
+            else:
+                print("\n".join(report(NAMES[name], found, wanted)), flush=True)
+            differing = keys_that_differ(model) if name == "one" else differing
+            del model
+    print(f"numbers of keys that differ in the last place: {100 * differing:.1f}%")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -77,9 +78,14 @@ def logits_of(
     return torch.cat([prompt_logits(model, token_ids) for token_ids in prompts])
 
 
-@torch.inference_mode()
 def prompt_logits(model: Decoder, token_ids: list[int]) -> Tensor:
-    """Return the logits behind every token of one sequence: [num_tokens, vocab_size], dtype of the model, CPU.
+    """Return the logits behind every token of one sequence: [num_tokens, vocab_size], dtype of the model, CPU."""
+    return torch.cat([rows.cpu() for rows in prompt_logits_in_turn(model, token_ids)])
+
+
+@torch.inference_mode()
+def prompt_logits_in_turn(model: Decoder, token_ids: list[int]) -> Iterator[Tensor]:
+    """Yield what `prompt_logits` returns, `ROWS_AT_ONCE` tokens at a time, on the model's device.
 
     The sequence is one prefill. The keys and values of one layer lie on the model's device, each layer's in turn.
     """
@@ -113,7 +119,8 @@ def prompt_logits(model: Decoder, token_ids: list[int]) -> Tensor:
             q, out = tensors.attention_rows(spec.attention_of[index], count)
             backend, state = backends[groups[group].shape], passed[groups[group].shape]
             backend.prefill(q, of_groups[group][place], key_ranges[group], state, out, *extra)
-    return torch.cat([model.logits(some).cpu() for some in tensors.x.split(ROWS_AT_ONCE)])
+    for some in tensors.x.split(ROWS_AT_ONCE):
+        yield model.logits(some)
 
 
 def mean_divergence(wanted: Tensor, changed: Tensor) -> float:

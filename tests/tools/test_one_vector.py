@@ -27,7 +27,7 @@ def test_it_says_of_each_prompt_how_far_one_vector_is_from_two(path, capsys):
     _, _, *rows, last = capsys.readouterr().out.splitlines()
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     named = ["one vector", "float32, one vector"]
-    assert [one[:2] for one in cells] == [[count, name] for count in ("40", "120") for name in named]
+    assert [one[:2] for one in cells] == [[count, name] for name in named for count in ("40", "120")]
     for _, name, largest, mean, equal in cells:
         assert 0 < float(mean) <= float(largest) < 0.5 and 50 <= float(equal) <= 100, name
     assert 10 < float(last.split()[-1].rstrip("%")) < 40
@@ -35,12 +35,12 @@ def test_it_says_of_each_prompt_how_far_one_vector_is_from_two(path, capsys):
 
 @pytest.mark.parametrize("seed", [None, 3])
 def test_its_models_have_the_same_weights_and_the_wide_one_says_what_transformers_does(path, seed):
-    models = TOOL.models_of(read_checkpoint(path), torch.bfloat16, "cpu", 200, seed)
+    models = dict(TOOL.models_of(read_checkpoint(path), torch.bfloat16, "cpu", 200, seed))
     weights = [dict(model.named_parameters()) for model in models.values()]
     for name, weight in weights[0].items():
         assert all(torch.equal(weight.float(), other[name].float()) for other in weights[1:]), name
-    full = [model.spec.attentions[1].part.format.name for model in models.values()]
-    assert full == ["one vector of bfloat16", "bfloat16", "one vector of float32"]
+    full = {name: model.spec.attentions[1].part.format.name for name, model in models.items()}
+    assert full == {"two": "bfloat16", "one": "one vector of bfloat16", "float32": "one vector of float32"}
     if seed is None:
         tokens = random_tokens(90)
         found, wanted = TOOL.said(models["float32"], tokens), logits_of(read_reference(path), tokens)[:-1]
