@@ -95,6 +95,8 @@ class DecodeProgram:
         # The first piece and the last one replace x by a new tensor; later graphs read the fixed buffer.
         if indices[-1] < len(pieces.cuts) - 1 and not {0, len(pieces) - 1}.isdisjoint(indices):
             self._buffers.x[:size].copy_(tensors.x)
+        if indices[-1] < len(pieces) - 1 and pieces.attention_at[indices[-1]] is None:
+            self._buffers.normed[:size].copy_(tensors.normed)
 
     def run_section(self, streams_kv: bool, section: int, size: int) -> None:
         """Run a section of a step on the current stream.
@@ -354,8 +356,9 @@ class DecodeStep(OffloadStep):
     def use(self, cut: int, chunk: Chunk, ring_slot: int) -> None:
         program, resources = self.program, self.program.resources
         attention, written = program.attention, resources.pieces.cuts[cut].writes
-        if attention.load_record(cut, chunk, ring_slot):
-            slot = attention.slot_kinds[cut], ring_slot
+        layer = resources.pieces.attention_at[cut]
+        if attention.load_record(layer, chunk, ring_slot):
+            slot = attention.slot_kinds[layer], ring_slot
             program.enqueue(("slot", *slot), partial(attention.attend_slot, *slot))
         if self.promoted and written is not None:  # where another layer reads the same, it was done
             program.promote(written.place, chunk, ring_slot, self.promoted)

@@ -7,6 +7,7 @@ graph, where they are captured. A step that wants nothing has one section.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
@@ -48,9 +49,9 @@ def run_now(key: Hashable, work: Callable[[], None], number: int = 0) -> None:
 class Pieces:
     """Runs the pieces of one model. Slices of the head are numbered behind them.
 
-    Layers with attention are counted as their cuts are: each ends a piece.
-
     Attributes:
+        attention_at: cut -> the layer whose attention lies there, counted among those with attention; None: there is
+            none.
         sinks: layer with attention -> its sinks, [num_q_heads], or None.
         own: layer with attention -> what the KV format wants of it, as `KVFormat.own` returns it.
         reads: layer with attention -> where it reads keys and values.
@@ -68,6 +69,8 @@ class Pieces:
         self.group_of, self._num_groups = [read.group for read in self.reads], len(model.spec.kv_groups)
         self.cuts = (*(piece.cut for piece in self._pieces), *model.streamed.head_cuts())
         last = len(self.cuts) - 1
+        numbers = itertools.count()
+        self.attention_at = [None if cut.reads is None else next(numbers) for cut in self.cuts]
         self._without_kv: dict[bool, StreamPlan] = {}
         self.ends_without_kv = tuple(i for i, cut in enumerate(self.cuts) if cut.transfers or i == last)
         reads = [i for i, cut in enumerate(self.cuts) if cut.reads is not None]
@@ -83,9 +86,13 @@ class Pieces:
 
     @property
     def one_of_each_kind(self) -> list[int]:
-        """The first piece of each kind, ascending."""
+        """The first piece of each kind, ascending, with those behind which they begin that read what these leave."""
         first = {piece.kind(): i for i, piece in reversed([*enumerate(self._pieces)])}
-        return sorted(first.values())
+        found = set(first.values())
+        for i in reversed(range(1, len(self))):
+            if i in found and self.cuts[i - 1].reads is None:
+                found.add(i - 1)
+        return sorted(found)
 
     def run_with_hooks(
         self,
@@ -104,13 +111,13 @@ class Pieces:
             return
         if index == 0:
             hooks.begin(tensors)
-        elif self.cuts[index - 1].reads is not None:
-            hooks.end_attention(index - 1, tensors)
+        elif (layer := self.attention_at[index - 1]) is not None:
+            hooks.end_attention(layer, tensors)
         run(("prefill", len(tensors)), partial(self.run, index, tensors), index)
         if index == len(self) - 1:
             hooks.end(tensors)
-        elif self.cuts[index].reads is not None:
-            hooks.attend(index, tensors)
+        elif (layer := self.attention_at[index]) is not None:
+            hooks.attend(layer, tensors)
 
     def run(self, index: int, tensors: StepTensors) -> None:
         """Run a piece on the current stream."""

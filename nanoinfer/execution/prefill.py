@@ -273,7 +273,7 @@ class PrefillStep(OffloadStep):
 
     def use(self, cut: int, chunk: Chunk, ring_slot: int) -> None:
         resources = self.program.resources
-        resources.compute.run(lambda: self._attend_slot(cut, chunk, ring_slot))
+        resources.compute.run(lambda: self._attend_slot(resources.pieces.attention_at[cut], chunk, ring_slot))
 
     # Around pieces
 

@@ -39,11 +39,6 @@ def checked_slots(config: EngineConfig, spec: ModelSpec) -> int:
         return 0
     if sparse is None:
         raise ValueError(f"expert_slots={count}, and {spec.architecture} has no experts: leave it out")
-    if spec.state_bytes:
-        raise ValueError(
-            f"expert_slots={count} is not supported for {spec.architecture}, several of whose sparse layers lie "
-            "between two attentions: leave it out, or stream whole layers with resident_weights_limit"
-        )
     if not sparse.num_chosen <= count <= sparse.num_experts:
         raise ValueError(
             f"expert_slots={count}: a layer has {sparse.num_experts} experts, and a token takes {sparse.num_chosen} of "

@@ -108,8 +108,7 @@ class Planner:
     def may_have_slots(self) -> bool:
         """Whether experts may have slots without being asked to."""
         gives_layers = self.config.resident_weights_limit is not None or self.config.cpu_offload_gb is not None
-        is_sparse = self.spec.sparse is not None and not self.spec.state_bytes  # as `checked_slots` says
-        return is_sparse and self.device.reads_host_memory and self.may_pin and not gives_layers
+        return self.spec.sparse is not None and self.device.reads_host_memory and self.may_pin and not gives_layers
 
     @cached_property
     def embedding_bytes(self) -> int:

@@ -116,6 +116,8 @@ class ModelSpec:
     """Bytes of the embeddings, of which a step reads a few rows."""
     table_bytes: int = 0
     """Bytes of a table of what layers read of a token, of which a step reads a few rows, too."""
+    own_pieces: tuple[int, ...] = ()
+    """Layers that keep a state, and begin a piece: those with experts; see `models.pieces`."""
     piece_bytes: tuple[int, ...] = ()
     """Bytes of each piece's projections and experts, which may lie in host memory; see `StreamedWeights`."""
     head_bytes: int = 0

@@ -46,7 +46,7 @@ from nanoinfer.models.base import AttentionState, ModelSpec
 from nanoinfer.models.checkpoint_info import CheckpointInfo
 from nanoinfer.models.layer import DecoderLayer, KVSlots, Traits
 from nanoinfer.models.logits import Logits
-from nanoinfer.models.pieces import DeviceState, Piece
+from nanoinfer.models.pieces import Bound, DeviceState, Piece, bounds
 from nanoinfer.models.states import RecurrentState
 from nanoinfer.models.step_tensors import StepTensors
 from nanoinfer.models.streamed import HostPlacement, StreamedWeights
@@ -224,23 +224,21 @@ class Decoder(nn.Module):
     # The pieces
 
     def pieces(self) -> list[Piece]:
-        """Return what the engine runs: the layers, cut at each attention. It is called several times, on meta, too."""
-        attentions, spec = self.spec.attention_layers, self.spec
-        begins, ends = [0, *(layer + 1 for layer in attentions)], [*attentions, len(self.layers)]
-        own = (Cut(reads=read, writes=written) for read, written in zip(spec.kv_read, spec.kv_written, strict=True))
+        """Return what the engine runs: the layers, cut at `bounds`. It is called several times, on meta, too."""
+        places, kv = bounds(self.spec), zip(self.spec.kv_read, self.spec.kv_written, strict=True)
+        own = (Cut(*next(kv)) if place.at_attention else Cut() for place in places)
+        begins, ends = [None, *places], [*places, Bound(len(self.layers), False)]
         cuts = self.streamed.cuts([*own, Cut()])
         return [self.piece(*each) for each in zip(begins, ends, cuts, strict=True)]
 
-    def piece(self, begin: int, end: int, cut: Cut) -> Piece:
-        """Return the piece from behind attention in layer `begin - 1` (0: from the embedding) to attention in `end`.
-
-        The layers between keep recurrent states. Behind the last layer, the piece ends with the input of the head.
-        """
+    def piece(self, begin: Bound | None, end: Bound, cut: Cut) -> Piece:
+        """Return the piece between two bounds. None: from the embedding; behind the last layer: to the head's input."""
         return Piece(partial(self._kind, begin, end), partial(self.run_layers, begin, end, cut), cut)
 
-    def _kind(self, begin: int, end: int) -> Hashable:
-        kinds = tuple(map(self.layer_kind, range(max(0, begin - 1), min(end + 1, len(self.layers)))))
-        return begin == 0, end == len(self.layers), kinds
+    def _kind(self, begin: Bound | None, end: Bound) -> Hashable:
+        layers = range(0 if begin is None else begin.layer, min(end.layer + 1, len(self.layers)))
+        is_at_attention = begin is not None and begin.at_attention, end.at_attention
+        return begin is None, end.layer == len(self.layers), is_at_attention, tuple(map(self.layer_kind, layers))
 
     def attention_sinks(self) -> list[Tensor | None]:
         """Return the sinks of each layer with attention, [num_q_heads]; None: it has none."""
@@ -266,29 +264,31 @@ class Decoder(nn.Module):
         experts = tuple(one.kind for one in modules if isinstance(one, Experts))
         return self.spec.layers[layer], self._rope_of_layer[layer], weights, formats, experts
 
-    def run_layers(self, begin: int, end: int, cut: Cut, tensors: StepTensors, held: DeviceState) -> None:
+    def run_layers(self, begin: Bound | None, end: Bound, cut: Cut, tensors: StepTensors, held: DeviceState) -> None:
         """Run a piece, as `piece` says. Its keys and values go to the layer of its cut."""
-        if begin == 0:
+        if begin is None:
             tensors.widen_positions()
             x, normed = self.embed(tensors.token_ids.long())
             tensors.set_x(x)
             if self.layer_inputs is not None:
                 tensors.layer_inputs = self.layer_inputs(tensors.token_ids.long(), x, tensors.layer_inputs)
-        else:
+        elif begin.at_attention:
             tensors.drop_q()
-            shape = self.spec.attentions[self.spec.layers[begin - 1].shape]
+            shape = self.spec.attentions[self.spec.layers[begin.layer].shape]
             attn = shape.heads_of(tensors.attention, len(tensors))
-            normed = self.after_attention(begin - 1, tensors.x, attn, tensors.num_live, tensors.layer_inputs)
-        for layer in range(begin, end):
+            normed = self.after_attention(begin.layer, tensors.x, attn, tensors.num_live, tensors.layer_inputs)
+        else:
+            normed = tensors.take_normed()
+        for layer in range(0 if begin is None else begin.next_layer, end.layer):
             normed = self.recur(layer, tensors.x, normed, tensors.runs, held.states[layer], tensors.num_live)
-        if end == len(self.layers):
-            tensors.set_x(normed)
+        if not end.at_attention:
+            (tensors.set_x if end.layer == len(self.layers) else tensors.set_normed)(normed)
             return
-        shape, (group, place) = self.spec.attentions[self.spec.layers[end].shape], cut.reads
+        shape, (group, place) = self.spec.attentions[self.spec.layers[end.layer].shape], cut.reads
         kv = None if cut.writes is None else held.gpu_kv[group][place]
         q = None if tensors.queries is None else shape.heads_of(tensors.queries, len(tensors))
         target = KVSlots(kv, tensors.slots[group], q, shape.part)
-        tensors.q = self.before_attention(end, normed, tensors.positions, target)
+        tensors.q = self.before_attention(end.layer, normed, tensors.positions, target)
 
     # The calls
 

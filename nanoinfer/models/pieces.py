@@ -2,17 +2,41 @@
 
 A piece runs on the device without the host. At a cut the engine acts: it attends to keys and values, which may lie
 anywhere, and waits for what the model wants from host memory. A cut at which nothing is wanted costs nothing.
+
+A model is cut at its attentions, and before layers that keep a state and have experts: a layer's experts are awaited
+by themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
+from nanoinfer.models.base import AttentionState, ModelSpec
 from nanoinfer.models.step_tensors import StepTensors
 from offload import Cut
+
+
+class Bound(NamedTuple):
+    """Where a piece ends and the next one begins: before a layer, or in it, at its attention."""
+
+    layer: int
+    at_attention: bool
+
+    @property
+    def next_layer(self) -> int:
+        """The first layer that lies whole behind it."""
+        return self.layer + self.at_attention
+
+
+def bounds(spec: ModelSpec) -> list[Bound]:
+    """Return where the cuts lie between a model's pieces, ascending."""
+    layers = enumerate(spec.layers)
+    found = (Bound(layer, isinstance(state, AttentionState)) for layer, state in layers)
+    return [one for one in found if one.at_attention or one.layer in spec.own_pieces]
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,11 @@ def spec_of(model_class: type[Decoder], checkpoint: CheckpointInfo, dtype: torch
         mlp_width=traits.mlp.width,
         attentions=tuple(_attentions(model_class, hf_config, traits, architecture, layers, dtype)),
         state_width=getattr(model_class.layer_classes.get(RecurrentState), "width", 0),
+        own_pieces=tuple(
+            layer
+            for layer, state in enumerate(layers)
+            if isinstance(state, RecurrentState) and traits.sparse and model_class.is_sparse(hf_config, layer)
+        ),
         layer_input_size=traits.layer_input_size,
         vocab_size=hf_config.vocab_size,
         **model_class.context_limits(hf_config),

@@ -29,6 +29,7 @@ class StepTensors:
         queries: [N * most of a token], where layers leave q; None: each makes a new tensor.
         attention: [N * most of a token], which the attention fills; padding rows hold anything.
         layer_inputs: [N, layer_inputs_size], which the first piece fills, where the model has them.
+        normed: [N, hidden_size], what a piece left that ends before a layer; of a buffer, if there is one.
         q: [N, num_q_heads, head_dim], what the last piece left where queries are not given.
     """
 
@@ -41,6 +42,7 @@ class StepTensors:
     queries: Tensor | None = None
     attention: Tensor | None = None
     layer_inputs: Tensor | None = None
+    normed: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.positions, self.q = self.given_positions, None
@@ -55,6 +57,15 @@ class StepTensors:
     def set_x(self, x: Tensor) -> None:
         """Take over x, [N, hidden_size]."""
         self.x = x
+
+    def set_normed(self, normed: Tensor) -> None:
+        """Leave the next layer's norm of x to the next piece."""
+        self.normed = normed
+
+    def take_normed(self) -> Tensor:
+        """Return what the last piece left, which is dropped here: the piece needs the room."""
+        normed, self.normed = self.normed, None
+        return normed
 
     def drop_q(self) -> None:
         """Drop q to make room for the gated layer, the largest part of a step."""
@@ -93,16 +104,19 @@ class FixedBuffers:
         # Not zeros_like: on the meta device, where plans are counted, torch imports sympy for it.
         sizes = [num_tokens * spec.q_size] * 2
         self.queries, self.attention = (torch.zeros(size, dtype=spec.dtype, device=device) for size in sizes)
-        self.layer_inputs = None
+        self._more, self.normed = {}, None
         if spec.layer_input_size:
             shape = num_tokens, spec.layer_inputs_size
-            self.layer_inputs = torch.zeros(shape, dtype=spec.dtype, device=device)
+            self._more["layer_inputs"] = torch.zeros(shape, dtype=spec.dtype, device=device)
+        if spec.own_pieces:
+            self.normed = torch.zeros(num_tokens, spec.hidden_size, dtype=spec.dtype, device=device)
+            self._more["normed"] = self.normed
 
     def first(self, count: int) -> dict[str, Tensor]:
         """Return the first rows, as arguments of `StepTensors`."""
         size = count * self._size
         found = dict(x=self.x[:count], queries=self.queries[:size], attention=self.attention[:size])
-        return found if self.layer_inputs is None else found | dict(layer_inputs=self.layer_inputs[:count])
+        return found | {name: buffer[:count] for name, buffer in self._more.items()}
 
 
 class FixedTensors(StepTensors):
@@ -121,3 +135,9 @@ class FixedTensors(StepTensors):
 
     def set_x(self, x: Tensor) -> None:
         self.x.copy_(x)
+
+    def set_normed(self, normed: Tensor) -> None:
+        self.normed.copy_(normed)
+
+    def take_normed(self) -> Tensor:
+        return self.normed

@@ -24,10 +24,11 @@ from nanoinfer.devices.registry import device_of
 from nanoinfer.layers.expert_pools import share_pools
 from nanoinfer.layers.experts import Experts
 from nanoinfer.layers.linear import Embedding, Head, Linear
-from nanoinfer.models.base import AttentionState, ModelSpec
+from nanoinfer.models.base import ModelSpec
 from nanoinfer.models.expert_slots import SlotCounts, SlotSet, slot_sets
 from nanoinfer.models.host_table import HostTable
 from nanoinfer.models.module_tensors import ALIGNMENT, move_tensors
+from nanoinfer.models.pieces import Bound, bounds
 from nanoinfer.models.streamed_head import StreamedHead
 from offload import Cut, KVLayout, Landing
 from offload.memory.host_pool import HostPool
@@ -113,14 +114,13 @@ class StreamedWeights:
     def __init__(self, spec: ModelSpec, on_host: HostPlacement, device: torch.device | str) -> None:
         self._device, self.on_host, pieces = torch.device(device), on_host, on_host.pieces
         assert not ((pieces or on_host.head) and on_host.num_slots), "experts have slots, or layers are streamed"
-        attentions = spec.attention_layers
-        # Piece i ends with the queries of attention i; what follows that attention belongs to piece i + 1.
-        self._begins = {layer: number for number, layer in enumerate(attentions)}
+        places = bounds(spec)
+        # A piece that ends at an attention ends with its queries; what follows belongs to the next piece.
+        self._begins = {place.layer: number for number, place in enumerate(places) if place.at_attention}
         self._inside = {}
-        for layer, state in enumerate(spec.layers):
-            if not isinstance(state, AttentionState):
-                self._inside[layer] = sum(one < layer for one in attentions)
-        self.num_bytes = [0] * (len(attentions) + 1)
+        for layer in set(range(len(spec.layers))) - self._begins.keys():
+            self._inside[layer] = sum(place <= Bound(layer, False) for place in places)
+        self.num_bytes = [0] * (len(places) + 1)
         self.piece_of: dict[nn.Module, int] = {}
         assert 0 not in pieces, "nothing can be awaited before the first piece, so its weights stay on the GPU"
         sizes = landing_sizes(spec.run_bytes(pieces, on_host.head))

@@ -114,9 +114,9 @@ def prompt_logits_in_turn(model: Decoder, token_ids: list[int]) -> Iterator[Tens
     passed = backends.prefill_state(count) if backends.cut_ranges else [None] * len(backends)
     for index in range(len(pieces)):
         pieces.run(index, tensors)
-        if index < len(spec.windows):
-            (group, place), *extra = spec.kv_read[index], spec.windows[index], pieces.sinks[index], pieces.own[index]
-            q, out = tensors.attention_rows(spec.attention_of[index], count)
+        if (layer := pieces.attention_at[index]) is not None:
+            (group, place), *extra = spec.kv_read[layer], spec.windows[layer], pieces.sinks[layer], pieces.own[layer]
+            q, out = tensors.attention_rows(spec.attention_of[layer], count)
             backend, state = backends[groups[group].shape], passed[groups[group].shape]
             backend.prefill(q, of_groups[group][place], key_ranges[group], state, out, *extra)
     for some in tensors.x.split(ROWS_AT_ONCE):

@@ -54,6 +54,7 @@ SLOTTED = {
 STATEFUL = {
     "lfm2": dict(num_layers=5, block_multiple_of=8),
     "lfm2_moe": dict(num_layers=4, conv_L_cache=4),
+    "lfm2_moe, some experts": dict(num_layers=5, num_dense_layers=0),
 }
 DTYPES = ["float32", "bfloat16", "float16"]
 MAX_LEN = 512
@@ -173,6 +174,7 @@ def differing(path_of, seed: int, models: dict = MODELS) -> tuple[list[str], dic
     if models is STATEFUL:
         own = random.Random(seed)
         slots = dict(enable_prefix_caching=None, state_slots=own.choice([None, 1, 2, 3]))
+        slots |= dict(expert_slots=own.randint(3, 6)) if "experts" in model else {}
         slots |= dict(max_num_batched_tokens=own.choice([64, 65, 100, 128, 400]), capture_num_tokens=[8, 64])
     formats, path = draw_formats(generator), path_of(model)
     requests = draw_requests(generator, seed)

@@ -18,7 +18,11 @@ from nanoinfer.models import streamed
 from nanoinfer.models.expert_slots import NUM_AREAS, pool_bytes
 from offload.memory.pinned import PinError
 
-FAMILIES = ("qwen3_moe", "gpt_oss", "mixtral", "glm4_moe", "olmoe")
+FAMILIES = ("qwen3_moe", "gpt_oss", "mixtral", "glm4_moe", "olmoe", "lfm2_moe")
+# Each has two sparse layers or more: the first of some is dense.
+NUM_LAYERS = {"glm4_moe": 3, "lfm2_moe": 6}
+# Layers that keep states: one begins the model, some follow each other, one ends it. All have experts.
+STATEFUL = dict(num_layers=6, num_heads=2, num_kv_heads=1, head_dim=16, num_dense_layers=0)
 LARGE = dict(hidden_size=128, intermediate_size=256, moe_intermediate_size=128)
 
 
@@ -29,14 +33,13 @@ def workload(seed, longest=90, tokens=10):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("quantization", [None, "int4", "int8", "fp8"])
-@pytest.mark.sampled("None-qwen3_moe", "None-glm4_moe", "int4-gpt_oss", "int8-mixtral", "fp8-olmoe")
+@pytest.mark.sampled(
+    "None-qwen3_moe", "None-glm4_moe", "None-lfm2_moe", "int4-gpt_oss", "int4-lfm2_moe", "int8-mixtral", "fp8-olmoe"
+)
 def test_any_number_of_slots_gives_the_same_bits(path_of, family, quantization):
     settings = dict(quantization=quantization, dtype="float32" if quantization is None else "bfloat16")
-    path = path_of(  # of two sparse layers: the first of glm4_moe is dense
-        family,
-        num_layers=2 + (family == "glm4_moe"),
-        **(LARGE if quantization == "int4" or family in ("gpt_oss", "glm4_moe") else {}),
-    )
+    is_large = quantization == "int4" or family in ("gpt_oss", "glm4_moe")
+    path = path_of(family, num_layers=NUM_LAYERS.get(family, 2), **(LARGE if is_large else {}))
     resident = make_engine(path, **settings)
     wanted, sparse = run(resident, *workload(1, 40, 4)), resident.runner.spec.sparse
     assert not resident.stats()["expert_hits"] and resident.plan.expert_bytes == 0
@@ -57,13 +60,17 @@ def test_any_number_of_slots_gives_the_same_bits(path_of, family, quantization):
 
 
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.sampled("3", "8")
-def test_any_order_of_streams_gives_the_same(path_of, seed):
+@pytest.mark.parametrize("family", ["qwen3_moe", "lfm2_moe"])
+@pytest.mark.sampled("qwen3_moe-3", "qwen3_moe-8", "lfm2_moe-1", "lfm2_moe-6")
+def test_any_order_of_streams_gives_the_same(path_of, family, seed):
     """Decode, prefill and mixed steps, captured and not, beside KV that streams, and with switches between modes."""
-    path, modes = path_of("qwen3_moe", **SMALL | dict(num_layers=3)), {3: "offload", 9: "resident", 14: "offload"}
+    path = path_of(family, **(STATEFUL if family == "lfm2_moe" else SMALL | dict(num_layers=3)))
+    modes = {3: "offload", 9: "resident", 14: "offload"}
     prompts, params = workload(seed, 70, 7)
     wanted = run(make_engine(path), prompts, params)
     graphs = dict(capture_num_tokens=[8, 24], enforce_eager=seed % 2 == 0)
+    if family == "lfm2_moe":  # whose chunks of prompts have 64 tokens or more
+        graphs |= dict(capture_num_tokens=[8, 72], max_num_batched_tokens=128)
     engine = make_engine(
         path, SimulatedRuntime(seed), expert_slots=3 + seed % 5, enable_cpu_offload="auto", max_num_seqs=4, **graphs
     )
@@ -87,8 +94,9 @@ def test_a_step_of_as_many_rows_as_there_are_slots_for_brings_what_it_chose(path
 
 
 @pytest.mark.parametrize("rule", ["place.piece_after_fill", "place.fill_after_last_piece"])
-def test_the_waits_of_large_steps_are_needed(path_of, rule):
-    path = path_of("qwen3_moe", **SMALL | dict(num_layers=4))
+@pytest.mark.parametrize("family", ["qwen3_moe", "lfm2_moe"])
+def test_the_waits_of_large_steps_are_needed(path_of, family, rule):
+    path = path_of(family, **(STATEFUL if family == "lfm2_moe" else SMALL | dict(num_layers=4)))
     prompts, params = workload(0, 40, 6)
     wanted = run(make_engine(path), prompts, params)
     for seed in range(20):
@@ -311,6 +319,18 @@ def test_the_advice_is_about_experts_that_are_waited_for(path_of, monkeypatch):
     assert waited in engine.stats()["advice"] and "link busy 90% of the time" in bound_line(engine)
 
 
-def test_models_with_several_sparse_layers_between_two_attentions_have_no_slots(path_of):
-    with pytest.raises(ValueError, match="expert_slots=4 is not supported for Lfm2MoeForCausalLM, several of whose"):
-        make_engine(path_of("lfm2_moe"), expert_slots=4)
+def test_each_sparse_layer_between_two_attentions_is_a_piece_whose_experts_come_by_themselves(path_of):
+    engine = make_engine(path_of("lfm2_moe", **STATEFUL), expert_slots=4)
+    model, spec, pieces = engine.runner.model, engine.runner.spec, engine.runner.decode_program.resources.pieces
+    assert spec.attention_layers == (1, 4) and spec.own_pieces == (0, 2, 3, 5)
+    # the embeddings; layer 0 and queries of 1; the rest of 1; 2; 3 and queries of 4; the rest of 4; 5; then the head
+    assert pieces.attention_at == [None, 0, None, None, 1, None, None, None] and len(pieces) == 7
+    streamed = model.streamed
+    assert [streamed.piece_of[layer.mlp.experts] for layer in model.layers] == [1, 2, 3, 4, 5, 6]
+    assert pieces.ends_without_kv == (7,), "steps of few rows are one graph"
+    assert pieces.ends_with_kv == (1, 4, 7)
+
+
+def test_a_dense_layer_with_a_state_lies_inside_a_piece(path_of):
+    engine = make_engine(path_of("lfm2_moe", **STATEFUL | dict(num_dense_layers=4)))
+    assert engine.runner.spec.own_pieces == (5,) and len(engine.runner.spec.piece_bytes) == 4
