@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from nanoinfer.common.tables import by_name
@@ -37,7 +37,7 @@ _NAMES = by_name({
     "DeepseekV32 GlmMoeDsa glm-dsa": f"{_MLA} and {_SELECTED}",
     "DeepseekV4": _SELECTED,
     "KimiLinear": f"{_LINEAR} and {_MLA}",
-    "Qwen3Next Qwen3_5 OlmoHybrid MiniMaxText01 MiniMaxM1 MiniMaxForCausalLM": _LINEAR,
+    "OlmoHybrid MiniMaxText01 MiniMaxM1 MiniMaxForCausalLM": _LINEAR,
     "Mamba FalconMamba Jamba Bamba Zamba FalconH1 NemotronH GraniteHybrid Plamo2": _MAMBA,
     "Rwkv xLSTM RecurrentGemma": "recurrent layers",
     "Llama4": _CHUNKS,
@@ -88,13 +88,18 @@ def why_not(name: str, config: Mapping[str, Any] | None = None) -> str:
     if needs:
         return f"it needs {' and '.join(needs)}, which is not here yet"
     if any(part in (config or {}) for part in _OTHER_PARTS) or name.endswith("ForConditionalGeneration"):
-        return "it takes more than text, and only of Gemma 3 and 4, Mistral 3 and Llava the text part runs alone"
+        return (
+            "it takes more than text, and only of Gemma 3 and 4, Qwen3.5, Mistral 3 and Llava the text part runs alone"
+        )
     return "nobody has written this family yet"
 
 
-def missing_layers(config: Mapping[str, Any]) -> str | None:
-    """Return what layers of a supported architecture need that is not here, or None: not all of a family may run."""
-    return " and ".join(dict.fromkeys(_of_layers(config))) or None
+def missing_layers(config: Mapping[str, Any], known: Collection[str] = ()) -> str | None:
+    """Return what layers of a supported architecture need that is not here, or None: not all of a family may run.
+
+    known: the types of layers that the family has here.
+    """
+    return " and ".join(dict.fromkeys(_of_layers(config, known))) or None
 
 
 def _needs(config: Mapping[str, Any]) -> Iterator[str]:
@@ -104,11 +109,12 @@ def _needs(config: Mapping[str, Any]) -> Iterator[str]:
         yield from (need for field, need in _FIELDS.items() if part.get(field))
 
 
-def _of_layers(config: Mapping[str, Any]) -> Iterator[str]:
+def _of_layers(config: Mapping[str, Any], known: Collection[str] = ()) -> Iterator[str]:
     for field in ("layer_types", "layers_block_type"):
         types = config.get(field)
         for one in types if isinstance(types, list) else ():
             if isinstance(one, str) and one in _LAYERS:
                 # Newer versions of transformers call other recurrent layers so, too.
                 is_other = one == "linear_attention" and any(config.get(field) for field in _OF_MAMBA)
-                yield _MAMBA if is_other else _LAYERS[one]
+                if is_other or one not in known:
+                    yield _MAMBA if is_other else _LAYERS[one]

@@ -178,9 +178,14 @@ def norm_rope_store(
     *,
     q_scales: Tensor | None = None,
     part: KVPart | None = None,
+    gates: Tensor | None = None,
 ) -> None:
     """Apply norm and rotation to query and key heads; write queries to `q`, keys and values to their slots of `kv`."""
     num_q_heads = q.shape[1]
+    if gates is not None:
+        pairs, others = qkv.split((2 * num_q_heads, qkv.shape[1] - 2 * num_q_heads), dim=1)
+        gates.copy_(exact.elementwise(torch.sigmoid, pairs[:, 1::2]))
+        qkv = torch.cat((pairs[:, ::2], others), dim=1)
     num_kv_heads = 0 if kv is None else (part_of(kv) if part is None else part).num_kv_heads
     qk = qkv[:, : num_q_heads + num_kv_heads]
     v = qkv[:, qkv.shape[1] - num_kv_heads :]  # of the keys' projection, where there is no other

@@ -219,13 +219,21 @@ class Experts(nn.Module):
         gate_up = tuple(one.weight(pool) for one in self.gate_up)
         self.operands = ExpertWeights(gate_up, self.down.weight(pool), self._matrices)
 
-    def forward(self, x: Tensor, ids: Tensor, weights: Tensor, first_half: int, shared: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        first_half: int,
+        shared: Tensor | None,
+        shared_gate: Tensor | None = None,
+    ) -> Tensor:
         """Compute the two sums of each row: [2, N, hidden_size] float32; see `kernels.experts.product.expert_mlp`."""
         table = self.table
         if self.slots is not None and len(x) <= self.most_rows:
             table = self.operations.place_experts(ids, self.slots)
         return self.operations.expert_mlp(
-            x, ids, weights, table, self.operands, self.activation, first_half, shared, self.experts_read
+            x, ids, weights, table, self.operands, self.activation, first_half, shared, self.experts_read, shared_gate
         )
 
     def as_shared(self, x: Tensor) -> Tensor:
@@ -286,6 +294,7 @@ class Sparse:
         router_bias, expert_bias: whether there are biases.
         choice_bias: whether a float32 bias is added for the choice alone.
         has_factors: whether the weight of each expert is multiplied by a number that belongs to the expert.
+        shared_gate: whether a row's part of the shared expert is multiplied by the sigmoid of a number made of the row.
         activation: inside an expert; None: that of the config.
     """
 
@@ -299,15 +308,19 @@ class Sparse:
     expert_bias: bool = False
     choice_bias: bool = False
     has_factors: bool = False
+    shared_gate: bool = False
     activation: GatedActivation | None = None
 
 
 class SparseMLP(nn.Module):
     """The sum of a row's experts, weighted by a router, and of a shared expert, if there is one.
 
-    `gate` is the router, [num_experts, hidden_size], wide in every format; `factors`, [num_experts], are those of the
-    experts' weights.
+    `gate` is the router, [num_experts, hidden_size], and `shared_gate` a row of weights, both wide in every format;
+    `factors`, [num_experts], are those of the experts' weights.
     """
+
+    wide_projections = ("gate", "shared_gate")
+    """What is never quantised while it is read."""
 
     neutral_factors = 1.0
     """The factor that leaves a weight as it is."""
@@ -351,6 +364,7 @@ class SparseMLP(nn.Module):
             self.shared_experts = Experts(
                 1, hidden_size, sparse.shared_size, activation, formats=of_shared, is_shared=True, **options
             )
+        self.shared_gate = Linear(hidden_size, 1, **options) if sparse.shared_gate and sparse.shared_size else None
 
     def add(
         self, x: Tensor, normed: Tensor, norm: RMSNorm | None, num_live: Tensor, behind: RMSNorm | None = None
@@ -370,7 +384,8 @@ class SparseMLP(nn.Module):
         choose = self.experts.operations.choose_experts
         ids, weights = choose(logits, self.routing, self.choice_bias, num_live, normed.dtype, self.factors)
         shared = None if self.shared_experts is None else self.shared_experts.as_shared(normed)
-        return self.experts(normed, ids, weights, self.routing.first_half, shared)
+        gate = None if self.shared_gate is None else self.shared_gate(normed)
+        return self.experts(normed, ids, weights, self.routing.first_half, shared, gate)
 
 
 def _is_fused(sparse: Sparse, formats: Formats) -> bool:

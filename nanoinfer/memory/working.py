@@ -42,15 +42,16 @@ def prefill_bytes(spec: ModelSpec, tokens: int, is_fused: bool = True) -> int:
     """
     size, hidden, heads = spec.dtype.itemsize, spec.hidden_size, spec.q_size
     num_heads = max(attention.num_q_heads for attention in spec.attentions)
-    projected = max(2 * attention.q_size + 2 * attention.kv_size for attention in spec.attentions)
+    projected = max(2 * attention.q_size + 2 * attention.kv_size for attention in spec.attentions) + spec.gate_size
     state = 4 * (heads + 2 * num_heads)  # the running softmax, float32
     inputs = spec.layer_inputs_size
     always = 8 + state + size * (hidden + heads + inputs)  # positions, state, residual stream, attention output
+    always += size * spec.gate_size
     # Projections: their output, queries after the rotation, and the normalised input.
     attention = always + size * (projected + hidden)
     # What is around a convolution: its input, and without kernels of that what is gathered and widened.
-    gathered = 0 if is_fused else (3 * size + 3 * 8 + 4) * hidden * bool(spec.state_width)
-    recurrent = always + size * (spec.state_width + 1) * hidden + gathered
+    gathered = 0 if is_fused else (3 * size + 3 * 8 + 4) * hidden * bool(spec.state_values)
+    recurrent = always + size * (spec.state_values + hidden) + gathered
     dense = _dense_bytes(spec, always) if spec.intermediate_size else 0
     # The inputs of layers are made beside the norm of the embeddings.
     largest = tokens * max(attention, recurrent, dense, always + size * (hidden + inputs) + 8 if inputs else 0)
@@ -79,7 +80,8 @@ def graph_bytes(spec: ModelSpec, rows: int, prefill_tokens: int) -> int:
     size, heads, hidden, mlp = spec.dtype.itemsize, spec.q_size, spec.hidden_size, spec.intermediate_size
     behind = size * (3 * hidden + max(heads, mlp)) + 2 * 4 * hidden  # two float32 parts of a sum, as in `_dense_bytes`
     most, inputs = max(rows, prefill_tokens), size * (2 * hidden + spec.layer_inputs_size)
-    layer = most * max(size * (4 * hidden + 3 * heads + spec.mlp_width * mlp), inputs, behind)
+    projected = 3 * heads + spec.gate_size
+    layer = most * max(size * (4 * hidden + projected + spec.mlp_width * mlp), inputs, behind)
     if spec.sparse is not None:
         beside = 2 if spec.has_both else 1  # the sum, and as in `prefill_bytes`
         layer = max(layer, most * size * beside * hidden + sparse_bytes(spec, most))

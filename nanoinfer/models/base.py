@@ -89,14 +89,16 @@ class ModelSpec:
     """The intermediate size of each layer's MLP that has no router; 0: there is none."""
     mlp_width: int = 3
     """Values that an MLP computes from a row, for each of its intermediate size: gate, up and their product."""
-    state_width: int = 0
-    """Values that a layer which keeps a state computes from a row, for each of the hidden size."""
+    state_values: int = 0
+    """Values that a layer which keeps a state computes from a row."""
     layer_input_size: int = 0
     """Values that each layer reads of a token beside the residual sum."""
     sparse: SparseSpec | None = None
     """What is sparse; None: nothing is."""
     attentions: tuple[AttentionSpec, ...]
     """The shapes that attention has in the layers."""
+    gates_attention: bool = False
+    """Whether each value of the attention's output is multiplied by a gate, which is made with the queries."""
     vocab_size: int
     max_position: int
     """Tokens of context that the checkpoint's config allows."""
@@ -200,6 +202,11 @@ class ModelSpec:
     def q_size(self) -> int:
         """The most values of all query heads of a token."""
         return max(attention.q_size for attention in self.attentions)
+
+    @property
+    def gate_size(self) -> int:
+        """The most values of a token that gates of attention have; 0: there are none."""
+        return self.q_size if self.gates_attention else 0
 
     @cached_property
     def kv_groups(self) -> KVGroups:

@@ -36,6 +36,9 @@ CHECKPOINTS: dict[str, str] = by_name({
     "LiquidAI/LFM2-1.2B": "Lfm2ForCausalLM",
     "LiquidAI/LFM2-8B-A1B LiquidAI/LFM2-24B-A2B": "Lfm2MoeForCausalLM",
     "openai/gpt-oss-20b openai/gpt-oss-120b": "GptOssForCausalLM",
+    "Qwen/Qwen3.5-0.8B Qwen/Qwen3.5-2B Qwen/Qwen3.5-4B Qwen/Qwen3.5-9B Qwen/Qwen3.6-27B": "Qwen3_5ForCausalLM",
+    "Qwen/Qwen3.5-35B-A3B Qwen/Qwen3.6-35B-A3B": "Qwen3_5MoeForCausalLM",
+    "Qwen/Qwen3-Next-80B-A3B-Instruct Qwen/Qwen3-Coder-Next": "Qwen3NextForCausalLM",
 })  # fmt: skip
 # By the beginning of the name of a model that does not run: what people can run instead, the nearest first.
 _CLOSEST = by_name({
@@ -43,7 +46,7 @@ _CLOSEST = by_name({
         "Qwen/Qwen2.5-32B-Instruct", "Qwen/Qwen2.5-14B-Instruct", "Qwen/Qwen2.5-7B-Instruct",
         "Qwen/Qwen2.5-1.5B-Instruct",
     ),
-    "Qwen3Next Qwen3_5Moe Qwen3VLMoe Qwen3OmniMoe Qwen4": (
+    "Qwen3VLMoe Qwen3OmniMoe Qwen4": (
         "Qwen/Qwen3-30B-A3B", "openai/gpt-oss-20b", "Qwen/Qwen3-8B", "Qwen/Qwen3-4B",
     ),
     "Llama": ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.2-3B-Instruct"),
@@ -84,10 +87,10 @@ _COMMON = ("Qwen/Qwen3-8B", "Qwen/Qwen3-14B", "meta-llama/Llama-3.1-8B-Instruct"
 _PARAMETERS = {
     "microsoft/phi-4": 14.7, "microsoft/Phi-4-mini-instruct": 3.8, "mistralai/Mistral-Nemo-Instruct-2407": 12.2,
     "zai-org/GLM-4.5-Air": 107.0, "ibm-granite/granite-4.0-micro": 3.4, "mistralai/Mixtral-8x7B-Instruct-v0.1": 46.7,
-    "allenai/OLMoE-1B-7B-0924-Instruct": 6.9,
+    "allenai/OLMoE-1B-7B-0924-Instruct": 6.9, "Qwen/Qwen3-Coder-Next": 79.7,
 }  # fmt: skip
 _SPARSE = {"Qwen3MoeForCausalLM", "MixtralForCausalLM", "OlmoeForCausalLM", "Glm4MoeForCausalLM", "GptOssForCausalLM"}
-_SPARSE |= {"Lfm2MoeForCausalLM"}
+_SPARSE |= {"Lfm2MoeForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM"}
 # Bytes that a parameter in 4 bits comes to, with its share of scales, wider weights, context and working memory.
 _BYTES_IN_4_BITS = 0.65
 

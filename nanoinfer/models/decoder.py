@@ -199,6 +199,11 @@ class Decoder(nn.Module):
         return True
 
     @classmethod
+    def state_values(cls, hf_config: PretrainedConfig) -> int:
+        """Return how many values a layer that keeps a state computes from a row; 0: no layer does."""
+        return 0
+
+    @classmethod
     def rope_parameters(cls, hf_config: PretrainedConfig) -> tuple[Mapping | None, ...]:
         """Return the rotation of each layer; None: its heads are not rotated."""
         if cls.rotates_by_layer_type:
@@ -276,7 +281,8 @@ class Decoder(nn.Module):
             tensors.drop_q()
             shape = self.spec.attentions[self.spec.layers[begin.layer].shape]
             attn = shape.heads_of(tensors.attention, len(tensors))
-            normed = self.after_attention(begin.layer, tensors.x, attn, tensors.num_live, tensors.layer_inputs)
+            gates = tensors.gates_of(shape)
+            normed = self.after_attention(begin.layer, tensors.x, attn, tensors.num_live, tensors.layer_inputs, gates)
         else:
             normed = tensors.take_normed()
         for layer in range(0 if begin is None else begin.next_layer, end.layer):
@@ -287,7 +293,7 @@ class Decoder(nn.Module):
         shape, (group, place) = self.spec.attentions[self.spec.layers[end.layer].shape], cut.reads
         kv = None if cut.writes is None else held.gpu_kv[group][place]
         q = None if tensors.queries is None else shape.heads_of(tensors.queries, len(tensors))
-        target = KVSlots(kv, tensors.slots[group], q, shape.part)
+        target = KVSlots(kv, tensors.slots[group], q, shape.part, tensors.gates_of(shape))
         tensors.q = self.before_attention(end.layer, normed, tensors.positions, target)
 
     # The calls
@@ -313,13 +319,16 @@ class Decoder(nn.Module):
         return self.layers[layer].self_attn.project(normed, rope, self.query_scales, positions, target)
 
     def after_attention(
-        self, layer: int, x: Tensor, attn: Tensor, num_live: Tensor, layer_inputs: Tensor | None = None
-    ) -> Tensor:
+        self, layer: int, x: Tensor, attn: Tensor, num_live: Tensor, layer_inputs: Tensor | None = None,
+        gates: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Add the output projection and the MLP to x, in place. Return x normed for the next layer or the head.
 
         x: [N, hidden_size], the residual sum so far; attn: [N, num_q_heads, head_dim], contiguous; num_live: [1] int32,
-        how many rows are tokens; layer_inputs: what `layer_inputs` returns, where the model has them.
+        how many rows are tokens; layer_inputs: what `layer_inputs` returns, where the model has them; gates: what
+        `KVSlots.gates` was given, where there are some: attn is multiplied by them, in place.
         """
+        attn = attn if gates is None else attn.mul_(gates)
         size = self.spec.layer_input_size
         own = () if layer_inputs is None else (layer_inputs[:, layer * size : (layer + 1) * size],)
         return self.layers[layer].after_attention(x, attn.flatten(1), self._norm_before(layer + 1), num_live, *own)
@@ -354,16 +363,16 @@ class Decoder(nn.Module):
         """
         views = {}
         for name, module in self.named_modules():
-            if module is self.expert_pools or not is_wanted(module):
+            if module in (self, self.expert_pools) or not is_wanted(module):
                 continue
             prefix = name if name == "lm_head" else f"model.{name}"
-            if isinstance(module, Linear):
-                filled = module.checkpoint_views()
-                prefix = prefix if module.merged is None else prefix.rsplit(".", 1)[0]
-            elif isinstance(module, Experts):
-                filled = fused_views(module) if module.is_fused else module.checkpoint_views()
-            else:
-                filled = dict(module.named_parameters(recurse=False))
+            if isinstance(module, Linear) and module.merged is not None:
+                prefix = prefix.rsplit(".", 1)[0]
+            if isinstance(module, Experts) and module.is_fused:
+                own = partial(fused_views, module)
+            else:  # weights as they are, unless the module says otherwise
+                own = getattr(module, "checkpoint_views", partial(module.named_parameters, recurse=False))
+            filled = dict(own())
             views |= {self.name_in_checkpoint(f"{prefix}.{ending}"): view for ending, view in filled.items()}
         return views
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.kernels.attention.spec import AttentionSpec
+from nanoinfer.kernels.delta.heads import DeltaHeads
 from nanoinfer.kernels.experts.routing import GatedActivation
 from nanoinfer.kernels.kv.base import KVPart
 from nanoinfer.kernels.layer.head_steps import HeadSteps
@@ -18,6 +19,15 @@ from nanoinfer.layers.linear import Linear
 from nanoinfer.layers.mlp import MLP, GatedMLP
 from nanoinfer.layers.norm import RMSNorm
 from nanoinfer.models.base import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delta:
+    """Gated DeltaNet. taps: tokens that its convolution reaches; in_groups: as in `GatedDeltaNet`."""
+
+    heads: DeltaHeads
+    taps: int
+    in_groups: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +53,8 @@ class Traits:
     conv_taps: int = 0
     conv_bias: bool = False
     """Of a layer with a short convolution: tokens that it reaches, and whether it has biases."""
+    delta: Delta | None = None
+    """Of layers with Gated DeltaNet in place of attention."""
     sparse: Sparse | None = None
     """What is sparse; set to None for each layer that is not."""
     attention: AttentionSpec | None = None
@@ -68,6 +80,8 @@ class Traits:
     """Factor on q.k; None: head_dim ** -0.5."""
     attention_softcap: float | None = None
     """Attention logits become softcap * tanh(logits / softcap)."""
+    attention_gate: bool = False
+    """Queries come with a gate of as many values, whose sigmoid the attention's output is multiplied by."""
     attention_sinks: bool = False
     """A learned logit of each query head is one more in the softmax, and its share is dropped."""
     embedding_scale: float | None = None
@@ -90,13 +104,15 @@ class KVSlots:
 
     kv: a place of the GPU pool's blocks, as `KVPart.view` returns it; None: the layer makes none, and reads another's;
     slots: [N] int32 or int64, block * block_size + offset, a negative one is skipped; q: [N, num_q_heads, head_dim],
-    None: a new tensor; part: how the blocks of kv lie, None: plain, as kv says.
+    None: a new tensor; part: how the blocks of kv lie, None: plain, as kv says; gates: as q, of a layer whose attention
+    has gates, None: of one without.
     """
 
     kv: Tensor | None
     slots: Tensor
     q: Tensor | None = None
     part: KVPart | None = None
+    gates: Tensor | None = None
 
 
 class Attention(nn.Module):
@@ -108,11 +124,14 @@ class Attention(nn.Module):
         q_size, kv_size = self._shape.q_size, self._shape.kv_size
         formats = traits.formats.below("self_attn")
         of_kv = ("k_proj",) if self._shape.has_one_projection else ("k_proj", "v_proj")
-        made = {"q_proj": q_size} | (dict.fromkeys(of_kv, kv_size) if traits.keeps_kv else {})
+        width = 2 if traits.attention_gate else 1
+        made = {"q_proj": width * q_size} | (dict.fromkeys(of_kv, kv_size) if traits.keeps_kv else {})
         qkv = formats.as_held("qkv_proj", made)
         options = dict(dtype=spec.dtype, device=device)
         q_cut, kv_cut = (head_dim * count for count in heads_cut(self._shape.num_q_heads, self._shape.num_kv_heads))
-        sizes = divided(q_size, q_cut) + (len(of_kv) * divided(kv_size, kv_cut) if traits.keeps_kv else ())
+        sizes = divided(width * q_size, width * q_cut) + (
+            len(of_kv) * divided(kv_size, kv_cut) if traits.keeps_kv else ()
+        )
         of_qkv = options | dict(bias=traits.qkv_bias, formats=formats, row_sizes=sizes)
         self.qkv_proj = Linear(spec.hidden_size, qkv, **of_qkv)
         cut = q_cut if q_cut < q_size else columns_cut(q_size)  # a single head is divided, too
@@ -150,9 +169,8 @@ class Attention(nn.Module):
         if self.q_norm is not None:
             weights = self.q_norm.weight, None if self.k_norm is None else self.k_norm.weight
         store = self.qkv_proj.operations.norm_rope_store
-        store(
-            qkv, weights, self._steps, rope, positions, target.kv, target.slots, q, q_scales=q_scales, part=target.part
-        )
+        options = dict(q_scales=q_scales, part=target.part, gates=target.gates)
+        store(qkv, weights, self._steps, rope, positions, target.kv, target.slots, q, **options)
         return q
 
 

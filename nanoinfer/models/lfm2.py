@@ -28,9 +28,6 @@ CONV = "conv"
 class ConvLayer(nn.Module):
     """x + conv(norm(x)), then x + mlp(norm(x))."""
 
-    width = 4
-    """Values that the convolution computes from a row, for each of the hidden size."""
-
     def __init__(self, spec: ModelSpec, traits: Traits, *, device: torch.device | str) -> None:
         super().__init__()
         size, options = spec.hidden_size, dict(dtype=spec.dtype, device=device)
@@ -81,6 +78,10 @@ class Lfm2(Decoder):
         inputs = StateTensor("inputs", (hf_config.conv_L_cache - 1, hf_config.hidden_size))
         kept = {"full_attention": AttentionState(), CONV: RecurrentState((inputs,))}
         return tuple(kept[layer_type] for layer_type in hf_config.layer_types)
+
+    @classmethod
+    def state_values(cls, hf_config: PretrainedConfig) -> int:
+        return 4 * hf_config.hidden_size
 
     @classmethod
     def mlp_sizes(cls, hf_config: PretrainedConfig, traits: Traits) -> tuple[int, ...]:

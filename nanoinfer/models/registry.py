@@ -61,7 +61,7 @@ def find_class(architectures: list[str] | None, config: Mapping[str, Any] | None
     _import_families()
     for name in architectures or ():
         if name in _MODELS:
-            if config is not None and (missing := missing_layers(config)):
+            if config is not None and (missing := missing_layers(config, _MODELS[name].layer_types)):
                 what = f"architecture {shown(name)} runs, but not this model: it needs {missing}, which is not here yet"
                 raise UnsupportedArchitectureError(f"{what}; {instead_of(name, room_here())}", name)
             return _MODELS[name]

@@ -39,7 +39,8 @@ def spec_of(model_class: type[Decoder], checkpoint: CheckpointInfo, dtype: torch
         mlp_sizes=model_class.mlp_sizes(hf_config, traits),
         mlp_width=traits.mlp.width,
         attentions=tuple(_attentions(model_class, hf_config, traits, architecture, layers, dtype)),
-        state_width=getattr(model_class.layer_classes.get(RecurrentState), "width", 0),
+        gates_attention=traits.attention_gate,
+        state_values=model_class.state_values(hf_config),
         own_pieces=tuple(
             layer
             for layer, state in enumerate(layers)

@@ -30,6 +30,7 @@ class StepTensors:
         attention: [N * most of a token], which the attention fills; padding rows hold anything.
         layer_inputs: [N, layer_inputs_size], which the first piece fills, where the model has them.
         normed: [N, hidden_size], what a piece left that ends before a layer; of a buffer, if there is one.
+        gates: [N, most of a token], what each layer multiplies its attention by, where the model has them.
         q: [N, num_q_heads, head_dim], what the last piece left where queries are not given.
     """
 
@@ -43,6 +44,7 @@ class StepTensors:
     attention: Tensor | None = None
     layer_inputs: Tensor | None = None
     normed: Tensor | None = None
+    gates: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.positions, self.q = self.given_positions, None
@@ -80,6 +82,12 @@ class StepTensors:
             self.attention = torch.empty(len(self) * spec.q_size, dtype=spec.dtype, device=self.token_ids.device)
         if self.layer_inputs is None and (size := spec.layer_inputs_size):
             self.layer_inputs = torch.empty(len(self), size, dtype=spec.dtype, device=self.token_ids.device)
+        if self.gates is None and spec.gate_size:
+            self.gates = torch.empty(len(self), spec.gate_size, dtype=spec.dtype, device=self.token_ids.device)
+
+    def gates_of(self, shape: AttentionSpec) -> Tensor | None:
+        """Return the gates of a layer of this shape, [N, num_q_heads, head_dim]; None: there are none."""
+        return None if self.gates is None else shape.heads_of(self.gates.view(-1), len(self))
 
     def attention_rows(self, shape: AttentionSpec, count: int, begin: int = 0) -> tuple[Tensor, Tensor]:
         """Return queries and attention output of `count` rows from `begin` on, of a layer of this shape: each
@@ -111,6 +119,8 @@ class FixedBuffers:
         if spec.own_pieces:
             self.normed = torch.zeros(num_tokens, spec.hidden_size, dtype=spec.dtype, device=device)
             self._more["normed"] = self.normed
+        if spec.gate_size:
+            self._more["gates"] = torch.zeros(num_tokens, spec.gate_size, dtype=spec.dtype, device=device)
 
     def first(self, count: int) -> dict[str, Tensor]:
         """Return the first rows, as arguments of `StepTensors`."""

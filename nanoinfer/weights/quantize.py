@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from nanoinfer.config import QUANTISED
-from nanoinfer.layers.experts import Experts, SparseMLP
+from nanoinfer.layers.experts import Experts
 from nanoinfer.layers.formats.base import DENSE
 from nanoinfer.layers.linear import Embedding
 from nanoinfer.models.checkpoint_info import CheckpointInfo
@@ -64,7 +64,7 @@ def settings_for(checkpoint: CheckpointInfo, quantization: str | None, head: str
     Raises:
         ValueError: no group divides the columns of a weight.
     """
-    columns, routers = ({}, []) if quantization is None else _modules(checkpoint)
+    columns, wide = ({}, []) if quantization is None else _modules(checkpoint)
     sizes = {name: _group_size(name, size) if quantization in _OF_GROUPS else None for name, size in columns.items()}
     groups = []
     for size, targets in _targets(sizes).items():
@@ -81,7 +81,7 @@ def settings_for(checkpoint: CheckpointInfo, quantization: str | None, head: str
         format=stored_as.pop() if len(stored_as) == 1 else "mixed-precision",
         quantization_status="compressed",
         config_groups={f"group_{number}": group for number, group in enumerate(groups)},
-        ignore=([HEAD] if head is None or HEAD not in tables else []) + routers,
+        ignore=([HEAD] if head is None or HEAD not in tables else []) + wide,
         kv_cache_scheme=None,
         global_compression_ratio=None,
     )
@@ -96,7 +96,7 @@ def without_weights(checkpoint: CheckpointInfo) -> Decoder:
 def _modules(checkpoint: CheckpointInfo) -> tuple[dict[str, int], list[str]]:
     """Return the columns of each projection but the head, by its name in the checkpoint, without experts' numbers.
 
-    Behind them, expressions for the names of routers, which stay wide.
+    Behind them, expressions for the names of what stays wide, such as routers.
     """
     model = without_weights(checkpoint)
     views: Mapping[str, Any] = model.checkpoint_views()
@@ -105,15 +105,18 @@ def _modules(checkpoint: CheckpointInfo) -> tuple[dict[str, int], list[str]]:
     for path, module in model.named_modules():  # one tensor may hold all experts
         for one in module.projections if isinstance(module, Experts) else ():
             names |= {f"model.{path}.{name}": one.in_features for name in one.names}
-    sparse = [path for path, module in model.named_modules() if isinstance(module, SparseMLP)]
-    routers = {model.name_in_checkpoint(f"model.{path}.gate") for path in sparse}
-    expressions = {rf"re:.*\.{re.escape(_LAYER.sub('', name))}$" for name in routers}
+    wide = {
+        model.name_in_checkpoint(f"model.{path}.{name}")
+        for path, module in model.named_modules()
+        for name in getattr(module, "wide_projections", ())
+    } & {*names}
+    expressions = {rf"re:.*\.{re.escape(_LAYER.sub('', name))}$" for name in wide}
     tables = {
         model.name_in_checkpoint(f"model.{path}")
         for path, module in model.named_modules()
         if isinstance(module, Embedding)
     }
-    columns = {name: size for name, size in names.items() if name not in {HEAD, *tables, *routers}}
+    columns = {name: size for name, size in names.items() if name not in {HEAD, *tables, *wide}}
     return columns, sorted(expressions)
 
 

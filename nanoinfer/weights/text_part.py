@@ -22,6 +22,8 @@ WRAPPERS = {
     "Gemma4UnifiedForConditionalGeneration": "gemma4_unified_text",
     "Mistral3ForConditionalGeneration": "mistral",
     "LlavaForConditionalGeneration": "llama",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
 }
 
 

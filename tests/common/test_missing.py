@@ -18,8 +18,8 @@ NEEDS = {
     "deepseek_v3": ("DeepseekV3ForCausalLM", MLA),
     "glm_moe_dsa": ("GlmMoeDsaForCausalLM", f"{MLA} and attention to selected keys (DSA)"),
     "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", MLA),
-    "qwen3_next": ("Qwen3NextForCausalLM", LINEAR),
-    "qwen3_5_moe": ("Qwen3_5MoeForConditionalGeneration", LINEAR),
+    "olmo_hybrid": ("OlmoHybridForCausalLM", LINEAR),
+    "minimax": ("MiniMaxForCausalLM", LINEAR),
     "granitemoehybrid": ("GraniteMoeHybridForCausalLM", MAMBA),
     "bamba": ("BambaForCausalLM", MAMBA),
     "falcon_h1": ("FalconH1ForCausalLM", MAMBA),
@@ -36,8 +36,8 @@ NEEDS = {
 }
 # By what GGUF files say.
 OF_FILES = {
-    "deepseek2": MLA, "glm-dsa": f"{MLA} and attention to selected keys (DSA)", "qwen3next": LINEAR,
-    "qwen35moe": LINEAR, "granitehybrid": MAMBA, "falcon-h1": MAMBA, "nemotron_h_moe": MAMBA, "mamba": MAMBA,
+    "deepseek2": MLA, "glm-dsa": f"{MLA} and attention to selected keys (DSA)", "olmo-hybrid": LINEAR,
+    "granitehybrid": MAMBA, "falcon-h1": MAMBA, "nemotron_h_moe": MAMBA, "mamba": MAMBA,
     "kimi-linear": f"{LINEAR} and {MLA}", "llama4": "attention in chunks", "gemma3n": "embeddings of each layer",
     "command-r": "attention and MLP side by side", "rwkv7": "recurrent layers", "t5": "an encoder",
 }  # fmt: skip
@@ -63,9 +63,13 @@ def test_nothing_is_said_that_nobody_knows():
         assert why_not(name, {"num_experts": 8}) == "nobody has written this family yet"
     assert why_not("BertForMaskedLM") == why_not("Qwen3ForSequenceClassification") == "it does not generate text"
     said = why_not("Qwen2_5_VLForConditionalGeneration", {"vision_config": {}})
-    assert said == "it takes more than text, and only of Gemma 3 and 4, Mistral 3 and Llava the text part runs alone"
+    of_some = "only of Gemma 3 and 4, Qwen3.5, Mistral 3 and Llava the text part runs alone"
+    assert said == f"it takes more than text, and {of_some}"
     assert [name for name in supported_architectures() if "which is not here" in why_not(name)] == []
     assert missing_layers(dict(layer_types=["full_attention", "attention", "sliding_attention"])) is None
+    hybrid = dict(layer_types=["full_attention", "linear_attention"])
+    assert missing_layers(hybrid) == LINEAR and missing_layers(hybrid, hybrid["layer_types"]) is None
+    assert missing_layers(hybrid | dict(mamba_d_conv=4), hybrid["layer_types"]) == MAMBA
     assert missing_layers(dict(layer_types=[["mamba"], 5])) is missing_layers(dict(layer_types=7)) is None
 
 

@@ -55,6 +55,9 @@ STATEFUL = {
     "lfm2": dict(num_layers=5, block_multiple_of=8),
     "lfm2_moe": dict(num_layers=4, conv_L_cache=4),
     "lfm2_moe, some experts": dict(num_layers=5, num_dense_layers=0),
+    "qwen3_5": dict(num_layers=4, hidden_size=75, num_heads=3, num_kv_heads=1, linear_num_value_heads=6),
+    "qwen3_5_moe": dict(num_layers=3, linear_key_head_dim=48),
+    "qwen3_next": dict(num_layers=3, linear_num_key_heads=3, linear_num_value_heads=3),
 }
 DTYPES = ["float32", "bfloat16", "float16"]
 MAX_LEN = 512

@@ -92,6 +92,18 @@ def test_a_nan_row_spoils_itself_alone_and_padding_adds_nothing(operations):
     assert torch.equal(found[:, others], wanted[:, others])
 
 
+@pytest.mark.parametrize("operations", [fused, reference])
+def test_a_shared_experts_part_is_multiplied_by_its_gate(operations):
+    owner, (x, ids, weights) = make_experts(torch.bfloat16), some_rows(torch.bfloat16, CHOICES["few"])
+    shared = torch.randn(2, *x.shape, generator=torch.Generator().manual_seed(3))
+    gate = torch.tensor([[0.3], [-200.0], [2.0]], dtype=torch.bfloat16)
+    given = x, ids, weights, owner.table, owner.operands, owner.activation, FIRST_HALF
+    without = operations.expert_mlp(*given)
+    assert torch.equal(operations.expert_mlp(*given, shared), without + shared)
+    found, factors = operations.expert_mlp(*given, shared, None, gate), torch.sigmoid(gate).float()
+    assert torch.equal(found[:, 1], without[:, 1]) and torch.allclose(found, without + shared * factors)
+
+
 def test_tiles_in_several_launches_give_the_bits_of_one(monkeypatch):
     owner, rows = make_experts(torch.float32), some_rows(torch.float32, CHOICES["few"] * 2)
     wanted = sums(fused, owner, *rows)

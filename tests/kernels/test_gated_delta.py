@@ -44,7 +44,7 @@ def test_the_chunk_form_errs_no_more_than_the_recurrent_one():
 
 def test_a_decay_that_forgets_all_and_one_that_forgets_nothing_stay_numbers():
     given = inputs(130, SHARED)
-    given.decay_in[:, 0], given.decay_in[:, 1], given.log_decay[:] = 200.0, -200.0, 5.0
+    given.decay_in[:, 0], given.decay_in[:, 1], given.rates[:] = 200.0, -200.0, -148.0
     found, state = whole(reference, given, SHARED, decoding=1)
     wanted, left = scan(given, state_of(SHARED)[3], SHARED)
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)

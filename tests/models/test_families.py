@@ -8,7 +8,7 @@ import torch
 from dense_model import dense_logits
 from engines import make_engine, random_prompts, run
 from online import QUIET, equal, load, matrices
-from tiny_models import logits_of, make_checkpoint, random_tokens, read_reference
+from tiny_models import DELTA, logits_of, make_checkpoint, random_tokens, read_reference
 from transformers_reference import reference_tokens
 
 from nanoinfer import SamplingParams
@@ -243,6 +243,41 @@ def _lfm2_moe(draw):
     return _experts(draw, "num_experts", **own) | _lfm2(draw)
 
 
+def _qwen3_5(draw):
+    layer_types = ["full_attention", *draw.choices([LINEAR, LINEAR, "full_attention"], k=draw.randint(1, 4))]
+    draw.shuffle(layer_types)
+    num_key_heads = draw.choice([1, 2, 3])
+    rope = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=draw.choice([0.25, 0.5, 1.0]))
+    if draw.random() < 0.3:
+        rope |= _yarn(draw)
+    return dict(
+        layer_types=layer_types,
+        num_layers=len(layer_types),
+        head_dim=draw.choice([16, 32, 64]),
+        linear_num_key_heads=num_key_heads,
+        linear_num_value_heads=num_key_heads * draw.choice([1, 2, 3]),
+        linear_key_head_dim=draw.choice([16, 32]),
+        linear_value_head_dim=draw.choice([16, 32, 48]),
+        linear_conv_kernel_dim=draw.choice([4, 4, 2, 3]),
+        attention_bias=draw.random() < 0.2,
+        rope_parameters=rope | dict(mrope_section=[11, 11, 10], mrope_interleaved=True),
+    )
+
+
+def _qwen3_5_moe(draw, **own):
+    own |= dict(moe_intermediate_size=draw.choice([24, 40]), shared_expert_intermediate_size=draw.choice([24, 160]))
+    return _experts(draw, "num_experts", **own) | _qwen3_5(draw)
+
+
+def _qwen3_next(draw):
+    return _qwen3_5_moe(
+        draw,
+        norm_topk_prob=draw.random() < 0.7,
+        decoder_sparse_step=draw.choice([1, 1, 2]),
+        mlp_only_layers=draw.choice([[], [0], [0, 2]]),
+    )
+
+
 def _rotations(draw):
     """Those that any family may have."""
     rope = draw.choice([
@@ -283,6 +318,9 @@ DRAWN = {
     "gemma4_unified": _gemma4,
     "lfm2": _lfm2_dense,
     "lfm2_moe": _lfm2_moe,
+    "qwen3_5": _qwen3_5,
+    "qwen3_5_moe": _qwen3_5_moe,
+    "qwen3_next": _qwen3_next,
     "llama": _rotations,
     "qwen3": _rotations,
 }
@@ -302,7 +340,8 @@ def draw_fields(family, draw):
 
 SPARSE = ("gpt_oss", "qwen3_moe", "mixtral", "olmoe", "glm4_moe")
 DRAW_MORE = {"qwen3_moe": 22, "glm4_moe": 4}  # the seeds that draw more than others
-MORE_SEEDS = (*SPARSE, "lfm2", "lfm2_moe", "gemma4", "gemma4_inputs", "gemma4_moe", "gemma4_unified")
+LINEAR, IN_FLOAT32 = "linear_attention", ("A_log", "dt_bias")
+MORE_SEEDS = (*SPARSE, *DELTA, "lfm2", "lfm2_moe", "gemma4", "gemma4_inputs", "gemma4_moe", "gemma4_unified")
 CASES = {f"{family}-{seed}": (family, seed) for family in DRAWN for seed in range(40 if family in MORE_SEEDS else 10)}
 
 
@@ -334,6 +373,8 @@ def test_bfloat16_logits_are_close_to_transformers_and_weights_are_counted(famil
     reference = read_reference(path, torch.bfloat16)
     # Experts' tensors begin at multiples of 128 bytes.
     others = [one for name, one in reference.named_buffers() if name.endswith("layer_scalar")]
+    # What states decay by is float32 in any dtype.
+    others += [one for name, weight in reference.named_parameters() for one in weight if name.endswith(IN_FLOAT32)]
     assert model.spec.sparse or model.spec.weight_bytes == 2 * (reference.num_parameters() + len(others))
     actual, theirs = dense_logits(model, tokens), logits_of(reference, tokens)
     exact = logits_of(reference.float(), tokens)

@@ -42,6 +42,9 @@ ARCHITECTURES = {
     "ministral": "MinistralForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "qwen3_5": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe": "Qwen3_5MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
 }

@@ -9,13 +9,14 @@ from exact_interpreter import make_interpreter_exact
 from gguf_models import write_gguf
 from halves import computed_in_halves
 from quantised import CASES, write
-from tiny_models import ALL_FAMILIES, make_checkpoint, random_tokens
+from tiny_models import ALL_FAMILIES, DELTA, make_checkpoint, random_tokens
 
 from nanoinfer.common import exact
 from nanoinfer.devices.cpu import CpuDevice
 
 DTYPES = ("float32", "bfloat16", "float16")
-SPARSE = ("qwen3_moe", "gpt_oss", "mixtral", "olmoe")
+SHARED = ("glm4_moe", "qwen3_5_moe", "qwen3_next")
+SPARSE = ("qwen3_moe", "gpt_oss", "mixtral", "olmoe", "qwen3_5_moe", "qwen3_next")
 SHAPES = {
     "one KV head": dict(num_heads=4, num_kv_heads=1, head_dim=32),
     "odd": dict(num_heads=6, num_kv_heads=3, intermediate_size=600),
@@ -41,9 +42,9 @@ def test_a_family_in_halves_has_the_bits_of_the_whole(family, dtype, tmp_path):
     counts = check(make_checkpoint(family, tmp_path, num_layers=2), dtype)
     up = {"nemotron": "up_proj", "starcoder2": "up_proj"}.get(family, "gate_up_proj")
     names = {"heads", "qkv_proj", "o_proj", "head"} | ({up, "down_proj"} if family not in SPARSE else set())
-    names |= {"experts"} if family in (*SPARSE, "glm4_moe", "gemma4_moe", "lfm2_moe") else set()
-    names |= {"in_proj", "out_proj"} if family.startswith("lfm2") else set()
-    assert set(counts) == names | ({"shared"} if family == "glm4_moe" else set())
+    names |= {"experts"} if family in (*SPARSE, *SHARED, "gemma4_moe", "lfm2_moe") else set()
+    names |= {"in_proj", "out_proj"} if family.startswith("lfm2") or family in DELTA else set()
+    assert set(counts) == names | ({"shared"} if family in SHARED else set())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -57,6 +58,17 @@ def test_any_shape_in_halves_has_the_bits_of_the_whole(family, shape, dtype, tmp
     """A single KV head, which both have; an odd number of them; biases of the sums in parts."""
     fields = SHAPES[shape] | (dict(attention_bias=True, mlp_bias=True) if family == "llama" else {})
     check(make_checkpoint(family, tmp_path, num_layers=2, **fields), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_key_heads, num_value_heads", [(1, 1), (1, 3), (3, 3), (3, 6)])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+@pytest.mark.sampled("qwen3_5-1-1-float32", "qwen3_5-1-3-bfloat16", "qwen3_next-3-6-float16")
+def test_any_heads_of_values_in_halves_have_the_bits_of_the_whole(
+    family, num_key_heads, num_value_heads, dtype, tmp_path
+):
+    heads = dict(linear_num_key_heads=num_key_heads, linear_num_value_heads=num_value_heads)
+    check(make_checkpoint(family, tmp_path, num_layers=2, **SHAPES["odd"], **heads), dtype)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gemma4_moe", "starcoder2", "gpt_oss", "olmo2", "lfm2"])

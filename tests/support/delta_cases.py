@@ -23,7 +23,7 @@ class Inputs(NamedTuple):
     mixed: torch.Tensor
     decay_in: torch.Tensor
     beta_in: torch.Tensor
-    log_decay: torch.Tensor
+    rates: torch.Tensor
     decay_bias: torch.Tensor
 
     def rows(self, *which):
@@ -42,8 +42,8 @@ def inputs(num_tokens: int, heads: DeltaHeads, dtype=torch.float32, seed=0, devi
     mixed = drawn(num_tokens, heads.num_channels, seed=seed, **options)
     mixed += drawn(1, heads.num_channels, seed=99, **options) / 2
     decay_in, beta_in = (drawn(num_tokens, heads.num_value_heads, seed=seed + n, **options) for n in (1, 2))
-    log_decay = torch.linspace(-5, 2.5, heads.num_value_heads, device=device)
-    return Inputs(mixed, decay_in, beta_in, log_decay, drawn(heads.num_value_heads, seed=98, **options))
+    rates = -torch.linspace(-5, 2.5, heads.num_value_heads, device=device).exp()
+    return Inputs(mixed, decay_in, beta_in, rates, drawn(heads.num_value_heads, seed=98, **options))
 
 
 def runs_of(prompts, decoding=(), padding=0, num_slots=8, spare=0, device="cpu"):
@@ -83,7 +83,7 @@ def scan(given: Inputs, state: torch.Tensor, heads: DeltaHeads, dtype=torch.floa
     q, k = (one * torch.rsqrt((one * one).sum(-1, keepdim=True) + 1e-6) for one in (q, k))
     q, v = q * heads.key_size**-0.5, v.unflatten(1, (heads.num_value_heads, heads.value_size))
     steps = F.softplus(given.decay_in.to(dtype) + given.decay_bias.to(dtype))
-    factor = torch.exp(-torch.exp(given.log_decay.to(dtype)) * steps)
+    factor = torch.exp(given.rates.to(dtype) * steps)
     beta, state, outs = torch.sigmoid(given.beta_in).to(dtype), state.to(dtype), []
     for now in range(len(v)):
         state = state * factor[now, :, None, None]

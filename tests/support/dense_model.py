@@ -31,7 +31,8 @@ def empty_slots(spec, num_tokens: int, layer: int = 0) -> KVSlots:
     """One block in which token i has slot i, for the keys and values of a layer."""
     attention = spec.attentions[spec.layers[layer].shape]
     kv = torch.zeros(1, 2, num_tokens, attention.num_kv_heads, attention.head_dim, dtype=spec.dtype)
-    return KVSlots(kv, torch.arange(num_tokens))
+    gates = torch.empty(num_tokens, attention.num_q_heads, attention.head_dim, dtype=spec.dtype)
+    return KVSlots(kv, torch.arange(num_tokens), gates=gates if spec.gates_attention else None)
 
 
 @torch.inference_mode()
@@ -55,5 +56,5 @@ def dense_logits(model: Decoder, token_ids: list[int], first_position: int = 0) 
         k, v = made[layer if state.source is None else state.source]
         sinks = model.layers[layer].self_attn.sinks
         attn = dense_attention(q, k, v, shape.scale, shape.softcap, state.window, sinks)
-        normed = model.after_attention(layer, x, attn, num_live.int(), inputs)
+        normed = model.after_attention(layer, x, attn, num_live.int(), inputs, target.gates)
     return model.logits(normed)

@@ -22,8 +22,9 @@ from nanoinfer.common import exact
 from nanoinfer.kernels.attention.spec import AttentionSpec
 from nanoinfer.kernels.experts.reference import gated
 from nanoinfer.layers.experts import Experts
+from nanoinfer.layers.gated_delta_net import GatedDeltaNet
 from nanoinfer.layers.linear import Head, Linear
-from nanoinfer.models.base import AttentionState
+from nanoinfer.models.base import AttentionState, ModelSpec
 
 
 @contextmanager
@@ -31,11 +32,13 @@ def computed_in_halves(engine: LLMEngine) -> Iterator[Counter]:
     """Compute all products of an engine in halves; return how many values second parts have that are not 0."""
     model, counts = engine.runner.model, Counter()
     names = {module: name for name, module in model.named_modules()}
-    specs = {
-        layer.self_attn.qkv_proj: model.spec.attentions[state.shape]
-        for layer, state in zip(model.layers, model.spec.layers, strict=True)
-        if isinstance(state, AttentionState)
-    }
+    blocks = {}  # of rows that have neighbours in each half
+    for layer, state in zip(model.layers, model.spec.layers, strict=True):
+        if isinstance(state, AttentionState):
+            spec = model.spec.attentions[state.shape]
+            blocks[layer.self_attn.qkv_proj] = attention_blocks(layer.self_attn.qkv_proj, spec, model.spec)
+        elif (delta := getattr(layer, "linear_attn", None)) is not None:
+            blocks[delta.in_proj] = delta_blocks(delta)
 
     def same(found: Tensor, wanted: Tensor, name: str) -> Tensor:
         assert found.dtype == wanted.dtype and found.shape == wanted.shape, name
@@ -61,7 +64,7 @@ def computed_in_halves(engine: LLMEngine) -> Iterator[Counter]:
         if not module.row_sizes or (activation is not None and not operations.has_activation(activation, x)):
             return wanted  # without an activation it comes here again
         weight, found = matrix_of(module, x), None
-        for rows in rows_of_halves(module, specs.get(module)):
+        for rows in rows_of_halves(module, blocks.get(module)):
             own = torch.cat([torch.arange(one.start, one.stop) for one in rows]).to(x.device)
             bias, sizes = None if module.bias is None else module.bias[own], [one.stop - one.start for one in rows]
             product = operations.linear(x, weight[own], bias, row_sizes=sizes, activation=activation)
@@ -73,15 +76,19 @@ def computed_in_halves(engine: LLMEngine) -> Iterator[Counter]:
         counts["head" if isinstance(module, Head) else names[module].rpartition(".")[2]] += product.numel()
         return wanted.copy_(same(found, wanted, names[module]))
 
-    def experts(compute: Callable, module: Experts, x, ids, weights, first_half: int, shared) -> Tensor:
+    def experts(compute: Callable, module: Experts, x, ids, weights, first_half: int, shared, gate=None) -> Tensor:
         """Each has half of the experts, and adds its part of the shared one's sum."""
-        wanted, sums, table = compute(module, x, ids, weights, first_half, shared), [], module.table
+        wanted, sums, table = compute(module, x, ids, weights, first_half, shared, gate), [], module.table
         for half, some in enumerate((slice(first_half), slice(first_half, None))):
             module.table = torch.full_like(table, -1)
             module.table[some] = table[some]
-            both = compute(module, x, ids, weights, first_half, None)
+            own = None
+            if shared is not None:
+                own = torch.zeros_like(shared)
+                own[half] = shared[half]
+            both = compute(module, x, ids, weights, first_half, own, gate)
             assert not both[1 - half].any()
-            sums.append(both[half] if shared is None else both[half] + shared[half])
+            sums.append(both[half])
         module.table = table
         counts["experts"] += int(sums[1].count_nonzero())
         return same(torch.stack(sums), wanted, names[module])
@@ -151,28 +158,49 @@ def heads_of_halves(spec: AttentionSpec) -> list[tuple[slice, slice]]:
     ]
 
 
-def rows_of_halves(module: Linear, spec: AttentionSpec | None) -> Sequence[Sequence[slice]]:
-    """Rows of a weight that each half has; what is in both is the same."""
+def rows_of_halves(module: Linear, blocks: Sequence[Sequence[int]] | None) -> Sequence[Sequence[slice]]:
+    """Rows of a weight that each half has; what is in both is the same. blocks: sizes that the halves have of each."""
     if isinstance(module, Head):
         begins = range(0, module.num_rows, module.block)
-        blocks = [slice(begin, min(begin + module.block, module.num_rows)) for begin in begins]
-        return blocks[: -(-len(blocks) // 2)], blocks[-(-len(blocks) // 2) :]
-    if spec is None:  # gate and up, or up alone, or what is around a convolution
-        sizes = len(module.row_sizes) // 2
-        cut, rest = module.row_sizes[:2]
-        begins = [side * (cut + rest) for side in range(sizes)]
-        return [[slice(one, one + cut) for one in begins], [slice(one + cut, one + cut + rest) for one in begins]]
-    num_kv = module.num_rows // spec.head_dim - spec.num_q_heads
-    begins = [spec.num_q_heads + number * spec.num_kv_heads for number in range(num_kv // spec.num_kv_heads)]
+        of_head = [slice(begin, min(begin + module.block, module.num_rows)) for begin in begins]
+        return of_head[: -(-len(of_head) // 2)], of_head[-(-len(of_head) // 2) :]
+    if blocks is None:  # gate and up, or up alone, or what is around a convolution
+        blocks = [module.row_sizes[:2]] * (len(module.row_sizes) // 2)
+    assert [size for block in blocks for size in block] == [*module.row_sizes]
+    halves: tuple[list[slice], list[slice]] = ([], [])
+    begin = 0
+    for first, *rest in blocks:
+        end = begin + first + sum(rest)
+        halves[0].append(slice(begin, begin + first))
+        halves[1].append(slice(begin + first if rest else begin, end))
+        begin = end
+    return halves
+
+
+def attention_blocks(module: Linear, spec: AttentionSpec, model: ModelSpec) -> list[list[int]]:
+    """Of queries, with their gates, keys and values."""
+    width, kv = 2 if model.gates_attention else 1, spec.num_kv_heads * spec.head_dim
+    q = width * spec.num_q_heads * spec.head_dim
+    num_kv = (module.num_rows - q) // kv
+    halves = heads_of_halves(spec)
+    of_q = [width * spec.head_dim * (heads.stop - heads.start) for heads, _ in halves]
+    of_kv = [spec.head_dim * (heads.stop - heads.start) for _, heads in halves]
+    return [of_q, *[of_kv if spec.num_kv_heads > 1 else [kv]] * num_kv]
+
+
+def delta_blocks(layer: GatedDeltaNet) -> list[list[int]]:
+    """Half of the key heads, and the heads of values that belong to them; a single key head both have."""
+    heads = layer.heads
+    group, num_keys = heads.num_value_heads // heads.num_key_heads, heads.num_key_heads
+    if layer.in_groups:
+        sizes = [(2 * heads.key_size + 2 * group * heads.value_size, num_keys), (2 * group, num_keys)]
+    else:
+        sizes = 2 * [(heads.key_size, num_keys)] + 2 * [(group * heads.value_size, num_keys)] + 2 * [(group, num_keys)]
+    if num_keys == 1:
+        counts = [(heads.value_size, group)] * 2 + [(1, group)] * 2
+        sizes = sizes if layer.in_groups else [*sizes[:2], *counts]
     return [
-        [
-            slice(begin * spec.head_dim, end * spec.head_dim)
-            for begin, end in (
-                (heads.start, heads.stop),
-                *((begin + kv_heads.start, begin + kv_heads.stop) for begin in begins),
-            )
-        ]
-        for heads, kv_heads in heads_of_halves(spec)
+        [size * (one.stop - one.start) for one in halves_of(count)] if count > 1 else [size] for size, count in sizes
     ]
 
 

@@ -123,7 +123,8 @@ def check_factor_of_a_sum(num_rows: int, dtype: torch.dtype, device: str) -> Non
 
 @dataclass(frozen=True, kw_only=True)
 class HeadCase:
-    """norm: none, of each head, or of all; turned: the part of a head that is turned; from_keys: no heads of values."""
+    """norm: none, of each head, or of all; turned: the part of a head that is turned; from_keys: no heads of values;
+    gated: behind each head of queries lies that of its gate."""
 
     norm: str | None = None
     turned: float = 1.0
@@ -131,10 +132,14 @@ class HeadCase:
     scales: bool = False
     from_keys: bool = False
     apart: bool = False
+    gated: bool = False
     steps: HeadSteps = HeadSteps(eps=EPS)
 
     def num_heads(self, num_q_heads: int, num_kv_heads: int) -> int:
-        return num_q_heads + (1 if self.from_keys else 2) * num_kv_heads
+        return num_q_heads * (2 if self.gated else 1) + (1 if self.from_keys else 2) * num_kv_heads
+
+    def gates(self, q: torch.Tensor) -> torch.Tensor | None:
+        return torch.full_like(q, 7.0) if self.gated else None
 
     def tensors(self, heads: tuple[int, int, int], dtype: torch.dtype, device: str) -> dict:
         """What `norm_rope_store` takes beside the heads themselves."""
@@ -172,6 +177,10 @@ HEAD_CASES = {
     "norm of values, part": HeadCase(norm="head", turned=0.75, steps=HeadSteps(eps=EPS, norms_values=True)),
     "values of keys": HeadCase(norm="head", from_keys=True, steps=HeadSteps(eps=EPS, norms_values=True)),
     "values of keys, part": HeadCase(turned=0.5, from_keys=True),
+    "gates": HeadCase(gated=True),
+    "gates, part, norm with offset": HeadCase(
+        norm="head", turned=0.25, gated=True, steps=HeadSteps(eps=EPS, offset=True)
+    ),
     "part, half a head apart": HeadCase(
         norm="head", turned=0.25, apart=True, steps=HeadSteps(eps=EPS, norms_values=True)
     ),
@@ -196,9 +205,13 @@ def check_norm_rope_store(
     kv = torch.full((3, 2, block_size, num_kv_heads, head_dim), 7.0, device=device).to(kv_dtype or dtype)
     q = torch.full((num_tokens, num_q_heads, head_dim), 7.0, dtype=dtype, device=device)
     want_kv, tensors = kv.to("cpu", copy=True), HEAD_CASES[case].tensors(heads, dtype, device)
-    norm_rope_store(qkv, positions=positions, kv=kv, slots=slots, q=q, **tensors)
+    gates = HEAD_CASES[case].gates(q)
+    norm_rope_store(qkv, positions=positions, kv=kv, slots=slots, q=q, gates=gates, **tensors)
     on_cpu, want_q = {name: _on_cpu(value) for name, value in tensors.items()}, torch.empty_like(q, device="cpu")
-    reference.norm_rope_store(qkv.cpu(), positions=positions.cpu(), kv=want_kv, slots=slots.cpu(), q=want_q, **on_cpu)
+    want_gates = HEAD_CASES[case].gates(want_q)
+    places = dict(positions=positions.cpu(), slots=slots.cpu(), gates=want_gates)
+    reference.norm_rope_store(qkv.cpu(), kv=want_kv, q=want_q, **places, **on_cpu)
+    assert gates is None or is_close(gates, want_gates) and gates.max() < 7
     got_kv, want_kv = kv.cpu().float(), want_kv.float()
     scale = 300 if kv_dtype is not None and HEAD_CASES[case].norm is None else 1
     # What is multiplied behind the rotation has its difference multiplied, and is rounded once or twice more.
@@ -240,7 +253,9 @@ def check_each_token_alone(
         kv = torch.zeros(3, 2, 16, num_kv_heads, head_dim, dtype=dtype, device=device)
         q = torch.zeros(end - begin, num_q_heads, head_dim, dtype=dtype, device=device)
         rows, slots = qkv[begin:end].clone(), torch.arange(begin, end, device=device)
-        norm_rope_store(rows, positions=positions[begin:end], kv=kv, slots=slots, q=q, **tensors)
+        gates = HEAD_CASES[case].gates(q)
+        norm_rope_store(rows, positions=positions[begin:end], kv=kv, slots=slots, q=q, gates=gates, **tensors)
+        q = q if gates is None else torch.cat((q, gates), 1)
         return q, kv.transpose(0, 1).flatten(1, 2)[:, begin:end]
 
     want_q, want_kv = run(0, num_tokens)

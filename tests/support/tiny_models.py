@@ -36,14 +36,19 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
     Starcoder2Config,
 )
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma3"]
+DELTA = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+"""Those with Gated DeltaNet."""
 VOCAB_SIZE = 160
 _MADE: dict[str, dict[str, bytes]] = {}  # small checkpoints that were asked for: their files, by name
 _CONFIGS = {
@@ -77,6 +82,9 @@ _CONFIGS = {
     "ministral": MinistralConfig,
     "ministral3": Ministral3Config,
     "phi3": Phi3Config,
+    "qwen3_5": Qwen3_5TextConfig,
+    "qwen3_5_moe": Qwen3_5MoeTextConfig,
+    "qwen3_next": Qwen3NextConfig,
     "seed_oss": SeedOssConfig,
     "smollm3": SmolLM3Config,
 }
@@ -158,6 +166,13 @@ def tiny_config(
         fields |= dict(hidden_size=head_dim * num_heads, layer_types=layer_types)
         if family == "lfm2_moe":
             fields |= dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, num_dense_layers=1)
+    elif family in DELTA:
+        layer_types = [("linear_attention", "full_attention")[layer % 3 == 1] for layer in range(num_layers)]
+        fields |= dict(layer_types=layer_types, linear_key_head_dim=16, linear_value_head_dim=32)
+        fields |= dict(linear_num_key_heads=2, linear_num_value_heads=4)
+        if family != "qwen3_5":
+            fields |= dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24)
+            fields |= dict(shared_expert_intermediate_size=40)
     elif family in ("olmo3", "exaone4"):
         layer_types = ["sliding_attention"] * (num_layers - 1) + ["full_attention"]
         fields |= dict(sliding_window=None if sliding_window == 0 else sliding_window or 8, layer_types=layer_types)
@@ -209,8 +224,11 @@ def _save(
     generator = torch.Generator().manual_seed(seed)
     for name, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=generator)
-        if "norm" in name or name.endswith("scale"):
-            weight.data = 0.2 * noise + (0.0 if family == "gemma3" else 1.0)
+        if name.endswith("A_log"):
+            weight.data = noise - 2.0  # states that decay within some ten tokens
+        elif "norm" in name or name.endswith("scale"):
+            counts_from_one = family == "gemma3" or family in DELTA and not name.endswith("linear_attn.norm.weight")
+            weight.data = 0.2 * noise + (0.0 if counts_from_one else 1.0)
         elif name.endswith("bias"):
             weight.data = 0.3 * noise
         elif "embed_tokens" in name or "lm_head" in name:

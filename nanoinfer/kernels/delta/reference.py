@@ -19,7 +19,7 @@ def gated_delta(
     mixed: Tensor,
     decay_in: Tensor,
     beta_in: Tensor,
-    log_decay: Tensor,
+    rates: Tensor,
     decay_bias: Tensor,
     state: Tensor,
     runs: StateRuns,
@@ -28,7 +28,7 @@ def gated_delta(
 ) -> Tensor:
     """Compute what each token reads from the state, and update the states, as `gated_delta.gated_delta` says."""
     q, k, v = _split(mixed, heads)
-    gates = decay(decay_in, log_decay, decay_bias), beta(beta_in)
+    gates = decay(decay_in, rates, decay_bias), beta(beta_in)
     out = torch.zeros_like(v)
     for begin in runs.chunks[runs.chunks >= 0].tolist():
         end, slot = int(runs.ends[begin]), int(runs.slots[begin])
@@ -66,10 +66,13 @@ def query(x: Tensor) -> Tensor:
     return normed(x) * x.shape[-1] ** -0.5
 
 
-def decay(decay_in: Tensor, log_decay: Tensor, decay_bias: Tensor) -> Tensor:
-    """Return the logarithm of what a state is multiplied by, float32: never above 0."""
+def decay(decay_in: Tensor, rates: Tensor, decay_bias: Tensor) -> Tensor:
+    """Return the logarithm of what a state is multiplied by, float32: never above 0.
+
+    rates: [heads] float32, never above 0.
+    """
     steps = exact.elementwise(F.softplus, decay_in.float() + decay_bias.float())
-    return -exact.elementwise(torch.exp, log_decay.float()) * steps
+    return rates * steps
 
 
 def beta(beta_in: Tensor) -> Tensor:

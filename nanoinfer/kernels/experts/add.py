@@ -18,6 +18,7 @@ def add_experts_kernel(
     weights,  # [N, CHOSEN] float32
     table,  # [EXPERTS]
     shared,  # [2, N, SIZE] float32, added last; None: none
+    shared_gate,  # [N, 1], whose sigmoid `shared` is multiplied by; None: it is added as it is
     out,  # [2, N, SIZE] float32
     experts_read,  # [1] int64, more by how many experts a single row has here; None: not counted
     first_column,  # of out, that column 0 of `products` belongs to
@@ -53,8 +54,15 @@ def add_experts_kernel(
     at = row * SIZE + first_column + column
     other = tl.num_programs(0).to(tl.int64) * SIZE
     if shared is not None:
-        first += tl.load(shared + at, mask=inside, other=0.0)
-        second += tl.load(shared + other + at, mask=inside, other=0.0)
+        of_first = tl.load(shared + at, mask=inside, other=0.0)
+        of_second = tl.load(shared + other + at, mask=inside, other=0.0)
+        if shared_gate is not None:
+            gate = tl.sigmoid(tl.load(shared_gate + row).to(tl.float32))
+            gate = gate.to(shared_gate.dtype.element_ty).to(tl.float32)
+            of_first *= gate
+            of_second *= gate
+        first += of_first
+        second += of_second
     tl.store(out + at, first, mask=inside)
     tl.store(out + other + at, second, mask=inside)
 
@@ -65,6 +73,7 @@ def add_experts(
     weights: Tensor,
     table: Tensor,
     shared: Tensor | None,
+    shared_gate: Tensor | None,
     out: Tensor,
     first_column: int,
     first_half: int,
@@ -77,7 +86,7 @@ def add_experts(
     (num_rows, num_chosen), width = ids.shape, products.shape[1]
     tile = min(1024, next_power_of_2(width))
     add_experts_kernel[(num_rows, triton.cdiv(width, tile))](  # only the first size may exceed 65,535
-        products, ids, weights, table, shared, out, experts_read, first_column, width, SIZE=out.shape[-1],
+        products, ids, weights, table, shared, shared_gate, out, experts_read, first_column, width, SIZE=out.shape[-1],
         CHOSEN=num_chosen, CHOSEN_TILE=next_power_of_2(num_chosen), FIRST_HALF=first_half, TILE=tile,
         num_warps=max(1, tile // 256),
         **launch_options(products, fuses=False),

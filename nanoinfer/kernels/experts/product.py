@@ -274,6 +274,7 @@ def expert_mlp(
     first_half: int,
     shared: Tensor | None = None,
     experts_read: Tensor | None = None,
+    shared_gate: Tensor | None = None,
 ) -> Tensor:
     """Run each row through its experts, and add what they give in two sums: [2, N, hidden_size] float32.
 
@@ -284,6 +285,7 @@ def expert_mlp(
         first_half: experts below this number belong to the first sum.
         shared: [2, N, hidden_size] float32, added to the two sums last.
         experts_read: [1] int64, to which the number of experts is added that some row takes, and that are here.
+        shared_gate: [N, 1]: `shared` is multiplied by its sigmoid, rounded, before it is added.
     """
     (num_rows, hidden_size), num_pairs = x.shape, ids.numel()
     out = torch.empty(2, num_rows, hidden_size, dtype=torch.float32, device=x.device)
@@ -298,7 +300,8 @@ def expert_mlp(
         some = products[: num_pairs * count].view(num_pairs, count)
         _launch(hidden, some, pairs, experts.down, first_row=begin, scatters=True)
         is_counted = pairs.order is None and begin == 0
-        add_experts(some, ids, weights, table, shared, out, begin, first_half, experts_read if is_counted else None)
+        counted = experts_read if is_counted else None
+        add_experts(some, ids, weights, table, shared, shared_gate, out, begin, first_half, counted)
     return out
 
 

@@ -114,6 +114,7 @@ def expert_mlp(
     first_half: int,
     shared: Tensor | None = None,
     experts_read: Tensor | None = None,
+    shared_gate: Tensor | None = None,
 ) -> Tensor:
     """Run each row through its experts, one expert at a time, and add what they give: [2, N, hidden_size] float32.
 
@@ -133,7 +134,9 @@ def expert_mlp(
     for column, of_expert, counts in zip(products.unbind(1), ids.unbind(1), is_here.unbind(1), strict=True):
         for half, is_own in enumerate((of_expert < first_half, of_expert >= first_half)):
             sums[half] = torch.where((is_own & counts)[:, None], sums[half] + column, sums[half])
-    return sums if shared is None else sums + shared
+    if shared is None:
+        return sums
+    return sums + (shared if shared_gate is None else shared * exact.elementwise(torch.sigmoid, shared_gate).float())
 
 
 def shared_mlp(x: Tensor, table: Tensor, experts: ExpertWeights, activation: GatedActivation, cut: int) -> Tensor:

@@ -99,7 +99,8 @@ def whole_heads(
 
 @triton.jit(do_not_specialize=["qkv_stride"], do_not_specialize_on_alignment=["positions", "slots"])
 def norm_rope_store_kernel(
-    qkv,  # [N, at least NUM_Q_HEADS + 2 * NUM_KV_HEADS, SIZE], tokens qkv_stride apart; without values with FROM_KEYS
+    qkv,  # [N, at least NUM_Q_HEADS + 2 * NUM_KV_HEADS, SIZE], tokens qkv_stride apart; without values with FROM_KEYS,
+    # with gates behind each head of queries one of its gate
     q_weight,  # [SIZE], or with OF_ALL [NUM_Q_HEADS, SIZE]; read with NORM or NORM_LAST
     k_weight,
     table,  # [max_position, 2 * HALF]: cosines, sines; read with TURN
@@ -108,6 +109,7 @@ def norm_rope_store_kernel(
     slots,  # [N] int32 or int64
     q,  # [N, NUM_Q_HEADS, SIZE]
     kv,  # blocks as `KVPart.view` returns them, STRIDE values apart
+    gates,  # [N, NUM_Q_HEADS, SIZE]; None: there are none
     qkv_stride,
     eps,
     clip,
@@ -177,7 +179,10 @@ def norm_rope_store_kernel(
     let_next_in(PDL)
     # heads of a token are whole multiples of 16 values apart
     own = qkv + token * tl.multiple_of(qkv_stride, 16)
-    source = own + (tl.where(is_v, head - NUM_KV_HEADS, head) if FROM_KEYS else head) * SIZE
+    place = tl.where(is_v, head - NUM_KV_HEADS, head) if FROM_KEYS else head
+    if gates is not None:
+        place = tl.where(is_q, 2 * head, head + NUM_Q_HEADS)
+    source = own + place * SIZE
     first = tl.load(source + first_at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(source + second_at, mask=inside, other=0.0).to(tl.float32)
     value_first = first
@@ -240,6 +245,11 @@ def norm_rope_store_kernel(
         result_rest = tl.where(is_v, value_rest, rest)
 
     every = tl.arange(0, WIDTH)[None, :]
+    if gates is not None:
+        of_gate = is_q & (every < SIZE)
+        gate = tl.load(own + (2 * head + 1) * SIZE + every, mask=of_gate, other=0.0).to(tl.float32)
+        at_gate = gates + (token * NUM_Q_HEADS + head) * SIZE + every
+        tl.store(at_gate, tl.sigmoid(gate).to(gates.dtype.element_ty), mask=of_gate)
     if STORES_HEADS:
         heads = whole_heads(
             result_first, result_second, result_rest, HEADS, WIDTH, HALF, DISTANCE, TILE, REST, INTERLEAVED
@@ -284,6 +294,7 @@ def norm_rope_store(
     *,
     q_scales: Tensor | None = None,
     part: KVPart | None = None,
+    gates: Tensor | None = None,
 ) -> None:
     """Apply norm and rotation to query and key heads; write queries to `q`, keys and values to their slots of `kv`.
 
@@ -293,15 +304,17 @@ def norm_rope_store(
     rotary_dim] cosines and sines of a head's pairs, in qkv's dtype or float32; positions: [N]
     int64; kv: blocks as `KVPart.view` returns them, None: the heads are all queries; slots: [N] int32 or int64, block *
     block_size + offset, a negative one is skipped; q: [N, num_q_heads, head_dim], packed; q_scales: [max_position] in
-    qkv's dtype, factors on the queries behind the rotation; part: how blocks lie, None: plain, as kv says.
+    qkv's dtype, factors on the queries behind the rotation; part: how blocks lie, None: plain, as kv says; gates: as q:
+    behind each query head of qkv lies a head of its gate, whose sigmoid is written there, None: there are none.
     """
     num_tokens, num_heads, head_dim = qkv.shape
     part, blocks = part_of(q[:, None, None] if kv is None else kv) if part is None else part, q if kv is None else kv
     num_q_heads, num_kv_heads, kernels = q.shape[1], 0 if kv is None else part.num_kv_heads, part.format.kernels()
-    from_keys = num_kv_heads > 0 and num_heads == num_q_heads + num_kv_heads
-    num_heads += num_kv_heads * from_keys
+    from_keys = gates is None and num_kv_heads > 0 and num_heads == num_q_heads + num_kv_heads
+    num_heads += num_kv_heads * from_keys - num_q_heads * (gates is not None)
     assert num_heads == num_q_heads + 2 * num_kv_heads, f"{num_heads} heads"
     assert qkv.stride(2) == 1 and qkv.stride(1) == head_dim, "heads of a token must be packed"
+    assert gates is None or gates.is_contiguous() and (weights is None or weights[0].numel() == head_dim)
     assert q.is_contiguous() and blocks[:1].is_contiguous(), "q and blocks of kv must be packed"
     assert qkv.data_ptr() % 16 == 0, "qkv must be aligned: another alignment would be another binary"
     if num_tokens == 0:
@@ -313,7 +326,7 @@ def norm_rope_store(
     half = (head_dim if table is None else table.shape[1]) // 2
     norm_rope_store_kernel[(num_tokens, triton.cdiv(num_heads, HEADS_PER_PROGRAM))](
         qkv, q_weight, k_weight, qkv if table is None else table, qkv if q_scales is None else q_scales, positions,
-        slots, q, blocks, qkv.stride(0), steps.eps, 0.0 if steps.clip is None else steps.clip,
+        slots, q, blocks, gates, qkv.stride(0), steps.eps, 0.0 if steps.clip is None else steps.clip,
         STORE=kernels.store, STORES_HEADS=kernels.stores_heads, TURN_HEADS=kernels.turn, STRIDE=blocks.stride(0),
         NUM_Q_HEADS=num_q_heads, NUM_KV_HEADS=num_kv_heads, BLOCK_SIZE=part.block_size, SIZE=head_dim, HALF=half,
         DISTANCE=half if table is None or steps.distance is None else steps.distance,

@@ -13,7 +13,15 @@ _BEGINNINGS = (
     (("model.language_model.", "model."), ("lm_head.", "lm_head.")),
     (("language_model.model.", "model."), ("language_model.lm_head.", "lm_head.")),
 )
-_PARTS = "vision_tower", "multi_modal_projector", "audio_tower", "embed_vision", "embed_audio", "vision_embedder"
+_PARTS = (
+    "vision_tower",
+    "multi_modal_projector",
+    "audio_tower",
+    "embed_vision",
+    "embed_audio",
+    "vision_embedder",
+    "visual",
+)
 _OTHERS = tuple(f"{beginning}{part}." for beginning in ("", "model.") for part in _PARTS)
 
 

@@ -1,0 +1,136 @@
+"""Gated DeltaNet (Yang et al., arXiv:2412.06464), as Qwen3-Next and Qwen3.5 have it in most layers: a state for each
+head of values, which decays, and of which each token replaces what lies at its key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from nanoinfer.common import exact
+from nanoinfer.kernels.delta.heads import DeltaHeads
+from nanoinfer.kernels.layer.state_runs import StateRuns
+from nanoinfer.kernels.linear.cuts import columns_cut, divided, heads_cut
+from nanoinfer.layers.formats.base import FLOATS, Filling, Formats
+from nanoinfer.layers.linear import Linear
+from nanoinfer.layers.short_conv import Taps
+
+
+class GatedDeltaNet(nn.Module):
+    """out_proj(norm(state's answer to q) * silu(z)), of q, k, v behind a short convolution.
+
+    One product makes q, k, v, z, b and a of a row: `in_proj`, merged of what the checkpoint holds. Its rows are those
+    of all heads of q, then of k and so on, or, `in_groups`, for each key head its own q, k, v and z, and then its b
+    and a. The last sum has two parts: half of the key heads each, with the heads of values that belong to them; where
+    these are tiled, half of the heads of values.
+
+    `rates` are -exp(A_log) of the checkpoint: files of GGUF hold this, and others have the bits that it had there.
+    """
+
+    wide_projections = ("in_proj_b", "in_proj_a", "in_proj_ba")
+    """What is never quantised while it is read: a row of weights for each head."""
+    neutral_rates, neutral_norm_weight = -1.0, 1.0
+
+    def __init__(
+        self,
+        size: int,
+        heads: DeltaHeads,
+        taps: int,
+        eps: float,
+        *,
+        in_groups: bool,
+        formats: Formats,
+        dtype: torch.dtype,
+        device,
+    ) -> None:
+        super().__init__()
+        self.heads, self.in_groups, self._eps = heads, in_groups, eps
+        options, wide = dict(dtype=dtype, device=device), dict(dtype=torch.float32, device=device)
+        names, sizes = (_grouped_rows if in_groups else _rows)(heads)
+        self.in_proj = Linear(size, names, row_sizes=sizes, formats=formats, **options)
+        self.conv1d = Taps(heads.num_channels, taps, bias=False, **options)
+        self.rates, self.dt_bias = (
+            nn.Parameter(torch.empty(heads.num_value_heads, **wide), requires_grad=False) for _ in range(2)
+        )
+        self.norm_weight = nn.Parameter(torch.empty(heads.value_size, **options), requires_grad=False)
+        of_out, inner = formats.below("out_proj"), heads.num_value_heads * heads.value_size
+        cut = _values_cut(heads) * heads.value_size
+        cut = cut if cut < inner else columns_cut(inner, of_out.of("").column_block)  # a single head is divided, too
+        self.out_proj = Linear(inner, size, cut=cut, formats=of_out, **options)
+        self._order = torch.tensor(_order(heads), device=device) if in_groups else None
+
+    def forward(self, normed: Tensor, runs: StateRuns, state: Mapping[str, Tensor], num_live: Tensor) -> Tensor:
+        """Compute the input of `out_proj`, [N, heads of values * their size], and update the state."""
+        operations, heads = self.in_proj.operations, self.heads
+        projected = self.in_proj(normed)
+        if self._order is not None:
+            projected = projected.index_select(1, self._order)
+        inner, count = heads.num_value_heads * heads.value_size, heads.num_value_heads
+        mixed, z, b, a = projected.split((heads.num_channels, inner, count, count), dim=1)
+        weight = self.conv1d.weight.squeeze(1)
+        mixed = operations.causal_conv(mixed, weight, None, state["inputs"], runs, num_live)
+        answers = operations.gated_delta(mixed, a, b, self.rates, self.dt_bias, state["state"], runs, num_live, heads)
+        del mixed
+        z = z.unflatten(1, (count, heads.value_size))
+        return operations.gated_norm(answers, z, self.norm_weight, self._eps, num_live).flatten(1)
+
+    def checkpoint_views(self) -> dict[str, Tensor | Filling]:
+        """Return what its own tensors of a checkpoint fill, by the ends of their names."""
+
+        def fill(values: Tensor) -> None:
+            self.rates.copy_(-exact.elementwise(torch.exp, values.cpu().float()))
+            if not bool(self.rates.isfinite().all()):
+                raise ValueError("holds values that are NaN or too large: the file may be corrupt")
+
+        of_rates = Filling((tuple(self.rates.shape),), FLOATS, fill)
+        return {"A_log": of_rates, "dt_bias": self.dt_bias, "norm.weight": self.norm_weight}
+
+
+def num_projected(heads: DeltaHeads) -> int:
+    """Return how many values are made of a row: q, k, v, z, b and a."""
+    return heads.num_channels + heads.num_value_heads * (heads.value_size + 2)
+
+
+def _values_cut(heads: DeltaHeads) -> int:
+    """Return the heads of values of the first part of the output."""
+    if heads.is_tiled and heads.num_value_heads > heads.num_key_heads:  # each half has some of every key head
+        return -(-heads.num_value_heads // 2)
+    return heads_cut(heads.num_value_heads, heads.num_key_heads)[0]
+
+
+def _rows(heads: DeltaHeads) -> tuple[dict[str, int], tuple[int, ...]]:
+    """Return the rows of `in_proj` by their names in the checkpoint, and how many neighbours of them one part has."""
+    keys, inner = heads.num_key_heads * heads.key_size, heads.num_value_heads * heads.value_size
+    count, cut = heads.num_value_heads, _values_cut(heads)
+    of_keys = () if heads.is_tiled else divided(keys, heads_cut(count, heads.num_key_heads)[1] * heads.key_size)
+    names = {"in_proj_qkv": 2 * keys + inner, "in_proj_z": inner, "in_proj_b": count, "in_proj_a": count}
+    return names, 2 * (of_keys or (keys,)) + 2 * divided(inner, cut * heads.value_size) + 2 * divided(count, cut)
+
+
+def _grouped_rows(heads: DeltaHeads) -> tuple[dict[str, int], tuple[int, ...]]:
+    """As `_rows`, where the rows of each key head are neighbours."""
+    group = 2 * heads.num_value_heads // heads.num_key_heads
+    widths = 2 * heads.key_size + group * heads.value_size, group
+    cut = heads_cut(heads.num_value_heads, heads.num_key_heads)[1]
+    names = {name: heads.num_key_heads * width for name, width in zip(("in_proj_qkvz", "in_proj_ba"), widths)}
+    return names, tuple(one for width in widths for one in divided(heads.num_key_heads * width, cut * width))
+
+
+def _order(heads: DeltaHeads) -> list[int]:
+    """Return where the values of q, k, v, z, b and a lie among those that are made in groups."""
+    group, found = heads.num_value_heads // heads.num_key_heads, []
+    values = group * heads.value_size
+    of_qkvz = 2 * heads.key_size + 2 * values
+    for begin, size, width, first in (
+        (0, heads.key_size, of_qkvz, 0),
+        (heads.key_size, heads.key_size, of_qkvz, 0),
+        (2 * heads.key_size, values, of_qkvz, 0),
+        (2 * heads.key_size + values, values, of_qkvz, 0),
+        (0, group, 2 * group, heads.num_key_heads * of_qkvz),
+        (group, group, 2 * group, heads.num_key_heads * of_qkvz),
+    ):
+        for head in range(heads.num_key_heads):
+            at = first + head * width + begin
+            found += range(at, at + size)
+    return found
