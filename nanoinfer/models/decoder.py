@@ -395,3 +395,6 @@ class Decoder(nn.Module):
     def drafts(self, names: Collection[str]) -> set[str]:
         """Return those of a checkpoint's tensors that belong to a layer which only guesses tokens ahead."""
         return set()
+
+    def doubts(self) -> str | None:
+        """Return what a user should know about weights that are filled, but may be wrong; None: nothing."""

@@ -85,6 +85,19 @@ class DeltaDecoder(Decoder):
     def drafts(self, names: Collection[str]) -> set[str]:
         return {name for name in names if name.startswith(_DRAFTING)}
 
+    def doubts(self) -> str | None:
+        """Norms count from 1, so their weights lie about 0. Some converted checkpoints hold them with the 1 added."""
+        norms = {f"model.{name}": one for name, one in self.named_modules() if isinstance(one, OffsetRMSNorm)}
+        means = torch.stack([one.weight.float().mean() for one in norms.values()]).tolist()
+        added = [self.name_in_checkpoint(name) for name, mean in zip(norms, means, strict=True) if 0.75 < mean < 1.25]
+        if 2 * len(added) < len(norms):
+            return None
+        return (
+            f"{len(added)} of {len(norms)} norms, such as {added[0]}.weight, have weights about 1, where "
+            f"{self.spec.architecture} has them about 0: whoever converted the checkpoint may have added the 1 that is "
+            "added here again, and answers will be wrong then"
+        )
+
 
 def heads_of(hf_config: PretrainedConfig) -> DeltaHeads:
     """Return the heads of Gated DeltaNet; ValueError: they do not fit each other."""

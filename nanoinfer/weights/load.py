@@ -158,6 +158,8 @@ def load_model(
         say_what_is_skipped(model_dir, check_safetensors(model_dir))
     for notice in notices(checkpoint, spec.dtype) if checkpoint.gguf is not None else ():
         warnings.warn(notice, stacklevel=2)
+    if doubts := model.doubts():
+        warnings.warn(f"{model_dir}: {doubts}", stacklevel=2)
     drafts = [entries[name].num_bytes for name in model.drafts(entries)]
     if drafts:
         size = f"{len(drafts):,} tensors, {sum(drafts) / 2**20:,.0f} MiB"

@@ -1,6 +1,7 @@
 """Gated DeltaNet: what prompts compute in chunks and answers one by one are the same bits however they are cut."""
 
 import json
+import warnings
 
 import pytest
 import torch
@@ -40,13 +41,47 @@ def test_an_answer_longer_than_a_chunk_is_that_of_transformers(tmp_path):
 
 
 def test_decays_of_a_checkpoint_are_kept_in_float32(tmp_path):
-    path = make_checkpoint("qwen3_5", tmp_path, dtype=torch.bfloat16)
-    tensors = load_file(path / "model.safetensors")
-    name = next(one for one in tensors if one.endswith("layers.0.linear_attn.A_log"))
-    tensors[name] = tensors[name].float() + 0.001
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    found = {}
+
+    def widen(name, tensor):
+        if name.endswith("layers.0.linear_attn.A_log"):
+            found["A_log"] = tensor = tensor.float() + 0.001
+        return tensor
+
+    path = rewritten(make_checkpoint("qwen3_5", tmp_path, dtype=torch.bfloat16), widen)
     held = load(path).layers[0].linear_attn
-    assert torch.equal(held.rates, -tensors[name].exp()) and held.dt_bias.dtype == torch.float32
+    assert torch.equal(held.rates, -found["A_log"].exp()) and held.dt_bias.dtype == torch.float32
+
+
+def rewritten(path, change):
+    """Change the tensors of a checkpoint: name, tensor -> what takes its place."""
+    tensors = load_file(path / "model.safetensors")
+    found = {name: change(name, tensor) for name, tensor in tensors.items()}
+    save_file(found, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def test_norms_with_one_added_are_warned_of_by_name(tmp_path):
+    path = make_checkpoint("qwen3_next", tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load(path)
+
+    def fold(name, tensor):
+        return tensor + 1 if "norm" in name and "linear_attn" not in name else tensor
+
+    with pytest.warns(UserWarning, match="norms, such as model.layers.0.input_layernorm.weight, have weights about 1"):
+        load(rewritten(path, fold))
+
+
+@pytest.mark.parametrize("family", DELTA)
+def test_layers_that_guess_ahead_are_skipped_with_a_notice(family, tmp_path):
+    path = make_checkpoint(family, tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    more = {"mtp.fc.weight": torch.ones(3, 4), "mtp.layers.0.mlp.experts.3.up_proj.weight": torch.ones(2, 2)}
+    save_file(tensors | more, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.warns(UserWarning, match=r"layers that guess tokens ahead \(2 tensors, 0 MiB\): they are skipped"):
+        load(path)
 
 
 def changed(path, **fields):

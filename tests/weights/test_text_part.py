@@ -23,10 +23,15 @@ from nanoinfer.weights.write import quantise_checkpoint
 pytestmark = pytest.mark.filterwarnings("ignore:the text part of .* runs alone")
 
 SIGLIP = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28)
+PATCHES = dict(
+    depth=1, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=48, num_position_embeddings=4
+)
 WRAPPERS = {
     "gemma3": (transformers.Gemma3ForConditionalGeneration, dict(SIGLIP, model_type="siglip_vision_model")),
     "mistral": (transformers.Mistral3ForConditionalGeneration, dict(SIGLIP, model_type="pixtral", head_dim=16)),
     "llama": (transformers.LlavaForConditionalGeneration, dict(SIGLIP, model_type="siglip_vision_model")),
+    "qwen3_5": (transformers.Qwen3_5ForConditionalGeneration, PATCHES),
+    "qwen3_5_moe": (transformers.Qwen3_5MoeForConditionalGeneration, PATCHES),
 }
 WAYS = {
     "older": ("language_model.model.", "language_model.lm_head.", ""),
@@ -54,11 +59,11 @@ def rename(directory, way, change=lambda name: name):
     text, head, other = WAYS[way]
     found = {}
     for name, tensor in load_file(directory / "model.safetensors").items():
-        own = re.sub(r"^(model\.)?(vision_tower|multi_modal_projector)\.", rf"{other}\2.", name)
+        own = re.sub(r"^(model\.)?(vision_tower|multi_modal_projector|visual)\.", rf"{other}\2.", name)
         if own == name:
             own = re.sub(r"^(language_model\.)?lm_head\.", head, name)
         if own == name and "lm_head" not in name:
-            own = re.sub(r"^(language_model\.model|model\.language_model|model)\.(?!vision|multi)", text, name)
+            own = re.sub(r"^(language_model\.model|model\.language_model|model)\.(?!vis|multi)", text, name)
         found[change(own)] = tensor
     save_file(found, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
@@ -79,8 +84,9 @@ def wrap(directory, way, ignored=None):
     return directory
 
 
-@pytest.mark.parametrize("family", WRAPPERS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "family, way", [(one, way) for one in WRAPPERS for way in WAYS if way == "newer" or "qwen" not in one]
+)
 def test_tokens_are_those_of_transformers_from_text_alone(family, way, tmp_path):
     path = rename(wrapped(family, tmp_path / "model", tied=family == "gemma3", num_layers=2), way)
     prompts = random_prompts(2, 1, 40)
