@@ -9,7 +9,7 @@ import pytest
 import torch
 from engines import make_engine, random_prompts, run, some_params
 from loading import loaded
-from online import expert_matrices, make
+from online import equal, expert_matrices, make, matrices
 from online import load as load_online
 from quantised import CASES, ONE_CUT, gptq, write
 from safetensors.torch import load_file, save_file
@@ -82,17 +82,26 @@ def test_the_kernels_multiply_with_packed_experts_under_the_interpreter(tmp_path
     torch.testing.assert_close(found, wanted, atol=wanted.abs().max().item() / 2**9, rtol=2**-7)
 
 
+DELTA_HEADS = dict(linear_num_key_heads=4, linear_num_value_heads=8, linear_value_head_dim=64, linear_key_head_dim=32)
+DELTA_HEADS |= dict(moe_intermediate_size=32, shared_expert_intermediate_size=32)
 # The router's correction bias, a shared expert and a dense layer; other names.
 OTHERS = {
     "glm4_moe": ONE_CUT | dict(moe_intermediate_size=32, first_k_dense_replace=1, num_layers=2),
     "mixtral": dict(intermediate_size=96, num_layers=1),
+    "qwen3_5_moe": DELTA_HEADS | dict(num_layers=2),
+    "qwen3_next": DELTA_HEADS | dict(num_layers=2),
 }
 
 
 @pytest.mark.parametrize(
-    "family, name", [("glm4_moe", "gptq-int4"), ("glm4_moe", "ct-mxfp4"), ("mixtral", "ct-fp8-group")]
+    "family, name",
+    [("glm4_moe", "gptq-int4"), ("glm4_moe", "ct-mxfp4"), ("mixtral", "ct-fp8-group")]
+    + [("qwen3_5_moe", name) for name in ("gptq-int4", "ct-mixed", "fp8-blocks", "modelopt-nvfp4")]
+    + [("qwen3_next", name) for name in ("gptq-int4-act-order", "ct-int4-group-zeros", "fp8-blocks", "ct-fp8-tensor")],
 )
-@pytest.mark.sampled("glm4_moe-gptq-int4", "mixtral-ct-fp8-group")
+@pytest.mark.sampled(
+    "glm4_moe-gptq-int4", "mixtral-ct-fp8-group", "qwen3_5_moe-fp8-blocks", "qwen3_next-ct-int4-group-zeros"
+)
 def test_other_families_have_the_tokens_of_the_expanded_checkpoint(tmp_path, family, name):
     packed, dense = write(tmp_path, CASES[name](), family, **OTHERS[family])
     prompts, params = random_prompts(2, 5, 30), some_params(2, 4, logprobs=3)
@@ -112,6 +121,24 @@ def test_routers_norms_and_the_correction_bias_stay_wide(tmp_path, name):
         assert {one.dtype for key, one in model.named_parameters() if "norm" in key} == {torch.bfloat16}
         packed = [*mlp.experts.projections, *mlp.shared_experts.projections]
         assert all(isinstance(one.weights, PackedScaled) for one in packed)
+
+
+@pytest.mark.parametrize("name", ["int4", "int8"])
+def test_what_states_decay_by_and_gates_of_one_row_stay_wide(tmp_path, name):
+    source = make(tmp_path / "wide", "qwen3_5_moe", **OTHERS["qwen3_5_moe"])
+    out = quantise_checkpoint(source, tmp_path / "out", name, **QUIET)
+    found = load_online(source, name)
+    assert equal(matrices(found), matrices(load(out, "auto")))
+    views, delta = load(out, "auto").checkpoint_views(), "model.layers.0.linear_attn"
+    for wide in (f"{delta}.in_proj_a", f"{delta}.in_proj_b", "model.layers.0.mlp.shared_expert_gate"):
+        assert f"{wide}.weight" in views
+    for packed in (
+        f"{delta}.in_proj_qkv",
+        f"{delta}.in_proj_z",
+        f"{delta}.out_proj",
+        "model.layers.1.self_attn.q_proj",
+    ):
+        assert f"{packed}.weight" not in views and any(one.startswith(f"{packed}.weight") for one in views)
 
 
 def test_gate_and_up_that_cannot_lie_in_one_weight_are_two(written):

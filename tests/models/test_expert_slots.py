@@ -18,7 +18,7 @@ from nanoinfer.models import streamed
 from nanoinfer.models.expert_slots import NUM_AREAS, pool_bytes
 from offload.memory.pinned import PinError
 
-FAMILIES = ("qwen3_moe", "gpt_oss", "mixtral", "glm4_moe", "olmoe", "lfm2_moe")
+FAMILIES = ("qwen3_moe", "gpt_oss", "mixtral", "glm4_moe", "olmoe", "lfm2_moe", "qwen3_5_moe", "qwen3_next")
 # Each has two sparse layers or more: the first of some is dense.
 NUM_LAYERS = {"glm4_moe": 3, "lfm2_moe": 6}
 # Layers that keep states: one begins the model, some follow each other, one ends it. All have experts.

@@ -15,7 +15,7 @@ from nanoinfer.models.streamed import ALIGNMENT, landing_sizes, spread
 
 # Dense and sparse, experts apart and fused, merged projections, norms behind, biases, a first dense layer.
 FAMILIES = ("llama", "qwen2", "gemma3", "phi3", "starcoder2", "qwen3_moe", "gpt_oss", "mixtral", "glm4_moe", "olmoe")
-FAMILIES += ("lfm2", "lfm2_moe")
+FAMILIES += ("lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next")
 ALL = dict(resident_weights_limit=0)
 
 
@@ -38,7 +38,10 @@ def own_weights(model):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("quantization", [None, "int4", "int8", "fp8"])
-@pytest.mark.sampled("None-llama", "int4-gpt_oss", "int8-phi3", "fp8-glm4_moe", "int4-lfm2", "int8-lfm2_moe")
+@pytest.mark.sampled(
+    "None-llama", "int4-gpt_oss", "int8-phi3", "fp8-glm4_moe", "int4-lfm2", "int8-lfm2_moe", "fp8-qwen3_5",
+    "int4-qwen3_next",
+)  # fmt: skip
 def test_streamed_weights_change_no_bit(path_of, family, quantization):
     settings = dict(quantization=quantization, dtype="float32" if quantization is None else "bfloat16")
     if quantization == "int4" or family in ("gpt_oss", "glm4_moe"):

@@ -48,7 +48,7 @@ def write(
     for name, weight in (fused(tensors) if is_fused else tensors).items():
         module, _, ending = name.rpartition(".")
         found = None
-        is_projection = any(one in name for one in ("_proj.", ".experts.", "_projection.", "_input_gate."))
+        is_projection = any(one in name for one in ("_proj.", ".in_proj_", ".experts.", "_projection.", "_input_gate."))
         if ending == "weight" and (is_projection or (head and module == "lm_head")):
             found = case.quantise(module, weight.to(getattr(torch, dtype)))
         if found is None:

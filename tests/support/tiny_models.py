@@ -172,7 +172,7 @@ def tiny_config(
         fields |= dict(linear_num_key_heads=2, linear_num_value_heads=4)
         if family != "qwen3_5":
             fields |= dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24)
-            fields |= dict(shared_expert_intermediate_size=40)
+            fields |= dict(shared_expert_intermediate_size=32)
     elif family in ("olmo3", "exaone4"):
         layer_types = ["sliding_attention"] * (num_layers - 1) + ["full_attention"]
         fields |= dict(sliding_window=None if sliding_window == 0 else sliding_window or 8, layer_types=layer_types)
