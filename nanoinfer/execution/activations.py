@@ -137,6 +137,10 @@ class Activations:
         def end_attention(layer: int, tensors: StepTensors) -> None:
             shape = spec.layers[spec.attention_layers[layer]].shape
             q, out = tensors.attention_rows(spec.attention_of[layer], tokens)
+            if q.shape != out.shape:  # the piece before is left out here, and the last one was of another shape
+                q = None
+                tensors.drop_q()
+                tensors.q = q = torch.zeros_like(out)
             extra = spec.windows[layer], sinks[layer], own[layer]
             resources.backends[shape].prefill(q, by_shape[shape], key_range, states[shape], out, *extra)
 

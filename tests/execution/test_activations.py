@@ -25,3 +25,21 @@ def test_no_key_of_the_step_lies_behind_the_position_tables(tmp_path, monkeypatc
     with torch.inference_mode():
         Activations(resources, memory_before=0).run_each_kind()
     assert seen == [([48, 48, 32], [0, 48, 96, 128])] * 2
+
+
+def test_queries_have_the_shape_of_their_layer_where_the_piece_before_was_left_out(tmp_path, monkeypatch):
+    """A kernel on a GPU refuses those of another shape."""
+    types = ["sliding_attention", "full_attention"] * 3
+    path = make_checkpoint("gemma4", tmp_path, layer_types=types, num_layers=6, head_dim=16, global_head_dim=32)
+    engine = make_engine(path, block_size=32)
+    resources, seen, prefill = engine.runner.decode_program.resources, [], TorchBackend.prefill
+
+    def recorded(self, q, kv, key_range, state, out, *others):
+        seen.append((q.shape[1:], out.shape[1:], (self.spec.num_q_heads, self.spec.head_dim)))
+        prefill(self, q, kv, key_range, state, out, *others)
+
+    monkeypatch.setattr(TorchBackend, "prefill", recorded)
+    with torch.inference_mode():
+        Activations(resources, memory_before=0).run_each_kind()
+    assert {of_spec for *_, of_spec in seen} == {(4, 16), (4, 32)}
+    assert all(q == out == of_spec for q, out, of_spec in seen)
