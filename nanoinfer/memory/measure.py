@@ -171,7 +171,8 @@ class Measure:
     def _weights_of_token(self) -> int:
         """The numbers of the layers' weights that a token is multiplied with."""
         spec, hidden = self.spec, self.spec.hidden_size
-        count = hidden * sum(2 * attention.q_size for attention in spec.attention_of)
+        of_q = 3 if spec.gates_attention else 2
+        count = spec.state_weights + hidden * sum(of_q * attention.q_size for attention in spec.attention_of)
         for layer in spec.kv_layers:
             attention = spec.attentions[spec.layers[layer].shape]
             count += hidden * attention.kv_size * (1 if attention.has_one_projection else 2)

@@ -80,7 +80,7 @@ def graph_bytes(spec: ModelSpec, rows: int, prefill_tokens: int) -> int:
     size, heads, hidden, mlp = spec.dtype.itemsize, spec.q_size, spec.hidden_size, spec.intermediate_size
     behind = size * (3 * hidden + max(heads, mlp)) + 2 * 4 * hidden  # two float32 parts of a sum, as in `_dense_bytes`
     most, inputs = max(rows, prefill_tokens), size * (2 * hidden + spec.layer_inputs_size)
-    projected = 3 * heads + spec.gate_size
+    projected = max(3 * heads + spec.gate_size, spec.state_values)
     layer = most * max(size * (4 * hidden + projected + spec.mlp_width * mlp), inputs, behind)
     if spec.sparse is not None:
         beside = 2 if spec.has_both else 1  # the sum, and as in `prefill_bytes`

@@ -91,6 +91,8 @@ class ModelSpec:
     """Values that an MLP computes from a row, for each of its intermediate size: gate, up and their product."""
     state_values: int = 0
     """Values that a layer which keeps a state computes from a row."""
+    state_weights: int = 0
+    """Numbers of the weights that all such layers multiply a row with, MLPs and experts left out."""
     layer_input_size: int = 0
     """Values that each layer reads of a token beside the residual sum."""
     sparse: SparseSpec | None = None

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from nanoinfer.kernels.attention.spec import AttentionSpec
 from nanoinfer.layers.experts import Experts, Sparse, SparseMLP
 from nanoinfer.layers.formats.packed import temporary_bytes
-from nanoinfer.layers.linear import matrix_bytes, scratch_size
+from nanoinfer.layers.linear import Linear, matrix_bytes, scratch_size
 from nanoinfer.models.base import AttentionState, ModelSpec, SparseSpec
 from nanoinfer.models.checkpoint_info import CheckpointInfo
 from nanoinfer.models.decoder import Decoder
@@ -67,6 +67,7 @@ def spec_of(model_class: type[Decoder], checkpoint: CheckpointInfo, dtype: torch
             max((one.matrix_bytes for one in shapes_only.modules() if isinstance(one, Experts)), default=0),
         ),
         sparse=_sparse_spec(shapes_only, traits.sparse),
+        state_weights=sum(_own_weights(shapes_only)),
         piece_bytes=tuple(shapes_only.streamed.num_bytes),
         rope_row_bytes=sum(table.nbytes for table in shapes_only.rope_tables)
         + dtype.itemsize * bool(traits.query_scaling),
@@ -102,6 +103,15 @@ def _attentions(
             windows=tuple(dict.fromkeys(state.window for state in states)),
             dtype=dtype,
         )
+
+
+def _own_weights(model: Decoder) -> Iterator[int]:
+    """Yield the numbers that each projection of a layer with a state has, but for its MLP."""
+    for layer, state in zip(model.layers, model.spec.layers, strict=True):
+        if isinstance(state, RecurrentState):
+            for name, one in layer.named_modules():
+                if isinstance(one, Linear) and not name.startswith("mlp."):
+                    yield one.num_rows * one.in_features
 
 
 def _table_bytes(model: Decoder) -> int:

@@ -110,6 +110,7 @@ _FIELDS = by_name({
     "linear_key_head_dim linear_value_head_dim": _count(1, 2**12),
     "full_attention_interval": _count(1, 1000),
     "shared_expert_intermediate_size": _count(0, 2**20),
+    "attn_output_gate": Rule("true: attention without gates is another model", lambda value: value is True),
     "block_multiple_of": _count(1, 2**16),
     "block_ffn_dim_multiplier": _FACTOR,
     "full_attn_idxs": _optional(_listing("whole numbers", lambda one: type(one) is int)),

@@ -97,6 +97,7 @@ def changed(path, **fields):
         (dict(linear_key_head_dim=20), "linear_key_head_dim=20 is not supported"),
         (dict(linear_conv_kernel_dim=1), "linear_conv_kernel_dim is 1, it must be a whole number from 2 to 16"),
         (dict(layer_types=["linear_attention"] * 3), "names no full_attention layer"),
+        (dict(attn_output_gate=False), "attn_output_gate is False, it must be true"),
         (dict(hidden_act="gelu"), "hidden_act='gelu' is not supported"),
         (dict(shared_expert_intermediate_size=-1), "shared_expert_intermediate_size is -1"),
     ],

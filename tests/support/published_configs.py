@@ -50,6 +50,23 @@ def _mistral(hidden, intermediate, layers, vocab, **fields):
     ) | fields  # fmt: skip
 
 
+def _qwen3_5(hidden, layers, heads, kv_heads, **fields):
+    rope = dict(
+        mrope_interleaved=True, mrope_section=[11, 11, 10], partial_rotary_factor=0.25, rope_theta=10000000,
+        rope_type="default",
+    )  # fmt: skip
+    types = ["linear_attention"] * 3 + ["full_attention"]
+    return dict(
+        attention_bias=False, attention_dropout=0.0, attn_output_gate=True, dtype="bfloat16", eos_token_id=248044,
+        full_attention_interval=4, head_dim=256, hidden_act="silu", hidden_size=hidden, initializer_range=0.02,
+        layer_types=types * (layers // 4), linear_conv_kernel_dim=4, linear_key_head_dim=128, linear_num_key_heads=16,
+        linear_num_value_heads=32, linear_value_head_dim=128, mamba_ssm_dtype="float32",
+        max_position_embeddings=262144, mtp_num_hidden_layers=1, mtp_use_dedicated_embeddings=False,
+        num_attention_heads=heads, num_hidden_layers=layers, num_key_value_heads=kv_heads, rms_norm_eps=1e-06,
+        rope_parameters=rope, tie_word_embeddings=False, use_cache=True, vocab_size=248320,
+    ) | fields  # fmt: skip
+
+
 PUBLISHED = {
     "Qwen/Qwen2.5-7B-Instruct": _qwen2(3584, 18944, 28, 28, 4),
     "Qwen/Qwen2.5-14B-Instruct": _qwen2(5120, 13824, 48, 40, 8, max_window_layers=70),
@@ -113,6 +130,23 @@ PUBLISHED = {
         num_experts_per_tok=8, num_hidden_layers=16, num_key_value_heads=16, output_router_logits=False, pad_token_id=1,
         rms_norm_eps=1e-05, rope_scaling=None, rope_theta=10000.0, router_aux_loss_coef=0.01,
         tie_word_embeddings=False, torch_dtype="bfloat16", use_cache=True, vocab_size=50304,
+    ),
+    "Qwen/Qwen3.5-9B": dict(
+        architectures=["Qwen3_5ForConditionalGeneration"], image_token_id=248056, model_type="qwen3_5",
+        text_config=_qwen3_5(4096, 32, 16, 4, intermediate_size=12288, model_type="qwen3_5_text"),
+        tie_word_embeddings=False, video_token_id=248057, vision_end_token_id=248054, vision_start_token_id=248053,
+        vision_config=dict(
+            depth=27, hidden_size=1152, intermediate_size=4304, model_type="qwen3_5", num_heads=16,
+            out_hidden_size=4096, patch_size=16, spatial_merge_size=2, temporal_patch_size=2,
+        ),
+    ),
+    "Qwen/Qwen3.6-35B-A3B": dict(
+        architectures=["Qwen3_5MoeForConditionalGeneration"], image_token_id=248056, model_type="qwen3_5_moe",
+        text_config=_qwen3_5(
+            2048, 40, 16, 2, model_type="qwen3_5_moe_text", moe_intermediate_size=512, num_experts=256,
+            num_experts_per_tok=8, router_aux_loss_coef=0.001, shared_expert_intermediate_size=512,
+        ),
+        tie_word_embeddings=False, vision_config=dict(depth=27, hidden_size=1152, model_type="qwen3_5_moe"),
     ),
     "zai-org/GLM-4.5-Air": dict(
         architectures=["Glm4MoeForCausalLM"], attention_bias=True, attention_dropout=0.0,
