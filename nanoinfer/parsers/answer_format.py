@@ -16,6 +16,7 @@ from nanoinfer.parsers.grammar import FINAL, SHAPES, CallGrammar
 from nanoinfer.parsers.harmony import CALL, CHANNEL, END, RETURN, START, HarmonyReader
 from nanoinfer.parsers.hermes import HermesReader
 from nanoinfer.parsers.history import template_messages
+from nanoinfer.parsers.lfm2 import Lfm2Reader, written_calls
 from nanoinfer.parsers.llama3 import Llama3Reader
 from nanoinfer.parsers.mistral import MistralReader
 from nanoinfer.parsers.specials import SpecialFilter, Specials, unguarded
@@ -33,6 +34,7 @@ _CALLS: dict[str, tuple[type[ToolReader], tuple[str, ...]]] = {
     "qwen3_coder qwen3_xml": (Qwen3CoderReader, ("<tool_call>", "<function=", "<parameter=")),
     "glm45 glm47": (Glm4Reader, ("<tool_call>", "<arg_key>", "<arg_value>")),
     "mistral": (MistralReader, ("[TOOL_CALLS]",)),
+    "lfm2": (Lfm2Reader, ("<|im_start|>", "List of tools: ")),
     "hermes": (HermesReader, ("<tool_call>", '"name', "arguments")),
     "llama3_json llama4_json": (Llama3Reader, ("<|start_header_id|>", '"parameters": ')),
 }
@@ -69,6 +71,7 @@ class AnswerFormat:
         shows_tools: whether the template tells the model of tools.
         added_ids: all tokens that were added to the vocabulary, the special ones among them.
         call_shape: the name of how calls are written, for their grammar; None: as `tool_parser`.
+        shows_calls: whether the template writes the calls of a message that is over.
     """
 
     tool_parser: str | None = None
@@ -77,6 +80,7 @@ class AnswerFormat:
     shows_tools: bool = False
     added_ids: Mapping[str, int] = field(default_factory=dict)
     call_shape: str | None = None
+    shows_calls: bool = True
 
     @classmethod
     def of(
@@ -108,7 +112,8 @@ class AnswerFormat:
         shape = parser
         if parser == "mistral":
             shape = "mistral_id" if "[CALL_ID]" in template else parser if "[ARGS]" in template else "mistral_list"
-        return cls(parser, thinking, special_ids, "tools" in template, special_ids | dict(vocabulary or {}), shape)
+        added_ids, shows_calls = special_ids | dict(vocabulary or {}), "tool_calls" in template
+        return cls(parser, thinking, special_ids, "tools" in template, added_ids, shape, shows_calls)
 
     @classmethod
     def of_tokenizer(cls, tokenizer: Any, template: str | None = None, **parsers: str) -> AnswerFormat:
@@ -155,6 +160,7 @@ class AnswerFormat:
             is_mistral=self.tool_parser == "mistral",
             is_harmony=self.is_harmony,
             one_call=self.is_harmony or self.tool_parser in ("llama3_json", "llama4_json"),
+            written=written_calls if self.tool_parser == "lfm2" and not self.shows_calls else None,
             rules=rules,
             notice=notice,
         )

@@ -16,6 +16,7 @@ from nanoinfer.common.tables import by_name
 from nanoinfer.parsers.bare_values import BareValues
 from nanoinfer.parsers.branches import Unenforceable
 from nanoinfer.parsers.gemma4 import QUOTE
+from nanoinfer.parsers.keyword_values import KeywordValues
 from nanoinfer.parsers.tagged_values import escaped, properties_of, value_of
 from nanoinfer.parsers.tools import Tool
 from nanoinfer.structured.schemas import to_supported
@@ -43,6 +44,7 @@ class CallShape:
         value: of arguments that stand between tags, each by itself: the texts before the key, before and behind the
             value; None: the arguments are a JSON object.
         is_bare: the arguments are an object as `bare_values` has it.
+        has_keywords: the arguments stand in a row, as Python has them, their values are JSON.
     """
 
     begin: str
@@ -52,6 +54,7 @@ class CallShape:
     last: str = ""
     value: tuple[str, str, str] | None = None
     is_bare: bool = False
+    has_keywords: bool = False
     other_begin: str | None = None
 
 
@@ -72,6 +75,9 @@ SHAPES: dict[str, CallShape] = by_name({
     "mistral_id": CallShape("[TOOL_CALLS]{name}[CALL_ID]{id}[ARGS]", "", ""),
     "mistral_list": CallShape(
         '{"name": "{name}", "arguments": ', "{maybe id}}", ", ", "[TOOL_CALLS]{maybe blank}[", "]"
+    ),
+    "lfm2": CallShape(
+        "{name}(", ")", ", ", "<|tool_call_start|>[", "]<|tool_call_end|>", has_keywords=True
     ),
     "openai": CallShape(
         "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", "", None,
@@ -195,6 +201,8 @@ class CallGrammar:
         if self._shape.is_bare:
             values = BareValues(self._rule, self._text, QUOTE in self._token_ids)
             return values.of(name, schema, schema)
+        if self._shape.has_keywords:
+            return KeywordValues(self._rule, _SPACES).of(name, schema)
         if self._shape.value is None:
             return self._rule(name, f"%json {json.dumps(schema)}")
         properties, needed, least, most = properties_of(schema)

@@ -25,6 +25,7 @@ def template_messages(
     is_mistral: bool = False,
     is_harmony: bool = False,
     one_call: bool = False,
+    written: Callable[[Sequence[Mapping[str, Any]]], str] | None = None,
     rules: TurnRules | None = None,
     notice: Callable[[str], None] | None = None,
 ) -> list[dict[str, Any]]:
@@ -38,6 +39,7 @@ def template_messages(
         is_mistral: ids are made of nine letters and digits, whatever they were.
         is_harmony: before a call stands either text or what was thought, so both together are thought.
         one_call: a message has one call; several follow each other, each before its result.
+        written: returns a message's calls as text, which its content begins with; None: the template writes them.
         rules: whose turn it may be; None: anybody's.
         notice: told of arguments that are no object.
 
@@ -56,6 +58,8 @@ def template_messages(
                     notice(f"{which} has arguments that are no JSON object, perhaps cut off: they are shown as text")
                 if not rules.takes_text:
                     call["arguments"] = {"arguments": call["arguments"]}
+            if written is not None and message.get("tool_calls"):
+                message["content"] = written(message.pop("tool_calls")) + (message.get("content") or "")
             message = _with_thought(message, thinking, joins=is_harmony)
         elif message["role"] == "tool":
             call_id = message.get("tool_call_id")

@@ -23,6 +23,23 @@ LLAMA3 = (
     "{% else %}{{ message.content }}{% endif %}<|eot_id|>{% endfor %}{# tools #}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
+# As LFM2.5's thinking models have it, and as LFM2's, whose templates write no calls. Texts stand there as they are.
+_LFM2 = (
+    "{{ bos_token }}{% if tools %}{{ '<|im_start|>system\nList of tools: [' + (tools | map('tojson') | join(', ')) + ']"
+    "<|im_end|>\n' }}{% endif %}{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+    "{% if message.thinking is defined %}{{ '<think>' + message.thinking + '</think>' }}{% endif %}"
+    "{{ message.content }}CALLS<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LFM2 = _LFM2.replace("CALLS", "")
+LFM2_5 = _LFM2.replace(
+    "CALLS",
+    "{% if message.tool_calls %}<|tool_call_start|>[{% for call in message.tool_calls %}"
+    "{{ call.function.name }}({% for key, value in call.function.arguments.items() %}"
+    """{{ key }}={% if value is string %}'{{ value }}'{% else %}"""
+    "{{ value | tojson if value is mapping else value | string }}{% endif %}"
+    "{{ ', ' if not loop.last }}{% endfor %}){{ ', ' if not loop.last }}{% endfor %}]<|tool_call_end|>{% endif %}",
+)
 
 
 @dataclass(frozen=True)
@@ -35,6 +52,7 @@ class Style:
         has_content: whether text may stand before calls.
         quotes_keys: whether keys within arguments may be any text.
         thinks: whether the template is told to have the model think; else it writes in the prompt that it has.
+        escapes: whether the template writes texts so that any can be read.
     """
 
     template: str
@@ -44,9 +62,11 @@ class Style:
     has_content: bool = True
     quotes_keys: bool = True
     thinks: bool = False
+    escapes: bool = True
 
     def text(self) -> str:
-        return LLAMA3 if self.template == "llama3" else (TEMPLATES / f"{self.template}.jinja").read_text()
+        own = {"llama3": LLAMA3, "lfm2.5": LFM2_5}
+        return own.get(self.template) or (TEMPLATES / f"{self.template}.jinja").read_text()
 
 
 STYLES = {
@@ -63,6 +83,7 @@ STYLES = {
     "Mistral-Small": Style("Mistral-Small-3.2-24B-Instruct-2506", "mistral", ("</s>",), has_content=False),
     "Mistral-Nemo": Style("mistralai-Mistral-Nemo-Instruct-2407", "mistral", ("</s>",), has_content=False),
     "Ministral-3": Style("mistralai-Ministral-3-14B-Reasoning-2512", "mistral", ("</s>",)),
+    "LFM2.5": Style("lfm2.5", "lfm2", ("<|im_end|>\n",), escapes=False),
     "gpt-oss": Style("openai-gpt-oss-120b", "openai", ("<|call|>",), max_calls=1, has_content=False),
 }
 _WORDS = (
@@ -85,14 +106,15 @@ TOOLS = [
 ]  # fmt: skip
 
 
-def text_of(draw: random.Random) -> str:
-    return "".join(draw.choice(_WORDS) + draw.choice(("", " ")) for _ in range(draw.randrange(6)))
+def text_of(draw: random.Random, escapes: bool = True) -> str:
+    words = _WORDS if escapes else [word for word in _WORDS if "'" not in word and "\\" not in word]
+    return "".join(draw.choice(words) + draw.choice(("", " ")) for _ in range(draw.randrange(6)))
 
 
-def arguments_of(draw: random.Random, kinds: tuple[str, ...], quotes_keys: bool = True) -> dict:
+def arguments_of(draw: random.Random, kinds: tuple[str, ...], quotes_keys: bool = True, escapes: bool = True) -> dict:
     key = text_of if quotes_keys else lambda draw: draw.choice(("", "b", "naïve", "a-b c", "漢字"))
     values = {
-        "text": lambda: text_of(draw),
+        "text": lambda: text_of(draw, escapes),
         "count": lambda: draw.randrange(-99, 10**9),
         "share": lambda: draw.choice((0.5, -2.25, 1e-7, 3.0)),
         "is_on": lambda: draw.random() < 0.5,
@@ -105,10 +127,11 @@ def arguments_of(draw: random.Random, kinds: tuple[str, ...], quotes_keys: bool 
 
 
 def message_of(draw: random.Random, style: Style, kinds: tuple[str, ...] = tuple(KINDS)) -> dict:
+    drawn = kinds, style.quotes_keys, style.escapes
     calls = [
         {
             "id": f"{draw.randrange(10**9):09}", "type": "function",
-            "function": {"name": draw.choice(TOOLS).name, "arguments": arguments_of(draw, kinds, style.quotes_keys)},
+            "function": {"name": draw.choice(TOOLS).name, "arguments": arguments_of(draw, *drawn)},
         }
         for _ in range(draw.randrange(1, style.max_calls + 1))
     ]  # fmt: skip
