@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+from dataclasses import replace
 
 import pytest
 from trained_tokenizers import make_tokenizer
@@ -47,6 +48,20 @@ def test_every_prefix_of_an_answer_gives_what_the_whole_gives(writer, fuzz):
             assert with_own_ids(found) == whole, (text[:at], text[at:])
             seen.add(parser.push(text[at]))
         num_calls += len(whole.tool_calls)
+
+
+def test_what_is_thought_before_calls_with_tags_is_no_answer():
+    """The prompt opens the thinking; a call that is named within is none. In any pieces."""
+    writer = Writer(replace(STYLES["Qwen3.5"], thinks=True))
+    call = {"name": "f", "arguments": {"text": "a\nb", "count": 3, "more": {"a": [1]}}}
+    thought = "Should I <tool_call>\n<function=g>\n</function>\n</tool_call>?"
+    message = dict(role="assistant", content="So:", tool_calls=[dict(id="1", type="function", function=call)])
+    prompt, text = writer.answer(message | dict(reasoning_content=thought))
+    assert prompt.endswith("<think>\n") and text.startswith("Should I")
+    for pieces in ([text], list(text), [text[at : at + 7] for at in range(0, len(text), 7)]):
+        found = parsed(writer.form, prompt, pieces)
+        assert (found.reasoning.strip(), found.content.strip()) == (thought, "So:")
+        assert [(one.name, json.loads(one.arguments)) for one in found.tool_calls] == [("f", call["arguments"])]
 
 
 def with_own_ids(message):

@@ -42,6 +42,20 @@ LFM2_5 = _LFM2.replace(
 )
 
 
+# As Qwen3.5's: thinking, which the prompt begins or says is done, and calls with a tag for each argument.
+QWEN3_5 = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.role == 'assistant' %}"
+    "<think>\n{{ message.reasoning_content or '' }}\n</think>\n\n{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}{{ '\\n' if not loop.first else '\\n\\n' if message.content else '' }}"
+    "<tool_call>\n<function={{ call.function.name }}>\n"
+    "{% for name, value in call.function.arguments | items %}<parameter={{ name }}>\n"
+    "{{ value if value is string else value | tojson | safe }}\n</parameter>\n{% endfor %}"
+    "</function>\n</tool_call>{% endfor %}{% else %}{{ message.content }}{% endif %}<|im_end|>\n{% endfor %}{# tools #}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n"
+    "{{ '' if enable_thinking else '\\n</think>\\n\\n' }}{% endif %}"
+)
+
+
 @dataclass(frozen=True)
 class Style:
     """How a model writes.
@@ -65,7 +79,7 @@ class Style:
     escapes: bool = True
 
     def text(self) -> str:
-        own = {"llama3": LLAMA3, "lfm2.5": LFM2_5}
+        own = {"llama3": LLAMA3, "lfm2.5": LFM2_5, "qwen3.5": QWEN3_5}
         return own.get(self.template) or (TEMPLATES / f"{self.template}.jinja").read_text()
 
 
@@ -74,6 +88,7 @@ STYLES = {
     "Qwen3": Style("Qwen-Qwen3-0.6B", "hermes", ("<|im_end|>\n",)),
     "granite-4": Style("ibm-granite-granite-4.0", "hermes", ("<|end_of_text|>\n",)),
     "Qwen3-Coder": Style("Qwen3-Coder", "qwen3_coder", ("<|im_end|>\n",)),
+    "Qwen3.5": Style("qwen3.5", "qwen3_coder", ("<|im_end|>\n",)),
     "Seed-OSS": Style("ByteDance-Seed-OSS", "seed_oss", ("<seed:eos>",)),
     "GLM-4.6": Style("GLM-4.6", "glm45", ()),
     "Gemma-4": Style(
