@@ -3,6 +3,8 @@
 from torch import Tensor
 
 from nanoinfer.kernels import reference
+from nanoinfer.kernels.delta.gated_delta import gated_delta as gated_delta
+from nanoinfer.kernels.delta.gated_norm import gated_norm as gated_norm
 from nanoinfer.kernels.experts.choose import choose_experts as choose_experts
 from nanoinfer.kernels.experts.product import expert_mlp as expert_mlp
 from nanoinfer.kernels.experts.product import shared_mlp as shared_mlp
@@ -11,6 +13,7 @@ from nanoinfer.kernels.layer import activation as kernel
 from nanoinfer.kernels.layer.layer_norm import layer_norm as layer_norm
 from nanoinfer.kernels.layer.norm_rope_store import norm_rope_store as norm_rope_store
 from nanoinfer.kernels.layer.rms_norm import rms_norm as rms_norm
+from nanoinfer.kernels.layer.short_conv import causal_conv as causal_conv
 from nanoinfer.kernels.layer.short_conv import short_conv as short_conv
 from nanoinfer.kernels.linear.expand import expand as expand
 from nanoinfer.kernels.linear.gather import gather_rows as gather_rows

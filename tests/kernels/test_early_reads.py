@@ -6,6 +6,7 @@ import pkgutil
 
 import pytest
 import torch
+from delta_cases import SHARED, inputs, runs_of, state_of
 from early_reads import watched
 from engines import SMALL, make_engine, random_prompts, run, some_params
 from packings import filled
@@ -43,6 +44,17 @@ def kernels_that_start_early() -> set[str]:
     return found
 
 
+def layer_of_states() -> None:
+    """Gated DeltaNet, which keeps states, of a prompt and rows that decode; then again, as the next step does."""
+    given, (runs, num_live) = inputs(8, SHARED), runs_of([(3, 5)], [1, 2], padding=1)
+    channels, state = SHARED.num_channels, state_of(SHARED)
+    weight, before, scale = torch.ones(channels, 4), torch.zeros(8, 3, channels), torch.ones(SHARED.value_size)
+    for _ in range(2):
+        mixed = fused.causal_conv(given.mixed, weight, None, before, runs, num_live)
+        read = fused.gated_delta(mixed, *given[1:], state, runs, num_live, SHARED)
+        fused.gated_norm(read, read, scale, 1e-6, num_live)
+
+
 def test_no_kernel_reads_early_what_the_one_before_writes(path_of, monkeypatch):
     monkeypatch.setattr(CpuDevice, "operations", "nanoinfer.kernels.fused")
     for name in ("sample_rows", "apply_masks", "step_inputs", "update_rows"):  # of which none starts early
@@ -59,6 +71,7 @@ def test_no_kernel_reads_early_what_the_one_before_writes(path_of, monkeypatch):
     with watched() as watch:  # of which no step here has any
         act_and_mul(copy_rows(torch.ones(8, 32, dtype=torch.bfloat16), ids + 1), "silu")
         expand(weight, out, ids)
+        layer_of_states()
     assert met | watch.met == kernels_that_start_early()
 
 

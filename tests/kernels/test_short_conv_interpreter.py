@@ -61,9 +61,12 @@ def test_sums_are_those_of_torch_on_a_cpu(dtype, bias):
     assert torch.equal(in_turn(reference, projected, weight, bias, [40])[0], gate * theirs)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+# Not bfloat16 in the kernel: the interpreter cuts it off where a GPU rounds.
+@pytest.mark.parametrize(
+    "operations, dtype", [(reference, one) for one in DTYPES] + [(fused, torch.float32), (fused, torch.float16)]
+)
 @pytest.mark.parametrize("bias", [False, True])
-def test_without_gates_the_sum_is_rounded_then_activated(dtype, bias):
+def test_without_gates_the_sum_is_rounded_then_activated(operations, dtype, bias):
     size, lengths = 96, (20, 1, 19)
     x, weight = drawn(40, size, dtype=dtype), drawn(size, 4, dtype=dtype, seed=1)
     bias = drawn(size, dtype=dtype, seed=2) if bias else None
@@ -72,7 +75,8 @@ def test_without_gates_the_sum_is_rounded_then_activated(dtype, bias):
     for length in lengths:
         runs, num_live = runs_of([length], [1], 2, 2)
         step = torch.cat([x[begin : begin + length], torch.full_like(x[:2], torch.nan)])
-        outs.append(reference.causal_conv(step, weight, bias, state, runs, num_live)[:length])
+        outs.append(operations.causal_conv(step, weight, bias, state, runs, num_live)[:length])
         begin += length
-    torch.testing.assert_close(torch.cat(outs), theirs, rtol=1e-6 if dtype == torch.float32 else 0, atol=0)
+    near = 1e-5 if dtype == torch.float32 else 0 if operations is reference else 1e-3
+    torch.testing.assert_close(torch.cat(outs), theirs, rtol=near, atol=near)
     assert torch.equal(state[1], x[-3:]) and not state[0].any()

@@ -52,6 +52,7 @@ class NoGpu:
 
 # Those that load and store one place, which therefore are always compiled to the instructions that tell their order.
 LOADS_AND_STORES = {"short_conv_kernel", "place_experts_kernel", "sort_pairs_kernel", "_choose_kernel", "act_kernel"}
+LOADS_AND_STORES |= {"delta_rows_kernel", "delta_inverse_kernel", "delta_scan_kernel"}
 # What lies apart by what is computed: bad words of even steps and of odd ones (`advance_words`).
 APART = {"_choose_kernel": "parameter 5"}
 
@@ -132,6 +133,7 @@ jit.JITFunction.__getitem__ = compile_only
 from ptx_order import unordered
 from sampling_cases import make_state
 from slot_cases import make_slots
+from state_launches import launch_states
 
 from nanoinfer.devices.cuda import target_of_architecture
 from nanoinfer.devices.target import Target
@@ -146,7 +148,6 @@ from nanoinfer.kernels.kv.plain import Plain
 from nanoinfer.kernels.kv.quantized import int4, int8, k8v4
 from nanoinfer.kernels.layer.activation import act_and_mul
 from nanoinfer.kernels.layer.head_steps import HeadSteps
-from nanoinfer.kernels.layer.state_runs import StateRuns
 from nanoinfer.kernels.linear import expand, gather
 from nanoinfer.kernels.linear.forms import SCALE_WORDS
 from nanoinfer.kernels.linear.packed_weight import empty_packed
@@ -180,8 +181,6 @@ def floats(*shape):
 
 
 def compile_layers() -> None:
-    runs = StateRuns(*[ints(8)] * 5)
-    layers.short_conv(zeros(8, 3 * 2048), zeros(2048, 3), None, zeros(4, 2, 2048), runs, ints(1))
     eight, weight, wide = zeros(8, 2560), zeros(2560), zeros(6144, 2560)
     for other in (None, eight.clone(), floats(2, 8, 2560)):
         layers.rms_norm(eight, weight, 1e-6, offset=other is None, other=other)
@@ -323,8 +322,7 @@ def compile_attention(head_dim: int, kv_format: KVFormat, *, is_common: bool) ->
 
 
 def compile_step() -> None:
-    wide = torch.zeros(4, dtype=torch.int64)
-    state = wide, ints(4), ints(4, 10)
+    state = (wide := torch.zeros(4, dtype=torch.int64)), ints(4), ints(4, 10)
     step_rows.update_rows(ints(2, 13), state, -1)
     vocab_size = 8_192 if is_brief else 151_936
     step_rows.step_inputs(ints(4), state, (wide, ints(4), wide, torch.stack([wide, wide])), ints(2))
@@ -343,7 +341,6 @@ def compile_experts() -> None:
     nibbles = Packed(Packing(kind="int", bits=4, scale_dtype=torch.bfloat16, columns=128, has_zeros=True))
     q6_k = Packed(BLOCKS["Q6_K"].packing)
     fp4 = Packed(Packing(kind="fp4", bits=4, scale_dtype=torch.uint8, columns=32, product_dtype=torch.bfloat16))
-    q6_k = Packed(BLOCKS["Q6_K"].packing)
     is_again = is_brief and gpu.architecture != architectures[0]
     many = (1, 4, 16, 40, 200, 2000)
     cases = [(DENSE, silu, many), (DENSE, clamp, many), (nibbles, silu, many), (fp4, silu, many), (fp4, clamp, many)]
@@ -396,6 +393,7 @@ for gpu.architecture in architectures:
     if is_brief and gpu.architecture != architectures[0]:
         continue
     compile_layers()
+    launch_states(layers, is_brief)
     for head_dim in (80, 512):
         compile_attention(head_dim, Plain(torch.bfloat16), is_common=False)
     compile_step()

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from nanoinfer.kernels.layer.state_runs import CHUNK
+
+PIECE = 32
+"""Chunks of prompts that are computed at a time, which bounds their workspace."""
+
 
 class DeltaHeads(NamedTuple):
     """How many heads there are, and which value heads share a key head: r = num_value_heads / num_key_heads of them.
@@ -23,6 +28,10 @@ class DeltaHeads(NamedTuple):
     def num_channels(self) -> int:
         """Channels of the convolution: queries of all key heads, keys of all of them, values."""
         return 2 * self.num_key_heads * self.key_size + self.num_value_heads * self.value_size
+
+    def workspace_bytes(self, num_chunks: int) -> int:
+        """Return what a layer takes beside its inputs and outputs to compute chunks of prompts."""
+        return min(PIECE, num_chunks) * self.num_value_heads * (2 * CHUNK + 5) * CHUNK * 4
 
     def key_head_of(self, value_head: int) -> int:
         """Return the key head that a value head belongs to."""

@@ -1,4 +1,7 @@
-"""A causal convolution of a few taps along each sequence, between two gates; its state is what the taps still reach."""
+"""A causal convolution of a few taps along each sequence, between two gates or before an activation.
+
+Its state is what the taps still reach.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +11,28 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.launch.pdl import launch_options, let_next_in, wait_for_inputs
+from nanoinfer.kernels.layer.activation import activate
+from nanoinfer.kernels.layer.rms_norm import rounded
 from nanoinfer.kernels.layer.state_runs import StateRuns
 
 TILE = 512
 
 
 @triton.jit
-def gated(projected, stride, index, column, inside, SIZE: tl.constexpr):
-    """Return the input of the convolution at one token of the step, B * z, rounded to the model's dtype."""
-    at = projected + index.to(tl.int64) * stride + column
-    first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    last = tl.load(at + 2 * SIZE, mask=inside, other=0.0).to(tl.float32)
-    return (first * last).to(projected.dtype.element_ty)
+def input_at(
+    x, stride, own_state, index, begin, column, inside, SIZE: tl.constexpr, TAPS: tl.constexpr, GATED: tl.constexpr
+):
+    """Return the input at a token of a run that begins at `begin`, or, before that, what the state holds of it.
 
-
-@triton.jit
-def input_at(projected, stride, own_state, index, begin, column, inside, SIZE: tl.constexpr, TAPS: tl.constexpr):
-    """Return the input at a token of a run that begins at `begin`, or, before that, what the state holds of it."""
-    value = tl.zeros_like(column).to(projected.dtype.element_ty)
+    With GATED it is B * z, rounded to the model's dtype.
+    """
+    value = tl.zeros_like(column).to(x.dtype.element_ty)
     if index >= begin:
-        value = gated(projected, stride, index, column, inside, SIZE)
+        at = x + index.to(tl.int64) * stride + column
+        value = tl.load(at, mask=inside, other=0.0)
+        if GATED:
+            last = tl.load(at + 2 * SIZE, mask=inside, other=0.0).to(tl.float32)
+            value = (value.to(tl.float32) * last).to(x.dtype.element_ty)
     else:
         place = TAPS - 1 + index - begin
         value = tl.load(own_state + place * SIZE + column, mask=inside, other=0.0)
@@ -36,8 +41,8 @@ def input_at(projected, stride, own_state, index, begin, column, inside, SIZE: t
 
 @triton.jit
 def convolved(
-    projected, stride, weight, bias, own_state, out, index, begin, column, inside, SIZE: tl.constexpr,
-    TAPS: tl.constexpr,
+    x, stride, weight, bias, own_state, out, index, begin, column, inside, SIZE: tl.constexpr, TAPS: tl.constexpr,
+    GATED: tl.constexpr,
 ):  # fmt: skip
     """Compute one token: the taps' products are added to the bias in ascending order of the tokens, none is rounded."""
     total = tl.zeros_like(column).to(tl.float32)
@@ -45,19 +50,21 @@ def convolved(
         total += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
     for tap in tl.static_range(TAPS):
         value = input_at(
-            projected, stride, own_state, index - (TAPS - 1 - tap), begin, column, inside, SIZE, TAPS
+            x, stride, own_state, index - (TAPS - 1 - tap), begin, column, inside, SIZE, TAPS, GATED
         ).to(tl.float32)  # fmt: skip
         factor = tl.load(weight + column * TAPS + tap, mask=inside, other=0.0).to(tl.float32)
         total = tl.fma(factor, value, total)
-    dtype: tl.constexpr = projected.dtype.element_ty
-    gate = tl.load(projected + index.to(tl.int64) * stride + SIZE + column, mask=inside, other=0.0).to(tl.float32)
-    value = (gate * total.to(dtype).to(tl.float32)).to(dtype)
-    tl.store(out + index.to(tl.int64) * SIZE + column, value, mask=inside)
+    total = rounded(total, x)
+    if GATED:
+        total *= tl.load(x + index.to(tl.int64) * stride + SIZE + column, mask=inside, other=0.0).to(tl.float32)
+    else:
+        total = activate(total, False)
+    tl.store(out + index.to(tl.int64) * SIZE + column, total.to(x.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def short_conv_kernel(
-    projected,  # [N, 3 * SIZE], rows stride apart: B, C, z
+    x,  # [N, 3 * SIZE], rows stride apart: B, C, z; without GATED [N, SIZE]
     weight,  # [SIZE, TAPS]
     bias,  # [SIZE]; None: none
     state,  # [slots, TAPS - 1, SIZE], slots state_stride apart
@@ -70,6 +77,7 @@ def short_conv_kernel(
     state_stride,
     SIZE: tl.constexpr,
     TAPS: tl.constexpr,
+    GATED: tl.constexpr,
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -83,7 +91,7 @@ def short_conv_kernel(
     begin = tl.load(begins + index)
     own_state = state + tl.load(slots + index).to(tl.int64) * state_stride
     if index >= begin + TAPS - 1:  # its taps reach tokens of this step alone
-        convolved(projected, stride, weight, bias, own_state, out, index, begin, column, inside, SIZE, TAPS)
+        convolved(x, stride, weight, bias, own_state, out, index, begin, column, inside, SIZE, TAPS, GATED)
         return
     if index > begin:
         return
@@ -92,10 +100,10 @@ def short_conv_kernel(
     for later in tl.static_range(TAPS - 1):
         if index + later < end:
             convolved(
-                projected, stride, weight, bias, own_state, out, index + later, begin, column, inside, SIZE, TAPS
+                x, stride, weight, bias, own_state, out, index + later, begin, column, inside, SIZE, TAPS, GATED
             )  # fmt: skip
     for place in tl.static_range(TAPS - 1):  # ascending: a place is read before the next one writes there
-        value = input_at(projected, stride, own_state, end - (TAPS - 1 - place), begin, column, inside, SIZE, TAPS)
+        value = input_at(x, stride, own_state, end - (TAPS - 1 - place), begin, column, inside, SIZE, TAPS, GATED)
         tl.debug_barrier()  # a late thread may not have read what another one writes
         tl.store(own_state + place * SIZE + column, value, mask=inside)
 
@@ -118,14 +126,27 @@ def short_conv(
     Returns:
         [N, size].
     """
+    return _launch(projected, weight, bias, state, runs, num_live, is_gated=True)
+
+
+def causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, runs: StateRuns, num_live: Tensor
+) -> Tensor:
+    """Compute silu(conv(x)) of each token as `short_conv` computes conv, of x: [N, size] in place of B * z."""
+    return _launch(x, weight, bias, state, runs, num_live, is_gated=False)
+
+
+def _launch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, runs: StateRuns, num_live: Tensor, is_gated: bool
+) -> Tensor:
     size, taps = weight.shape
-    out = torch.empty(len(projected), size, dtype=projected.dtype, device=projected.device)
-    assert projected.stride(1) == 1 and weight.is_contiguous() and state[0].is_contiguous(), "values must be packed"
-    assert state.dtype == projected.dtype, "the state holds inputs as they are"
-    if len(projected):
+    out = torch.empty(len(x), size, dtype=x.dtype, device=x.device)
+    assert x.stride(1) == 1 and weight.is_contiguous() and state[0].is_contiguous(), "values must be packed"
+    assert state.dtype == x.dtype, "the state holds inputs as they are"
+    if len(x):
         tile = min(TILE, triton.next_power_of_2(size))
-        short_conv_kernel[(len(projected), triton.cdiv(size, tile))](
-            projected, weight, bias, state, *runs[:3], num_live, out, projected.stride(0), state.stride(0), SIZE=size,
-            TAPS=taps, TILE=tile, num_warps=4, **launch_options(projected, fuses=False),
+        short_conv_kernel[(len(x), triton.cdiv(size, tile))](
+            x, weight, bias, state, *runs[:3], num_live, out, x.stride(0), state.stride(0), SIZE=size, TAPS=taps,
+            GATED=is_gated, TILE=tile, num_warps=4, **launch_options(x, fuses=False),
         )  # fmt: skip
     return out

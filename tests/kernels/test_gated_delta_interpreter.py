@@ -1,0 +1,68 @@
+"""The kernels of Gated DeltaNet under the interpreter: against a scan in float64, and the same bits beside anything."""
+
+import pytest
+import torch
+from delta_cases import ONE_TO_ONE, SHARED, TILED, drawn, inputs, runs_of, state_of
+from delta_checks import check_against_a_scan, check_bits, check_rows, whole
+
+triton = pytest.importorskip("triton")
+if not triton.knobs.runtime.interpret:
+    pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
+
+from nanoinfer.kernels import fused, reference
+from nanoinfer.kernels.delta import gated_delta
+from nanoinfer.kernels.delta.heads import DeltaHeads
+
+ODD = DeltaHeads(1, 3, 24, 40)  # no powers of two, and a tile that is cut
+HEADS = pytest.mark.parametrize("heads", [ONE_TO_ONE, SHARED, TILED, ODD], ids=["one to one", "shared", "tiled", "odd"])
+
+
+@HEADS
+def test_the_kernels_compute_what_a_scan_does(heads):
+    check_against_a_scan(fused, heads, torch.float32)
+
+
+def test_in_float16_beta_and_results_are_rounded():
+    check_against_a_scan(fused, SHARED, torch.float16)
+
+
+@pytest.mark.parametrize("heads", [SHARED, ODD], ids=["shared", "odd"])
+def test_bits_depend_on_a_runs_own_tokens_alone(heads):
+    check_bits(fused, heads, torch.float32, lengths=(1, 63, 65, 128))
+    check_rows(fused, heads, torch.float32, num_rows=5)
+
+
+def test_pieces_of_any_size_have_the_same_bits(monkeypatch):
+    given = inputs(200, ONE_TO_ONE)
+    wanted = whole(fused, given, ONE_TO_ONE)
+    for piece in (1, 3):
+        monkeypatch.setattr(gated_delta, "PIECE", piece)
+        assert all(torch.equal(*pair) for pair in zip(whole(fused, given, ONE_TO_ONE), wanted, strict=True))
+
+
+def test_decays_that_forget_all_or_nothing_are_those_of_the_reference():
+    given = inputs(70, SHARED)
+    given.decay_in[:, 0], given.decay_in[:, 1], given.log_decay[2:] = 200.0, -20.0, 6.0
+    given.decay_in[5, 2:] = 19.99
+    found, wanted = (whole(operations, given, SHARED, decoding=2) for operations in (fused, reference))
+    for pair in zip(found, wanted, strict=True):
+        torch.testing.assert_close(*pair, rtol=1e-5, atol=1e-6)
+
+
+def test_lists_of_nothing_leave_everything_as_it_is():
+    state, given = state_of(SHARED), inputs(4, SHARED)
+    before, (runs, num_live) = state.clone(), runs_of([], [], padding=4, spare=2)
+    fused.gated_delta(*given.rows(4), state, runs, num_live, SHARED)
+    assert torch.equal(state, before)
+
+
+@pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-6), (torch.float16, 1e-3)])
+@pytest.mark.parametrize("heads, size", [(4, 48), (11, 128)])
+def test_a_gated_norm_is_that_of_the_reference(heads, size, dtype, near):
+    x, gate = (drawn(5, 3, heads, size, dtype=dtype, seed=seed)[:, 1] for seed in (0, 1))  # rows farther apart
+    weight, num_live = drawn(size, dtype=dtype, seed=2), torch.tensor([4]).int()
+    found, wanted = (one.gated_norm(x, gate, weight, 1e-6, num_live)[:4] for one in (fused, reference))
+    torch.testing.assert_close(found, wanted, rtol=near, atol=near)
+    for row in range(4):
+        one = slice(row, row + 1)
+        assert torch.equal(fused.gated_norm(x[one], gate[one], weight, 1e-6, num_live), found[one])
