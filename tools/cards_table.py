@@ -40,6 +40,10 @@ TABLES = {
             Row(f"Gemma 4 {name}, int4, int8 head", f"gemma-4-{name.lower()}", "int4", head_quantization="int8")
             for name in ("E2B", "E4B", "12B", "26B-A4B", "31B")
         ),
+        *(
+            Row(f"LFM2 {name}, int4, int8 head", f"lfm2-{name.lower()}", "int4", head_quantization="int8")
+            for name in ("8B-A1B", "24B-A2B")
+        ),
         Row("Qwen3-4B, bf16", "qwen3-4b"),
         Row("Qwen3-4B, int4", "qwen3-4b", "int4"),
         Row("Qwen3-8B, int4", "qwen3-8b", "int4"),

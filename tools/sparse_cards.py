@@ -19,7 +19,16 @@ import nanoinfer  # noqa: E402
 from nanoinfer.memory.cards import card_named  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "sparse.md"
-SHAPES = ("olmoe-7b", "gpt-oss-20b", "qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-120b", "glm-4.5-air")
+SHAPES = (
+    "olmoe-7b",
+    "lfm2-8b-a1b",
+    "lfm2-24b-a2b",
+    "gpt-oss-20b",
+    "qwen3-30b-a3b",
+    "mixtral-8x7b",
+    "gpt-oss-120b",
+    "glm-4.5-air",
+)
 CARDS = ("RTX 4060", "RTX 3060", "RTX 4080", "RTX 3090", "RTX A6000", "H100 80GB")
 CONTEXT = {"olmoe-7b": 4096}
 DEFAULT_CONTEXT = 16384

@@ -33,8 +33,10 @@ CHECKPOINTS: dict[str, str] = by_name({
     "mistralai/Mixtral-8x7B-Instruct-v0.1": "MixtralForCausalLM",
     "allenai/OLMoE-1B-7B-0924-Instruct": "OlmoeForCausalLM",
     "zai-org/GLM-4.5-Air": "Glm4MoeForCausalLM",
-    "LiquidAI/LFM2-1.2B": "Lfm2ForCausalLM",
-    "LiquidAI/LFM2-8B-A1B LiquidAI/LFM2-24B-A2B": "Lfm2MoeForCausalLM",
+    "LiquidAI/LFM2-350M LiquidAI/LFM2-700M LiquidAI/LFM2-1.2B LiquidAI/LFM2-2.6B LiquidAI/LFM2.5-350M "
+    "LiquidAI/LFM2.5-1.2B-Instruct LiquidAI/LFM2.5-1.2B-Thinking LiquidAI/LFM2.5-2.6B": "Lfm2ForCausalLM",
+    "LiquidAI/LFM2-8B-A1B LiquidAI/LFM2-24B-A2B LiquidAI/LFM2.5-8B-A1B "
+    "LiquidAI/LFM2.5-24B-A2B": "Lfm2MoeForCausalLM",
     "openai/gpt-oss-20b openai/gpt-oss-120b": "GptOssForCausalLM",
     "Qwen/Qwen3.5-0.8B Qwen/Qwen3.5-2B Qwen/Qwen3.5-4B Qwen/Qwen3.5-9B Qwen/Qwen3.6-27B": "Qwen3_5ForCausalLM",
     "Qwen/Qwen3.5-35B-A3B Qwen/Qwen3.6-35B-A3B": "Qwen3_5MoeForCausalLM",
@@ -87,6 +89,7 @@ _COMMON = ("Qwen/Qwen3-8B", "Qwen/Qwen3-14B", "meta-llama/Llama-3.1-8B-Instruct"
 _PARAMETERS = {
     "microsoft/phi-4": 14.7, "microsoft/Phi-4-mini-instruct": 3.8, "mistralai/Mistral-Nemo-Instruct-2407": 12.2,
     "zai-org/GLM-4.5-Air": 107.0, "ibm-granite/granite-4.0-micro": 3.4, "mistralai/Mixtral-8x7B-Instruct-v0.1": 46.7,
+    "LiquidAI/LFM2-350M": 0.35, "LiquidAI/LFM2-700M": 0.74, "LiquidAI/LFM2.5-350M": 0.35,
     "allenai/OLMoE-1B-7B-0924-Instruct": 6.9, "Qwen/Qwen3-Coder-Next": 79.7,
 }  # fmt: skip
 _SPARSE = {"Qwen3MoeForCausalLM", "MixtralForCausalLM", "OlmoeForCausalLM", "Glm4MoeForCausalLM", "GptOssForCausalLM"}
