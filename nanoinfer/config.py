@@ -120,8 +120,7 @@ class EngineConfig:
             below 2048 for lack of memory); on the CPU no counts, because padding would cost more than it saves. []: no
             counts.
         attention_backend: "auto", "triton", "torch", "flash_attn", or one that the package of the device brings.
-        enable_prefix_caching: keep the KV of prompts for others that begin alike. None: yes, but not of models whose
-            layers keep states beside it, of which it is not supported yet.
+        enable_prefix_caching: keep the KV of prompts, and states beside it, for others that begin alike. None: yes.
         seed: what the seeds of requests that give none are drawn from, and dummy weights.
         load_format: "auto" (safetensors) or "dummy" (random weights from the config alone).
         pin_host_memory: what to do if the system refuses to pin host memory. "auto": use pageable memory and report its
@@ -282,9 +281,10 @@ class EngineConfig:
         """Whether the engine may use offload mode at all."""
         return self.enable_cpu_offload in (True, "auto")
 
-    def caches_prefixes(self, keeps_states: bool) -> bool:
-        """Whether prompts are found by others that begin alike. keeps_states: whether layers keep some beside KV."""
-        return self.enable_prefix_caching is not False and not keeps_states
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether prompts are found by others that begin alike."""
+        return self.enable_prefix_caching is not False
 
     def graph_batch_sizes(self, max_num_seqs: int, device: Device) -> list[int]:
         """Return the padded decode batch sizes, ascending. Only the last may exceed `max_num_seqs`, to cover it."""

@@ -12,8 +12,8 @@ from itertools import islice, takewhile
 
 from offload.free_blocks import FreeBlocks
 
-GPU, HOST = "gpu", "host"
-"""The pools by name: GPU memory and host memory."""
+GPU, HOST, STATES = "gpu", "host", "states"
+"""The pools by name: GPU memory, host memory, and the slots on the GPU for what sequences keep besides blocks."""
 
 
 class BlockPool:

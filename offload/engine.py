@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -27,6 +28,8 @@ from offload.ring import Await, Compute, Fill, Places, Release, Ring, Use, ring_
 from offload.runtime.base import Event, Runtime, Stream
 from offload.runtime.throttle import throttled
 from offload.runtime.timeline import COMPUTE, COPY, WAIT, WRITE, NoTimeline, Timeline
+
+Copies = Iterator[tuple[torch.Tensor, torch.Tensor]]  # (GPU, host) views of the same bytes
 
 MAX_UNREAD = 32
 """Events of operations that nobody asked about; of more than these, those that were reached are forgotten."""
@@ -72,6 +75,7 @@ class OffloadEngine:
         compute: the stream on which the steps' work is enqueued.
         cuts: of the model, one behind each piece.
         places: where transfers lie that do not pass through the ring.
+        states: `[num_slots, slot_bytes]` uint8, what sequences keep besides blocks; None: nothing.
 
     Attributes:
         copy, write: the streams of fills and of write-through. While a link is emulated, they take its time.
@@ -88,13 +92,14 @@ class OffloadEngine:
         compute: Stream,
         cuts: Sequence[Cut],
         places: Places,
+        states: torch.Tensor | None = None,
     ) -> None:
         self.runtime, self.host, self.layout, self.ring, self.compute = runtime, host, host.layout, ring, compute
         self.cuts, self.places = cuts, places
         self.copy, self.write = self._streams = runtime.stream("copy"), runtime.stream("write")
         self.counters = OffloadCounters()
         self._timeline = NoTimeline()  # of the newest step
-        self._gpu_kv = gpu_kv
+        self._gpu_kv, self._states = gpu_kv, states
         self._kv_ready = runtime.event()  # compute: a layer's new KV is written
         self._room_made = runtime.event()  # compute: nothing uses what a load overwrites
         self._written = runtime.event()  # write: all write-through so far has arrived on the host
@@ -149,7 +154,7 @@ class OffloadEngine:
                     step.compute(section)
                     timeline.lap(self.compute, COMPUTE, "section", cut=last)
                     if written := self._written_by(step.write_through, begin, last):
-                        self._write_through(written)
+                        self._write_through((place, self._pair_runs(place, pairs)) for place, pairs in written)
                     begin = last + 1
                 case Fill(number, target, is_place, is_ahead):
                     cut, transfer = (ahead.transfers if is_ahead else wanted)[number]
@@ -223,23 +228,25 @@ class OffloadEngine:
             unread.popleft()
 
     @torch.inference_mode()  # an error may have left the step before
-    def store(self, pairs: list[tuple[int, int]], operation: int) -> None:
-        """Copy whole blocks, (GPU block, host block) pairs, to the host, in this order. Later work runs beside it."""
+    def store(self, pairs: list[tuple[int, int]], operation: int, of_states: bool = False) -> None:
+        """Copy whole blocks, (GPU block, host block) pairs, to the host, in this order. Later work runs beside it.
+
+        of_states: pieces of states, each of at most a block's bytes: (slot * pieces of a slot + piece, host block).
+        """
         self._operation, self._timeline = operation, NoTimeline()
-        self._write_through((place, pairs) for place in range(self.layout.num_places))
+        self._write_through(enumerate(self._moved(pairs, of_states)))
         self._note_writes()
 
     @torch.inference_mode()
-    def load(self, pairs: list[tuple[int, int]], operation: int) -> None:
-        """Copy whole blocks, (GPU block, host block) pairs, to the GPU. Work that does not read them runs beside it."""
+    def load(self, pairs: list[tuple[int, int]], operation: int, of_states: bool = False) -> None:
+        """Copy what `store` copies, to the GPU. Work that does not read it runs beside it."""
         self._operation = operation
         self.compute.record(self._room_made)
         self.copy.wait(self._room_made, "load.fill_after_compute")  # steps in flight may use what the blocks held
         self.copy.wait(self._written, "load.fill_after_store")
-        for place in range(self.layout.num_places):
-            for on_gpu, on_host in self._pair_runs(place, pairs):
-                self.copy.copy(on_gpu, on_host)
-                self.counters.loaded_bytes += on_host.nbytes
+        for on_gpu, on_host in chain.from_iterable(self._moved(pairs, of_states)):
+            self.copy.copy(on_gpu, on_host)
+            self.counters.loaded_bytes += on_host.nbytes
         copied = self.runtime.event()
         self.copy.record(copied)
         self._note(FILLS, copied)
@@ -320,20 +327,36 @@ class OffloadEngine:
         counters.num_fills += 1
         return counters.streamed_bytes - before
 
-    def _write_through(self, wanted: Iterable[tuple[int, Sequence[tuple[int, int]]]]) -> None:
-        """Copy parts of blocks to the host. wanted: places of a block, each with (GPU block, host block) pairs."""
+    def _write_through(self, wanted: Iterable[tuple[int, Copies]]) -> None:
+        """Copy parts of blocks to the host. wanted: places of a block, each with what is copied of it."""
         self.compute.record(self._kv_ready)
         self.write.wait(self._kv_ready, "write_through.after_kv_is_written")
-        for place, pairs in wanted:
+        for place, copies in wanted:
             before = self.counters.written_bytes
             self._timeline.begin(self.write, WRITE)
-            for on_gpu, on_host in self._pair_runs(place, pairs):
+            for on_gpu, on_host in copies:
                 self.write.copy(on_host, on_gpu)
                 self.counters.written_bytes += on_gpu.nbytes
             num_bytes = self.counters.written_bytes - before
             self._timeline.lap(self.write, WRITE, "write-through", num_bytes=num_bytes, cut=place)
 
-    def _pair_runs(self, place: int, pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _moved(self, pairs: list[tuple[int, int]], of_states: bool) -> list[Copies]:
+        """Return what is copied of each place of blocks, or of each piece of states."""
+        if of_states:
+            return [self._piece_parts(*pair) for pair in pairs]
+        return [self._pair_runs(place, pairs) for place in range(self.layout.num_places)]
+
+    def _piece_parts(self, piece: int, host_block: int) -> Copies:
+        """Yield (GPU, host) views of a piece of a state: a block's parts hold its bytes, one after the other."""
+        size, num_places = self.layout.part_bytes, self.layout.num_places
+        slot, piece = divmod(piece, -(-self._states.shape[1] // self.layout.block_bytes))
+        for place in range(num_places):
+            begin = (piece * num_places + place) * size
+            on_gpu = self._states[slot, begin : begin + size]
+            if len(on_gpu):
+                yield on_gpu, self.host.block(place, host_block)[: len(on_gpu)]
+
+    def _pair_runs(self, place: int, pairs: Sequence[tuple[int, int]]) -> Copies:
         """Yield (GPU, host) views of neighbouring blocks that one copy can move."""
         for gpu_block, host_block, count in runs(pairs):
             blocks = tuple(range(host_block, host_block + count))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from offload.blocks import GPU, HOST, BlockPool
+from offload.blocks import GPU, HOST, STATES, BlockPool
 
 GPU_RULE = "gpu_block.reuse_after_write_through"
 HOST_RULE = "host_block.reuse_after_copies"
@@ -50,6 +50,7 @@ class BlockLifetimes:
         gpu_blocks, host_blocks: who holds which block.
         acknowledgements: tell which copies have run; not asked before the first copy.
         let_go: told of blocks that became free, whose content nobody can reach (the pool's name, the blocks).
+        slots: who holds which slot for states; None: there are none.
 
     Attributes:
         operation: number of the newest operation.
@@ -63,8 +64,10 @@ class BlockLifetimes:
         host_blocks: BlockPool,
         acknowledgements: Acknowledgements,
         let_go: Callable[[str, list[int]], None] = lambda pool, blocks: None,
+        slots: BlockPool | None = None,
     ) -> None:
         self.gpu_blocks, self.host_blocks = gpu_blocks, host_blocks
+        self.slots = BlockPool(0) if slots is None else slots
         self.acknowledgements, self._let_go = acknowledgements, let_go
         self.operation = 0
         self._writing: deque[tuple[int, list[int]]] = deque()  # operations whose writes may not have run, their blocks
@@ -112,6 +115,11 @@ class BlockLifetimes:
         if released:
             self.deferred_host.append(_Deferred(released, self._newest_write, self.operation))
             self.gone.update(self.host_blocks.give_back_later(released))
+
+    def release_slots(self, slots: Iterable[int]) -> None:
+        """Give back slots of states. Copies hold theirs, so none touches them any more; steps come one by one."""
+        if freed := self.slots.release(slots):
+            self._let_go(STATES, freed)
 
     def take_back_gpu(self, block: int) -> bool:
         """Hold a released GPU block again that a write-through still reads. Return False if the block is no such block.

@@ -58,7 +58,7 @@ class Ahead:
         num_tokens = min(len(token_ids), self._engine.plan.max_model_len - 2)
         wanted = token_ids[: num_tokens - num_tokens % self._size]
         self._waiting = [one for one in self._waiting if one != wanted[: len(one)]]
-        if wanted and self._engine.config.caches_prefixes(self._engine.executor.spec.state_bytes > 0):
+        if wanted and self._engine.config.caches_prefixes:
             self._waiting.append(wanted)
         del self._waiting[: -self._engine.plan.max_num_seqs]
 

@@ -284,6 +284,7 @@ class LLMEngine:
             if not (self.samples_late or any(sequence.needs_mask for sequence in batch.sampled)):
                 self._sample(launched)
             self.planner.end_step(batch, plan)
+            self.scheduler.keep_snapshots(batch)
             if of_members is not None:
                 for sequence, num_bytes in zip(batch.sequences, of_members.tolist(), strict=True):
                     sequence.streamed_bytes += num_bytes

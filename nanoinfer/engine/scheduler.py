@@ -86,7 +86,7 @@ class Scheduler:
         if transfers.groups:
             transfers.end_step()
         for sequence in self.running:
-            if sequence.state is SequenceState.RETURNING and self._mover.has_arrived(sequence):
+            if sequence.state is SequenceState.MOVING and self._mover.has_arrived(sequence):
                 sequence.state = _state(sequence)
         batch = self._next_batch()
         if self._may_send_down:
@@ -152,7 +152,7 @@ class Scheduler:
     def _ask_first(self, held: list[Sequence]) -> tuple[Sequence | None, bool]:
         """Let the first prompt in that waits and is not held. Return it if it is in, and whether to ask the next."""
         sequence = self.waiting[len(held)]
-        if self._kv_cache.prefixes.is_coming(sequence, filter(_is_prompt, self.running)):
+        if self._kv_cache.prefixes.is_coming(sequence, filter(_computes_prompt, self.running)):
             return None, False  # what is left of this step would have it compute all of that anew
         verdict = self._let_in(sequence, held)
         if verdict is Verdict.ADMITTED:
@@ -172,7 +172,7 @@ class Scheduler:
         """
         if sum(map(_num_left, chain(begun, self.waiting))) <= self._max_num_batched_tokens:
             return []
-        waiting = islice(self.waiting, min(len(self._kv_cache.free_rows), len(self._kv_cache.free_slots)))
+        waiting = islice(self.waiting, self._kv_cache.num_free_rows)
         found = [(_num_left(one), one) for one in begun] + [(self._admission.num_left(one), one) for one in waiting]
         return sorted(found, key=itemgetter(0))
 
@@ -215,13 +215,14 @@ class Scheduler:
             self.running.append(sequence)  # append before delete, so that an interrupt cannot lose the sequence
             del self.waiting[len(held) + len(passed)]
             self._mover.forget(sequence)
-            sequence.state = _state(sequence) if self._mover.has_arrived(sequence) else SequenceState.RETURNING
+            sequence.state = _state(sequence) if self._mover.has_arrived(sequence) else SequenceState.MOVING
         return verdict
 
     def _add_chunk(self, sequence: Sequence, budget: int, chunks: list[PrefillChunk[Sequence]]) -> int:
         """Append the sequence's next chunk if there is room for one; return the chunk's number of tokens, or 0."""
         begin = sequence.num_computed
-        end = begin + self._kv_cache.max_chunk(sequence, min(budget, sequence.num_tokens - begin))
+        until = sequence.snapshot_ends[0] if sequence.snapshot_ends else sequence.num_tokens
+        end = begin + self._kv_cache.max_chunk(sequence, min(budget, until - begin))
         unit = self._step_unit or 1
         if end < sequence.num_tokens:
             end -= end % unit
@@ -235,6 +236,12 @@ class Scheduler:
         if chunks[-1].is_last:
             sequence.state = SequenceState.DECODE  # from this step on: if it fails, `recover` looks again
         return end - begin
+
+    def keep_snapshots(self, batch: Batch[Sequence]) -> None:
+        """Have the states copied to the host that others may begin with, behind a step that was launched."""
+        for chunk in batch.chunks:
+            if chunk.sequence.snapshot_ends and self._mover.keep_snapshot(chunk.sequence):
+                chunk.sequence.state = SequenceState.MOVING
 
     def _make_room(self, wanting: list[Sequence]) -> list[Sequence]:
         """Give each sequence a slot for its last token; return those that go on.
@@ -251,7 +258,7 @@ class Scheduler:
                 spills = self._spill(may_wait=len(self.running) == 1)
                 if spills:
                     continue
-                is_coming = num_leaving > 0 or self.running[-1].state is SequenceState.RETURNING
+                is_coming = num_leaving > 0 or self.running[-1].state is SequenceState.MOVING
                 if not is_coming and (is_last or spills is False and self._mover.may_give_way(self.running[-1])):
                     self.preempt_youngest()
                     self._mover.transfers.advance()
@@ -274,7 +281,7 @@ class Scheduler:
         """Wait until some blocks have left or arrived, as nothing can run before; False: none are on their way."""
         are_coming = not self._mover.transfers.is_idle
         self._mover.transfers.wait()
-        return are_coming or any(sequence.state is SequenceState.RETURNING for sequence in self.running)
+        return are_coming or any(sequence.state is SequenceState.MOVING for sequence in self.running)
 
     def _spill(self, may_wait: bool) -> bool | None:
         """Enter offload mode, where every full block can leave the GPU; False if impossible or already done, None: not
@@ -288,7 +295,7 @@ class Scheduler:
     def preempt_youngest(self) -> None:
         """Have the sequence that was admitted last give way."""
         victim = self.running[-1]
-        assert victim.state is not SequenceState.RETURNING, "its KV is on its way to the GPU"
+        assert victim.state is not SequenceState.MOVING, "its KV is on its way to the GPU"
         try:
             self._mover.give_way(victim)
         except MemoryError as error:  # nothing has changed
@@ -337,6 +344,12 @@ def _num_left(sequence: Sequence) -> int:
 
 def _is_prompt(sequence: Sequence) -> bool:
     return sequence.state is SequenceState.PREFILL
+
+
+def _computes_prompt(sequence: Sequence) -> bool:
+    """Whether a sequence computes its prompt, be it that it waits for a copy first."""
+    is_left = sequence.num_computed < len(sequence.prompt_token_ids)
+    return _is_prompt(sequence) or sequence.state is SequenceState.MOVING and is_left
 
 
 def _wants_token(sequence: Sequence) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +82,7 @@ def build(config: EngineConfig, runtime: Runtime | None) -> BuiltEngine:
     model, plan = _loaded(setup, plan)
     runner = ModelRunner(config, plan, runtime, model, setup.backends, memory_before)
     executor = LocalExecutor(runner, Rates.of(runner.device).link)
-    kv = kv_side(config, executor)
+    kv = kv_side(config, executor, end_ids)
     of_files = dict(end_token_ids=end_ids, sampling_defaults=defaults)
     of_files |= dict(suppressed_token_ids=suppressed_token_ids(checkpoint))
     return BuiltEngine(config, executor, tokenizer=tokenizer, **of_files, **kv)
@@ -155,19 +156,23 @@ def _load(setup: Setup, plan: MemoryPlan) -> Decoder:
     )
 
 
-def kv_side(config: EngineConfig, executor: Executor) -> dict[str, Any]:
-    """Return the objects that know who holds which block, as arguments of `BuiltEngine`. None holds a tensor."""
+def kv_side(config: EngineConfig, executor: Executor, end_ids: Iterable[int] = ()) -> dict[str, Any]:
+    """Return the objects that know who holds which block, as arguments of `BuiltEngine`. None holds a tensor.
+
+    end_ids: the tokens with which messages end.
+    """
     plan, layout, groups = executor.plan, executor.layout, executor.spec.kv_groups
     # Block 0 of the GPU pool is scratch: padding rows write there.
     gpu_blocks = BlockPool(executor.num_gpu_blocks, first=1)
     several = executor.num_host_blocks // (STRETCHES_OF_A_GROUP * len(groups))
     stretch = max(1, min(-(-STRETCH_BYTES // layout.part_bytes), several)) if len(groups) > 1 else None
     host_blocks = HostBlocks(executor, executor.num_host_blocks, stretch)
-    lifetimes = BlockLifetimes(gpu_blocks, host_blocks, executor, executor.let_go)
-    tables = BlockTables(groups, lifetimes, plan.max_num_seqs, plan.max_model_len)
+    slots = BlockPool(plan.num_state_slots)
+    lifetimes = BlockLifetimes(gpu_blocks, host_blocks, executor, executor.let_go, slots)
+    blocks_of_state = -(-executor.spec.state_bytes // layout.block_bytes)
+    tables = BlockTables(groups, lifetimes, plan.max_num_seqs, plan.max_model_len, blocks_of_state)
     gpu_copies = GPUCopies(tables, plan.max_resident_blocks)
-    options = dict(enable_prefix_caching=config.caches_prefixes(executor.spec.state_bytes > 0))
-    options |= dict(num_slots=plan.num_state_slots)
+    options = dict(enable_prefix_caching=config.caches_prefixes, end_token_ids=end_ids)
     kv_cache = KVCache(tables, gpu_copies, **options)
     spills = may_spill(config, plan, tables)
     mover = Mover(kv_cache, executor, spills)

@@ -90,11 +90,11 @@ class LocalExecutor(Executor):
             has_host_memory=runner.offload.host.arena is not None,
         )
 
-    def store(self, pairs: list[tuple[int, int]], operation: int) -> None:
-        self.runner.offload.store(pairs, operation)
+    def store(self, pairs: list[tuple[int, int]], operation: int, of_states: bool = False) -> None:
+        self.runner.offload.store(pairs, operation, of_states)
 
-    def load(self, pairs: list[tuple[int, int]], operation: int) -> None:
-        self.runner.offload.load(pairs, operation)
+    def load(self, pairs: list[tuple[int, int]], operation: int, of_states: bool = False) -> None:
+        self.runner.offload.load(pairs, operation, of_states)
 
     def drain(self) -> None:
         self.runner.offload.drain()
@@ -119,18 +119,6 @@ class LocalExecutor(Executor):
 
     def give_back_all_but(self, blocks: Iterable[int]) -> None:
         self.runner.block_copies.give_back_all_but(blocks)
-
-    def keep_state(self, slot: int, sequence_id: int) -> None:
-        self.runner.block_copies.keep_state(slot, sequence_id)
-
-    def bring_state_back(self, slot: int, sequence_id: int) -> None:
-        self.runner.block_copies.bring_state_back(slot, sequence_id)
-
-    def forget_state(self, sequence_id: int) -> None:
-        self.runner.block_copies.forget_state(sequence_id)
-
-    def forget_other_states(self, sequence_ids: set[int]) -> None:
-        self.runner.block_copies.forget_other_states(sequence_ids)
 
     def open_host_pool(self, all_at_once: bool) -> None:
         self.runner.open_host_pool(all_at_once)

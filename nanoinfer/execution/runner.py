@@ -110,16 +110,15 @@ class ModelRunner:
             blocks_over_plan, self.product_checks = self._activations.measure(config.progress_bar)
             self.num_gpu_blocks -= blocks_over_plan
         self.gpu_kv = _zeros(self.layout.pool_shape(self.num_gpu_blocks), runtime.device)
-        taken = plan.max_num_seqs * spec.state_bytes + plan.host_weight_bytes
         states = States(spec, plan.num_state_slots, runtime.device)
-        max_bytes, self.num_host_blocks = _kv_limit(config, taken), plan.num_host_blocks
+        max_bytes, self.num_host_blocks = _kv_limit(config, plan.host_weight_bytes), plan.num_host_blocks
         if max_bytes is not None:
             self.num_host_blocks = min(plan.num_host_blocks, max_bytes // layout.block_bytes)
         blocks_per_segment = max(1, min(self.num_host_blocks, SEGMENT_BYTES // layout.block_bytes))
         host = HostPool(layout, self.num_host_blocks, blocks_per_segment, max_bytes=max_bytes)
         self.decode_program, self.prefill_program = self._programs(self.gpu_kv, states)
         cuts = self.decode_program.resources.pieces.cuts
-        self.offload = OffloadEngine(runtime, self.gpu_kv, host, self.ring, self.compute, cuts, self.landings)
+        self.offload = OffloadEngine(runtime, self.gpu_kv, host, self.ring, self.compute, cuts, self.landings, states.pool)
         self.block_copies = BlockCopies(self.offload, self.gpu_kv, states)
         # A broken weight makes logits of every request unsound, an overflow those of single ones, at any step.
         logits_fault = (
@@ -355,7 +354,7 @@ def _kv_limit(config: EngineConfig, taken_bytes: int) -> int | None:
     """Return the most bytes that KV on the host may take; None: with offloading, where the plan says how much is pinned
     and sequences that find no room there may take more, or without a limit.
 
-    taken_bytes: what the rows of sequences that gave way keep besides blocks at most, and weights in host memory.
+    taken_bytes: of weights in host memory.
     """
     if config.may_offload or config.host_memory_limit is None:
         return None

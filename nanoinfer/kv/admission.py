@@ -121,8 +121,7 @@ class Admission:
         waiting = (*held, *passed, sequence)
         # Rows that share blocks need few blocks, but attend to as many splits as others.
         num_splits = sum(self._tables.num_splits(one.max_num_tokens) for one in waiting)
-        num_free = min(len(self._cache.free_rows), len(self._cache.free_slots))
-        if num_free < len(waiting) or self._cache.num_reserved_splits + num_splits > self.max_splits:
+        if self._cache.num_free_rows < len(waiting) or self._cache.num_reserved_splits + num_splits > self.max_splits:
             return Verdict.REFUSED
         num_tails = (len(running) + len(waiting)) * len(self._tables.groups)
         if running and self._unit_blocks and num_tails + self._unit_blocks > self._tables.gpu_blocks.num_blocks:
@@ -154,7 +153,7 @@ class Admission:
             num_room = num_host if tables.is_offload else self._mover.num_missing(sequence) + num_spare
             return NO_HITS, _Wanted(num_room, num_host, num_blocks, sequence.num_tokens - sequence.num_computed, None)
         room, hits = self._room, cache.prefixes.find(sequence)
-        end, needed, found, below = hits
+        end, needed, found, below, *_ = hits
         num_missing = (num_full if tables.is_offload else num_blocks) - sum(
             len(taken(blocks)) if groups[number].window is None else sum(pool.references(b) == 1 for b in taken(blocks))
             for number, blocks in enumerate(found)
@@ -168,6 +167,7 @@ class Admission:
         for blocks, of_host in zip(found, below, strict=True):
             pool.release(taken(blocks))
             tables.lifetimes.host_blocks.release(taken(of_host))
+        tables.lifetimes.host_blocks.release(hits.state)
         num_tokens = sequence.num_tokens - end
         next_key = cache.prefixes.key_behind(sequence, end)
         return hits, _Wanted(num_room, num_full - num_shared, num_blocks - num_shared, num_tokens, next_key)
@@ -251,18 +251,21 @@ class Admission:
             cache.prefixes.publish_again(sequence)
             return
         table, pool = tables.home
-        end, needed, found, below = hits
+        end, needed, found, below, state, num_known = hits
         for blocks, of_host in zip(found, below, strict=True):
             for block in taken(blocks):
                 pool.hold(block)
             for block in taken(of_host):
                 tables.lifetimes.host_blocks.hold(block)
+        for block in state:
+            tables.lifetimes.host_blocks.hold(block)
         row = cache.take_row(sequence)
         for number, (places, blocks) in enumerate(zip(needed, found, strict=True)):
             tables.begins[number, row] = places.start
             held = [NO_BLOCK if block is None else block for block in blocks]
             table[number, row, places.start : places.stop] = held
-        cache.begin(sequence, end)
+        cache.begin(sequence, end, num_known)
+        self._mover.bring_state(sequence, state)
         if tables.is_offload:
             # Every host block that the sequence can ever fill is promised, so it is never preempted later.
             cache.promise_host(sequence)

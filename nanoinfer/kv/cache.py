@@ -16,6 +16,8 @@ until their room is wanted, for the next sequence with the same beginning.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from nanoinfer.kv.gpu_copies import GPUCopies
@@ -33,24 +35,28 @@ class KVCache:
     Args:
         tables: where the blocks lie.
         copies: which full blocks have a copy on the GPU.
-        num_slots: how many sequences may have a state at a time; None: as many as there are rows.
+        end_token_ids: with which messages end in a prompt.
 
     Attributes:
         free_rows: rows without a sequence.
-        free_slots: slots for states, likewise.
+        slots: for the states of as many sequences as may have one at a time.
         num_reserved_host: host blocks that are promised and not handed out yet.
         num_reserved_splits: blocks that all rows together can ever attend to.
         sizes: the tokens of a block in each group, each once.
     """
 
     def __init__(
-        self, tables: BlockTables, copies: GPUCopies, *, enable_prefix_caching: bool, num_slots: int | None = None
+        self,
+        tables: BlockTables,
+        copies: GPUCopies,
+        *,
+        enable_prefix_caching: bool,
+        end_token_ids: Iterable[int] = (),
     ) -> None:
         self.tables, self.copies = tables, copies
-        self.prefixes = PrefixCache(tables, enable_prefix_caching)
+        self.prefixes = PrefixCache(tables, enable_prefix_caching, end_token_ids)
         self.free_rows = list(range(tables.num_rows - 1, -1, -1))
-        self.num_slots = num_slots or tables.num_rows
-        self.free_slots = list(range(self.num_slots - 1, -1, -1))
+        self.slots = tables.lifetimes.slots
         self.num_reserved_host = self.num_reserved_splits = 0
         self.sizes = {group.block_size for group in tables.groups}
 
@@ -79,15 +85,22 @@ class KVCache:
         sequence.num_reserved_host = 0
 
     def take_row(self, sequence: Sequence) -> int:
-        sequence.row, sequence.state_slot = self.free_rows.pop(), self.free_slots.pop()
+        (sequence.state_slot,) = self.slots.allocate(1)
+        sequence.row = self.free_rows.pop()
         self.tables.versions[sequence.row] += 1
         self.num_reserved_splits += self.tables.num_splits(sequence.max_num_tokens)
         return sequence.row
 
-    def begin(self, sequence: Sequence, num_found: int) -> None:
-        """Note that the KV of so many tokens of an admitted sequence was found."""
+    @property
+    def num_free_rows(self) -> int:
+        """How many sequences more may have a row, and a slot for states."""
+        return min(len(self.free_rows), self.slots.num_free)
+
+    def begin(self, sequence: Sequence, num_found: int, num_known: int) -> None:
+        """Note that the KV of so many tokens of an admitted sequence was found, and known of a beginning that may be
+        longer."""
         sequence.num_computed = sequence.num_cached = num_found
-        self.prefixes.begin(sequence, num_found)
+        self.prefixes.begin(sequence, num_found, num_known)
 
     def take_host(self, count: int, group: int = 0) -> list[int]:
         """Hand out host blocks; wait for copies, if need be."""
@@ -242,6 +255,7 @@ class KVCache:
             self.copies.leave(row)
         tables = self.tables
         self._renew_windows(sequence)
+        self.prefixes.renew_states(sequence)
         for gpu, host in zip(tables.gpu[:, row], tables.host[:, row], strict=True):
             on_gpu, on_host = present(gpu), present(host)
             # Of copies a row keeps the newest, so the oldest are evicted first. Of a beginning the last goes first.
@@ -252,8 +266,8 @@ class KVCache:
         tables.versions[row] += 1
         self.cancel_reserved(sequence)
         self.num_reserved_splits -= tables.num_splits(sequence.max_num_tokens)
-        self.free_slots.append(sequence.state_slot)
-        sequence.row = sequence.state_slot = None
+        slot, sequence.row, sequence.state_slot = sequence.state_slot, None, None
+        tables.lifetimes.release_slots([slot])
         self.copies.clear(row)
         self.free_rows.append(row)
 
@@ -287,7 +301,6 @@ class KVCache:
         tables.begins[:, free] = 0
         tables.promised[:] = 0
         self.free_rows = free[::-1].tolist()
-        slots = np.setdiff1d(np.arange(self.num_slots), [sequence.state_slot for sequence in running])
-        self.free_slots = slots[::-1].tolist()
+        self.slots.rebuild([sequence.state_slot for sequence in running])
         for row in free.tolist():
             self.copies.clear(row)

@@ -21,7 +21,7 @@ class Mover:
     """Moves the blocks of sequences.
 
     Args:
-        executor: copies blocks, and keeps what rows have besides.
+        executor: copies blocks and states.
         may_spill: whether memory is taken for what the GPU evicts, too, as it may be wanted anyway; else what is there.
 
     Attributes:
@@ -35,13 +35,13 @@ class Mover:
         self._executor, self._blocks = executor, cache.tables.lifetimes.host_blocks
         self.transfers, self._may_spill = Transfers(cache.tables, executor), may_spill
         self.away: list[Sequence] = []
-        self._arriving: dict[Sequence, int] = {}  # with the number of the group that they wait for
+        self._awaited: dict[Sequence, set[int]] = {}  # the numbers of the groups that a sequence waits for
 
     # Giving way and coming back
 
     def may_give_way(self, sequence: Sequence) -> bool:
         """Whether it is known where the KV of a resident sequence can go; if not, memory is being pinned for it."""
-        num_missing = sum(block is None for block in self._on_host(sequence))
+        num_missing = sum(block is None for block in self._on_host(sequence)) + self._num_of_state(sequence)
         self._ask_for(num_missing)
         num_wanted = self._blocks.num_blocks + num_missing - self._blocks.num_free
         return num_missing <= self._blocks.num_free or not self._blocks.is_coming(num_wanted)
@@ -71,6 +71,10 @@ class Mover:
         """Return what each of these blocks holds, None where nobody else has it."""
         return [self._cache.prefixes.content(sequence, *place) for place in self._places(sequence)]
 
+    def _num_of_state(self, sequence: Sequence) -> int:
+        """Return the host blocks that an admitted sequence's state fills: before its first token it is none."""
+        return self._tables.blocks_of_state if sequence.num_computed else 0
+
     def _is_full(self, sequence: Sequence, number: int, place: int) -> bool:
         return (place + 1) * self._tables.groups[number].block_size <= sequence.num_computed
 
@@ -90,23 +94,25 @@ class Mover:
         for block in kept:
             if block is not None:
                 pool.hold(block)
-        missing = [place for place, block in enumerate(kept) if block is None]
-        self._ask_for(len(missing))
-        num_short = max(0, len(missing) - pool.num_free)
+        missing, num_of_state = [place for place, block in enumerate(kept) if block is None], self._num_of_state(sequence)
+        num_wanted = len(missing) + num_of_state
+        self._ask_for(num_wanted)
+        num_short = max(0, num_wanted - pool.num_free)
         try:
             borrowed = self._executor.borrow(num_short) if num_short else []
         except MemoryError:
             pool.release(block for block in kept if block is not None)
             raise
-        taken = pool.allocate(len(missing) - num_short) + pool.take_borrowed(borrowed)
-        for place, block in zip(missing, taken, strict=True):
+        taken = pool.allocate(num_wanted - num_short) + pool.take_borrowed(borrowed)
+        of_state = taken[len(missing) :]
+        for place, block in zip(missing, taken, strict=False):
             kept[place] = block
         self.transfers.store([(blocks[place], kept[place]) for place in missing])
-        self._executor.keep_state(sequence.state_slot, sequence.sequence_id)
+        self.transfers.store_state(sequence.state_slot, of_state)
         for block, content in zip(kept, self._contents(sequence), strict=True):
             if content is not None:
                 pool.publish(block, content)
-        sequence.kept_blocks = kept
+        sequence.kept_blocks, sequence.kept_state = kept, of_state
         self.away.append(sequence)
         self._cache.release(sequence)
 
@@ -140,7 +146,7 @@ class Mover:
         """
         cache, tables, row = self._cache, self._tables, sequence.row
         kept, (home, pool) = dict(zip(self._places(sequence), sequence.kept_blocks, strict=True)), tables.home
-        self._executor.bring_state_back(sequence.state_slot, sequence.sequence_id)
+        self._bring_state(sequence, sequence.kept_state)
         for number, group in enumerate(tables.groups):
             tables.begins[number, row] = group.first_needed(sequence.num_computed)
         full = {at: self._equal_to(block) for at, block in kept.items() if self._is_full(sequence, *at)}
@@ -180,29 +186,60 @@ class Mover:
         self._blocks.release(host_block for _, host_block in pairs)
         self.expect(sequence)
 
+    def bring_state(self, sequence: Sequence, host_blocks: list[int]) -> None:
+        """Have a state, whose blocks the caller took up, copied into the slot of a sequence that was let in."""
+        self._bring_state(sequence, host_blocks)
+        self._blocks.release(host_blocks)
+
+    def _bring_state(self, sequence: Sequence, host_blocks: list[int]) -> None:
+        if host_blocks:
+            self._await(sequence, self.transfers.load_state(sequence.state_slot, host_blocks))
+
     def expect(self, sequence: Sequence) -> None:
         """Have an admitted sequence wait if blocks that it took up are on their way to the GPU."""
-        loading = self.transfers.loading()
-        if loading and loading.intersection(present(self._tables.gpu[:, sequence.row])):
-            self._arriving[sequence] = self.transfers.newest_load
+        if not self.transfers.is_idle:
+            self._await(sequence, self.transfers.loading(present(self._tables.gpu[:, sequence.row])))
+
+    def _await(self, sequence: Sequence, numbers: set[int]) -> None:
+        if numbers:
+            self._awaited[sequence] = self._awaited.get(sequence, set()) | numbers
 
     def has_arrived(self, sequence: Sequence) -> bool:
-        """Whether the KV of an admitted sequence is where it reads it."""
-        if sequence in self._arriving and self.transfers.has_arrived(self._arriving[sequence]):
-            del self._arriving[sequence]
-        return sequence not in self._arriving
+        """Whether an admitted sequence waits for no copy: its KV and state are where it reads them, and a snapshot of
+        the state that its next step changes is made."""
+        if sequence in self._awaited and self.transfers.have_run(self._awaited[sequence]):
+            del self._awaited[sequence]
+        return sequence not in self._awaited
+
+    def keep_snapshot(self, sequence: Sequence) -> bool:
+        """Have the state of a sequence copied to the host if it is to be kept for others, and there is room. Return
+        whether the sequence has to wait for that."""
+        if sequence.row is None or not self._cache.prefixes.is_state_wanted(sequence):
+            return False
+        num_wanted = self._tables.blocks_of_state
+        self._cache.prefixes.snapshots.make_room()
+        if not self._tables.is_offload:
+            self._ask_for(num_wanted)
+        num_unpromised = self._cache.num_unpromised_host if self._tables.is_offload else self._blocks.num_free
+        if num_wanted > min(num_unpromised, self._blocks.num_free):
+            return False
+        taken = self._blocks.allocate(num_wanted)
+        self._await(sequence, self.transfers.store_state(sequence.state_slot, taken))
+        self._cache.prefixes.publish_state(sequence, taken)
+        self._blocks.release(taken)  # the transfer holds them
+        return True
 
     def forget(self, sequence: Sequence) -> None:
         """Give back what lies on the host of a sequence that gave way, if anything: it has its row, or has ended."""
-        blocks, sequence.kept_blocks = sequence.kept_blocks, None
+        blocks, of_state = sequence.kept_blocks, sequence.kept_state
+        sequence.kept_blocks, sequence.kept_state = None, []
         if blocks is not None:
             self.away.remove(sequence)
-            self._tables.lifetimes.release_host(blocks)
-            self._executor.forget_state(sequence.sequence_id)
+            self._tables.lifetimes.release_host([*blocks, *of_state])
 
     def release(self, sequence: Sequence) -> None:
         """Give back the row and blocks of an admitted sequence that has ended."""
-        if self._arriving.pop(sequence, None) is not None and self._tables.is_offload:
+        if self._awaited.pop(sequence, None) is not None and self._tables.is_offload:
             self.transfers.finish()
         self._cache.release(sequence, leave_copies=True)
 
@@ -265,12 +302,11 @@ class Mover:
         if keeps_prefixes:
             self.transfers.run_all()  # some are on their way whom the step that failed did not touch
         self.transfers.drop()
-        self._arriving.clear()
+        self._awaited.clear()
         for sequence in others:
-            if sequence.is_finished:
-                sequence.kept_blocks = None
+            if sequence.is_finished or sequence.kept_blocks is None:
+                sequence.kept_blocks, sequence.kept_state = None, []
         self.away = [sequence for sequence in others if sequence.kept_blocks is not None]
-        self._executor.forget_other_states({sequence.sequence_id for sequence in self.away})
         self._cache.recover(running, others)  # a sequence that waits may have been being admitted
         for sequence in running:
             self._recover_row(sequence)
@@ -279,9 +315,11 @@ class Mover:
         tables.gpu_blocks.rebuild(present(tables.gpu), lambda content: keeps_prefixes and not tables.is_offload)
         lifetimes.recover()
         self._executor.recover(lifetimes.operation)
-        kept = [block for sequence in self.away for block in sequence.kept_blocks]
+        kept = [block for sequence in self.away for block in [*sequence.kept_blocks, *sequence.kept_state]]
         self._blocks.rebuild(present(tables.host) + kept, lambda key: keeps_prefixes)
         self._executor.give_back_all_but(self._blocks.borrowed)
+        if self._cache.prefixes.snapshots is not None:
+            self._cache.prefixes.snapshots.recover()
         for sequence in running:
             self._cache.prefixes.publish_again(sequence)
         self._copies.drop(-self._copies.gpu_room)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from nanoinfer.kv.snapshots import Snapshots
 from nanoinfer.kv.tables import BlockTables, present
 from nanoinfer.requests.sequence import Sequence
 from nanoinfer.step.plan import NO_BLOCK
@@ -29,12 +30,16 @@ class Hits(NamedTuple):
         places: for each group the logical blocks that are needed.
         blocks: these in the home tier; None: it has evicted that one.
         below: these in the host tier, where the home tier has none and is not that one.
+        state: host blocks with the states behind the beginning, if layers keep some.
+        num_known: tokens of a beginning whose blocks are known, be its states or not.
     """
 
     end: int
     places: list[range]
     blocks: list[list[int | None]]
     below: list[list[int | None]]
+    state: list[int] = []
+    num_known: int = 0
 
 
 def taken(blocks: Iterable[int | None]) -> list[int]:
@@ -47,20 +52,23 @@ class PrefixCache:
 
     Args:
         is_enabled: if False, nothing is published, and so nothing is found.
+        end_token_ids: with which messages end in a prompt.
 
     Attributes:
+        snapshots: the states of beginnings; None: no layer keeps any, or nothing is published.
         num_queried_tokens: tokens of the prompts admitted so far that were looked up.
         num_hit_tokens: those of them that were found.
     """
 
-    def __init__(self, tables: BlockTables, is_enabled: bool) -> None:
+    def __init__(self, tables: BlockTables, is_enabled: bool, end_token_ids: Iterable[int] = ()) -> None:
         self._tables, self._is_enabled = tables, is_enabled
+        self.snapshots = Snapshots(tables, end_token_ids) if is_enabled and tables.blocks_of_state else None
         self._largest, self._smallest = tables.block_size, min(group.block_size for group in tables.groups)
         self.num_queried_tokens = self.num_hit_tokens = 0
 
     def find(self, sequence: Sequence) -> Hits:
         """Take up and return the published blocks of the longest known prefix. At least one token stays to compute."""
-        end, (_, pool), below = self._longest(sequence), self._tables.home, self._below
+        (end, num_known), (_, pool), below = self._longest(sequence), self._tables.home, self._below
         places = [self.needs(number, end) for number in range(len(self._tables.groups))]
         keys = [[self._key(sequence, number, place) for place in needed] for number, needed in enumerate(places)]
         blocks = [[pool.lookup(key) for key in of_group] for of_group in keys]
@@ -68,7 +76,8 @@ class PrefixCache:
             [None if block is not None else below.lookup(key) for key, block in zip(*both, strict=True)]
             for both in zip(keys, blocks, strict=True)
         ]
-        return Hits(end, places, blocks, lacking)
+        state = self.snapshots.find(self._digest(sequence, end)) if end and self.snapshots else []
+        return Hits(end, places, blocks, lacking, state, num_known)
 
     @property
     def _below(self) -> BlockPool | None:
@@ -83,12 +92,15 @@ class PrefixCache:
 
     def num_found(self, sequence: Sequence) -> int:
         """Return how many tokens the longest known prefix has. Takes no block up."""
-        return self._longest(sequence, is_quick=True)
+        return self._longest(sequence, is_quick=True)[0]
 
-    def _longest(self, sequence: Sequence, is_quick: bool = False) -> int:
-        """Return as `num_found`; is_quick: of a beginning the end is taken to have gone first."""
+    def _longest(self, sequence: Sequence, is_quick: bool = False) -> tuple[int, int]:
+        """Return as `num_found`, and how many there would be if states and windows did not count.
+
+        is_quick: of a beginning the end is taken to have gone first.
+        """
         if not self._may_find(sequence):
-            return 0
+            return 0, 0
         tables, largest = self._tables, self._largest
         ends = range(largest, sequence.num_tokens, largest)  # at least one token stays to compute
         whole = [number for number in range(len(tables.groups)) if number not in tables.windowed]
@@ -106,7 +118,11 @@ class PrefixCache:
             end = largest * bisect_left(ends, True, key=lacks)
         else:
             end = next((end - largest for end in ends if lacks(end)), len(ends) * largest)
+        num_known = end
         while end:
+            if not self._has_state(sequence, end):
+                end -= largest
+                continue
             lacking = [
                 place * tables.groups[number].block_size
                 for number in tables.windowed
@@ -114,18 +130,29 @@ class PrefixCache:
                 if not self._is_known(sequence, number, place)
             ]
             if not lacking:
-                return end
+                return end, num_known
             end = max(lacking) // largest * largest  # an end between needs the missing block, too
-        return 0
+        return 0, num_known
+
+    def _has_state(self, sequence: Sequence, end: int) -> bool:
+        """Whether the states behind a beginning are known, or none are needed."""
+        if self.snapshots is None:
+            return True
+        return end % self.snapshots.unit == 0 and self.snapshots.is_known(self._digest(sequence, end))
 
     def _is_known(self, sequence: Sequence, number: int, place: int) -> bool:
         key, below = self._key(sequence, number, place), self._below
         return self._tables.home[1].published(key) is not None or below is not None and below.published(key) is not None
 
     def is_coming(self, sequence: Sequence, running: Iterable[Sequence]) -> bool:
-        """Whether a running sequence is about to compute the first block of a waiting one that cannot be found yet."""
+        """Whether a running sequence is about to compute the first block of a waiting one that cannot be found yet; or
+        a state that it could go on from."""
         if sequence.row is not None or sequence.kept_blocks is not None or not self._may_find(sequence):
             return False
+        if self.snapshots is not None:
+            num_found = self.num_found(sequence)
+            ends = ((one, end) for one in running for end in one.snapshot_ends if num_found < end < sequence.num_tokens)
+            return any(self._digest(one, end) == self._digest(sequence, end) for one, end in ends)
         end = self.num_found(sequence) + self._largest
         if end >= sequence.num_tokens:
             return False
@@ -140,9 +167,14 @@ class PrefixCache:
             return None
         return _content(self._digest(sequence, end + self._largest), 0)
 
-    def begin(self, sequence: Sequence, end: int) -> None:
-        """Count an admitted sequence of which the first `end` tokens were found, and so are published already."""
+    def begin(self, sequence: Sequence, end: int, num_known: int) -> None:
+        """Count an admitted sequence of which the first `end` tokens were found, and so are published already.
+
+        num_known: as in `Hits`.
+        """
         sequence.num_published = end
+        if self.snapshots is not None:
+            self.snapshots.plan(sequence, end, num_known)
         if self._may_find(sequence) and not sequence.is_ahead:
             table, pool = self._tables.home
             for number, group in enumerate(self._tables.groups):
@@ -167,6 +199,22 @@ class PrefixCache:
     def _num_known(self, sequence: Sequence) -> int:
         """Return how many tokens of a sequence prefill has computed, for others to find."""
         return min(sequence.num_computed, len(sequence.prompt_token_ids)) if self._is_enabled else 0
+
+    def publish_state(self, sequence: Sequence, blocks: list[int]) -> None:
+        """Publish the state behind the tokens that prefill has computed of a sequence, which held blocks will have."""
+        self.snapshots.publish(self._digest(sequence, sequence.num_computed), blocks)
+
+    def is_state_wanted(self, sequence: Sequence) -> bool:
+        """Whether the state of an admitted sequence is to be kept for others as it is now, and is not yet."""
+        if self.snapshots is None or not sequence.snapshot_ends or not self.snapshots.take_due(sequence):
+            return False
+        return not self.snapshots.is_known(self._digest(sequence, sequence.num_computed))
+
+    def renew_states(self, sequence: Sequence) -> None:
+        """Have the states behind a sequence's beginnings evicted after its blocks, which it gives back."""
+        if self.snapshots is not None:
+            for end in range(self.snapshots.unit, self._num_known(sequence) + 1, self.snapshots.unit):
+                self.snapshots.renew(self._digest(sequence, end))
 
     def content(self, sequence: Sequence, number: int, place: int) -> bytes | None:
         """Return what a block of a group holds that prefill has computed for a sequence; None: nobody else has it."""

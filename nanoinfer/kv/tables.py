@@ -18,6 +18,7 @@ class BlockTables:
         lifetimes: who holds which block of either tier, and when released ones may be handed out again.
         max_num_seqs: number of rows.
         max_model_len: tokens of a row at most.
+        blocks_of_state: host blocks whose bytes a sequence's state fills; 0: no layer keeps one.
 
     Attributes:
         groups: the groups of layers, each of which has blocks of its own.
@@ -32,8 +33,15 @@ class BlockTables:
         home: table and pool of the tier in which full blocks are published. Only `Switch` sets the two.
     """
 
-    def __init__(self, groups: KVGroups, lifetimes: BlockLifetimes, max_num_seqs: int, max_model_len: int) -> None:
-        self.groups, self._max_model_len = groups, max_model_len
+    def __init__(
+        self,
+        groups: KVGroups,
+        lifetimes: BlockLifetimes,
+        max_num_seqs: int,
+        max_model_len: int,
+        blocks_of_state: int = 0,
+    ) -> None:
+        self.groups, self._max_model_len, self.blocks_of_state = groups, max_model_len, blocks_of_state
         self.block_size = groups.block_size
         shape = (len(groups), max_num_seqs, groups.table_width(max_model_len))
         self.gpu = np.full(shape, NO_BLOCK, dtype=np.int32)

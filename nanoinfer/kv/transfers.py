@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from nanoinfer.kv.tables import BlockTables
@@ -26,10 +27,11 @@ class _Group:
 
     Attributes:
         number: groups are enqueued in the order of their numbers.
-        pairs: (GPU block, host block) of each.
+        pairs: (GPU block, host block) of each; or pieces of states, as `OffloadEngine.store` takes them.
         operation: under which the copies are acknowledged; 0: they are not enqueued yet.
         holds_gpu: whether the group holds its GPU blocks.
         stays: whether the GPU keeps the blocks as they are, the next ones that it evicts.
+        of_states: whether it is pieces of states that move; the group holds the slot of each.
     """
 
     number: int
@@ -38,6 +40,7 @@ class _Group:
     is_load: bool
     holds_gpu: bool
     stays: bool = False
+    of_states: bool = False
     operation: int = 0
 
 
@@ -68,8 +71,32 @@ class Transfers:
         """Move (GPU block, host block) pairs to the GPU."""
         self._add(pairs, is_load=True, holds_gpu=holds_gpu)
 
-    def _add(self, pairs: list[tuple[int, int]], *, is_load: bool, holds_gpu: bool, stays: bool = False) -> None:
-        begin = 0
+    def store_state(self, slot: int, host_blocks: list[int]) -> set[int]:
+        """Copy the state in a slot to host blocks; return the numbers of the groups that do it."""
+        return self._add(self._pieces(slot, host_blocks), is_load=False, holds_gpu=False, of_states=True)
+
+    def load_state(self, slot: int, host_blocks: list[int]) -> set[int]:
+        """Copy a state from host blocks into a slot; return the numbers of the groups that do it."""
+        return self._add(self._pieces(slot, host_blocks), is_load=True, holds_gpu=False, of_states=True)
+
+    def _pieces(self, slot: int, host_blocks: list[int]) -> list[tuple[int, int]]:
+        first = slot * self._tables.blocks_of_state
+        return [(first + piece, block) for piece, block in enumerate(host_blocks)]
+
+    def _slots(self, group: _Group) -> list[int]:
+        """Return the slot of each piece of a group that moves states."""
+        return [piece // self._tables.blocks_of_state for piece, _ in group.pairs]
+
+    def _add(
+        self,
+        pairs: list[tuple[int, int]],
+        *,
+        is_load: bool,
+        holds_gpu: bool,
+        stays: bool = False,
+        of_states: bool = False,
+    ) -> set[int]:
+        begin, first = 0, self._number + 1
         while begin < len(pairs):
             most = min(MAX_GROUP, MAX_COPIES // self._num_places, GROUP_BYTES // self._block_bytes)
             end = min(begin + max(1, most), len(pairs))
@@ -79,8 +106,12 @@ class Transfers:
                     self._tables.gpu_blocks.hold(on_gpu)
                 self._tables.lifetimes.host_blocks.hold(on_host)
             self._number += 1
-            num_copies = len(runs(group)) * self._num_places
-            self.groups.append(_Group(self._number, group, num_copies, is_load, holds_gpu, stays))
+            num_copies = len(group if of_states else runs(group)) * self._num_places
+            self.groups.append(_Group(self._number, group, num_copies, is_load, holds_gpu, stays, of_states))
+            if of_states:
+                for slot in self._slots(self.groups[-1]):
+                    self._tables.lifetimes.slots.hold(slot)
+        return set(range(first, self._number + 1))
 
     @property
     def held(self) -> tuple[list[int], list[int]]:
@@ -88,24 +119,21 @@ class Transfers:
         on_gpu = [on_gpu for group in self.groups if group.holds_gpu for on_gpu, _ in group.pairs]
         return on_gpu, [on_host for group in self.groups for _, on_host in group.pairs]
 
-    @property
-    def newest_load(self) -> int:
-        """Number of the newest group on its way to the GPU; 0: there is none."""
-        return max((group.number for group in self.groups if group.is_load), default=0)
+    def have_run(self, numbers: set[int]) -> bool:
+        """Whether all groups with these numbers have moved what they move."""
+        return numbers.isdisjoint(group.number for group in self.groups)
 
-    def has_arrived(self, number: int) -> bool:
-        """Whether all groups to the GPU up to this number are there."""
-        return not any(group.is_load and group.number <= number for group in self.groups)
-
-    def loading(self) -> set[int]:
-        """Return the GPU blocks whose content is on its way."""
-        return {on_gpu for group in self.groups if group.is_load for on_gpu, _ in group.pairs}
+    def loading(self, blocks: Iterable[int]) -> set[int]:
+        """Return the numbers of the groups that bring any of these GPU blocks."""
+        wanted, loads = set(blocks), [group for group in self.groups if group.is_load and not group.of_states]
+        return {group.number for group in loads if any(on_gpu in wanted for on_gpu, _ in group.pairs)}
 
     @property
     def num_leaving(self) -> int:
         """GPU blocks that are free once what is on its way to the host has left."""
         references = self._tables.gpu_blocks.references
-        leaving = [on_gpu for group in self.groups if not group.is_load for on_gpu, _ in group.pairs]
+        moved = [group.pairs for group in self.groups if not (group.is_load or group.of_states)]
+        leaving = [on_gpu for pairs in moved for on_gpu, _ in pairs]
         return sum(references(block) == 1 for block in leaving)
 
     @property
@@ -152,6 +180,8 @@ class Transfers:
             if group.operation and lifetimes.acknowledgements.has_run(*_part(group)):
                 if group.holds_gpu:
                     lifetimes.release_gpu([on_gpu for on_gpu, _ in group.pairs])
+                if group.of_states:
+                    lifetimes.release_slots(self._slots(group))
                 if group.stays:
                     lifetimes.gpu_blocks.put_first(on_gpu for on_gpu, _ in group.pairs)
                 lifetimes.release_host([on_host for _, on_host in group.pairs])
@@ -190,10 +220,8 @@ class Transfers:
     def _enqueue(self, group: _Group) -> None:
         lifetimes = self._tables.lifetimes
         operation = lifetimes.begin()
-        if group.is_load:
-            self._executor.load(group.pairs, operation)
-        else:
-            self._executor.store(group.pairs, operation)
+        move = self._executor.load if group.is_load else self._executor.store
+        move(group.pairs, operation, group.of_states)
         group.operation = operation
 
 

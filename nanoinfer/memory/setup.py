@@ -73,12 +73,6 @@ class Specs:
         """Return the model's numbers, those of its KV blocks among them; ValueError if these settings do not fit it."""
         checkpoint, spec = self._in_formats(config)
         checkpoint.formats.check_quantization(config.quantization)
-        if spec.state_bytes and config.enable_prefix_caching:
-            raise ValueError(
-                f"enable_prefix_caching=True is not supported for {spec.architecture}: some of its layers keep a state "
-                "of the whole sequence, which the blocks of an equal beginning do not hold: set "
-                "enable_prefix_caching=False"
-            )
         most = config.max_num_batched_tokens
         if most is not None and most < spec.step_unit:
             raise ValueError(

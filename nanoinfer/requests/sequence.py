@@ -16,7 +16,7 @@ from nanoinfer.structured.matcher import Matcher
 
 class SequenceState(enum.Enum):
     WAITING = "waiting"  # not admitted yet, or preempted
-    RETURNING = "returning"  # admitted; its KV is on its way to the GPU
+    MOVING = "moving"  # admitted; its KV or state is on its way to the GPU, or a copy of its state to the host
     PREFILL = "prefill"  # admitted; part of its tokens has no KV yet
     DECODE = "decode"  # every token but the last has its KV in the cache, once the scheduled step has run
     FINISHED = "finished"
@@ -38,6 +38,8 @@ class Sequence:
         row: place in the persistent device tables, kept from admission to the end.
         state_slot: place of what its layers keep besides keys and values, kept as long.
         kept_blocks: host blocks with the KV of a sequence that gave way (see `nanoinfer.kv.mover`); None: it did not.
+        kept_state: host blocks with what its layers keep besides, likewise.
+        snapshot_ends: tokens behind which its state is to be kept for others, ascending (see `nanoinfer.kv.snapshots`).
         num_cached: prompt tokens taken from the prefix cache.
         detokenizer: has the text so far; set by `Request.add_sequence`.
         text_delta: text that no StreamOutput has yet.
@@ -72,6 +74,8 @@ class Sequence:
     copy_wait_seconds: float = 0.0  # estimate
     num_reserved_host: int = 0  # host blocks reserved at admission and not allocated yet
     kept_blocks: list[int] | None = None
+    kept_state: list[int] = field(default_factory=list)
+    snapshot_ends: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)  # of its beginnings, for the prefix cache
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative_logprob: float = 0.0

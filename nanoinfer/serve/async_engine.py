@@ -81,7 +81,7 @@ class AsyncEngine:
         self.sampling_defaults = engine.sampling_defaults
         self.prompts = PromptTokenizer(engine.tokenizer, engine.intake, engine.plan.max_model_len)
         size = self.config.block_size
-        is_cached = self.config.caches_prefixes(engine.executor.spec.state_bytes > 0)
+        is_cached = self.config.caches_prefixes
         recent = RecentPrompts(size) if is_cached else None
         self.log = RequestLog(recent, self.prompts.shown, size)
 

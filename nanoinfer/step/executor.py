@@ -124,12 +124,15 @@ class Executor(ABC):
     # Blocks
 
     @abstractmethod
-    def store(self, pairs: list[tuple[int, int]], operation: int) -> None:
-        """Copy (GPU block, host block) pairs to the host, under the number of an operation."""
+    def store(self, pairs: list[tuple[int, int]], operation: int, of_states: bool = False) -> None:
+        """Copy (GPU block, host block) pairs to the host, under the number of an operation.
+
+        of_states: as for `OffloadEngine.store`.
+        """
 
     @abstractmethod
-    def load(self, pairs: list[tuple[int, int]], operation: int) -> None:
-        """Copy (GPU block, host block) pairs to the GPU, under the number of an operation."""
+    def load(self, pairs: list[tuple[int, int]], operation: int, of_states: bool = False) -> None:
+        """Copy what `store` copies to the GPU, under the number of an operation."""
 
     @abstractmethod
     def drain(self) -> None:
@@ -162,22 +165,6 @@ class Executor(ABC):
     @abstractmethod
     def give_back_all_but(self, blocks: Iterable[int]) -> None:
         """Give back what was borrowed, but for these blocks."""
-
-    @abstractmethod
-    def keep_state(self, slot: int, sequence_id: int) -> None:
-        """Keep on the host the state in a slot."""
-
-    @abstractmethod
-    def bring_state_back(self, slot: int, sequence_id: int) -> None:
-        """Write the state that is kept of a sequence into its new slot."""
-
-    @abstractmethod
-    def forget_state(self, sequence_id: int) -> None:
-        """Drop the state that is kept of a sequence."""
-
-    @abstractmethod
-    def forget_other_states(self, sequence_ids: set[int]) -> None:
-        """Drop the states that are kept of all but these sequences."""
 
     # The host's memory
 

@@ -89,7 +89,7 @@ def test_others_run_on_while_blocks_leave_and_arrive(path, wanted, small_groups)
 
 
 def test_who_ends_while_its_kv_is_on_its_way_leaves_nothing_behind(path, small_groups):
-    for state in (SequenceState.WAITING, SequenceState.RETURNING):
+    for state in (SequenceState.WAITING, SequenceState.MOVING):
         engine = crowded(path, SimulatedRuntime(1))
         requests = [engine.add_request(str(i), *pair) for i, pair in enumerate(zip(PROMPTS, PARAMS, strict=True))]
         alone = [run(make_engine(path), [prompt], [params])[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
@@ -98,7 +98,7 @@ def test_who_ends_while_its_kv_is_on_its_way_leaves_nothing_behind(path, small_g
             engine.step()
             for request in requests:
                 (sequence,) = request.sequences
-                was_moved = sequence.kept_blocks is not None or state is SequenceState.RETURNING
+                was_moved = sequence.kept_blocks is not None or state is SequenceState.MOVING
                 if sequence.state is state and was_moved and not engine.mover.transfers.is_idle and not aborted:
                     aborted.append(request)
                     engine.abort(request.request_id)
@@ -192,7 +192,7 @@ def test_as_much_is_on_its_way_as_runs_within_a_step(monkeypatch):
         ),
     )  # fmt: skip
     layout = SimpleNamespace(block_bytes=transfers.GROUP_BYTES, num_places=36)
-    executor = SimpleNamespace(layout=layout, store=lambda pairs, operation: taken.append(operation))
+    executor = SimpleNamespace(layout=layout, store=lambda pairs, operation, _: taken.append(operation))
     for blocks_in_a_step in (1, 3):
         moves, run_so_far = transfers.Transfers(tables, executor), len(taken)
         moves.store([(block, block) for block in range(0, 80, 2)])

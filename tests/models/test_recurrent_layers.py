@@ -20,9 +20,9 @@ from simulated import SimulatedRuntime
 from tiny_models import tiny_config
 
 from nanoinfer import SamplingParams
-from nanoinfer.execution.block_copies import BlockCopies
 from nanoinfer.execution.states import States
 from nanoinfer.kv.admission import Verdict
+from nanoinfer.kv.transfers import Transfers
 from nanoinfer.layers.linear import Linear
 from nanoinfer.models import registry
 from nanoinfer.models.base import AttentionState
@@ -143,11 +143,6 @@ def test_completions_of_one_prompt_have_states_of_their_own(path):
     assert found == [run(toy_engine(path), [prompt], [param])[0][0] for param in alone]
 
 
-def test_a_prefix_cannot_be_shared(path):
-    with pytest.raises(ValueError, match="enable_prefix_caching=True is not supported for ToyForCausalLM: some of its"):
-        toy_engine(path, enable_prefix_caching=True)
-
-
 def test_states_are_planned(path):
     plans = [toy_engine(path, max_num_seqs=rows).plan for rows in (3, 4)]
     spec = toy_engine(path).runner.spec
@@ -187,10 +182,10 @@ def known_alone():
     return []
 
 
-@pytest.mark.parametrize("name", ["reset", "keep_state", "bring_state_back"])
-@pytest.mark.sampled("reset", "bring_state_back")
+@pytest.mark.parametrize("name", ["reset", "store_state", "load_state"])
+@pytest.mark.sampled("reset", "load_state")
 def test_an_interrupt_harms_no_other_sequence(path, known_alone, name, monkeypatch):
-    owner = States if name == "reset" else BlockCopies
+    owner = States if name == "reset" else Transfers
     prompts, params = random_prompts(8, 20, 99), some_params(8, max_tokens=30)
     if not known_alone:
         known_alone += [run(toy_engine(path), [one], [param])[0] for one, param in zip(prompts, params, strict=True)]
@@ -201,23 +196,21 @@ def test_an_interrupt_harms_no_other_sequence(path, known_alone, name, monkeypat
         calls.append(name)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        original(*arguments)
+        return original(*arguments)
 
     monkeypatch.setattr(owner, name, interrupted)
     requests = [engine.add_request(str(i), *pair) for i, pair in enumerate(zip(prompts, params, strict=True))]
-    num_interrupts, copies = 0, engine.runner.block_copies
+    num_interrupts = 0
     while engine.has_work:
         try:
             engine.step()
         except KeyboardInterrupt:
             num_interrupts += 1
-        gave_way = {sequence.sequence_id for sequence in engine.scheduler.waiting if sequence.kept_blocks is not None}
-        assert num_interrupts or copies.kept_states.keys() == gave_way
+        assert all(sequence.kept_state for sequence in engine.mover.away)
     found = [outcome(request) for request in requests]
     harmed = [i for i, (one, other) in enumerate(zip(found, known_alone, strict=True)) if one != other]
     assert num_interrupts == 1 and len(harmed) < 7 and all(found[i][0][2] == "abort" for i in harmed)
     assert_pools_as_before(engine)
-    assert not copies.kept_states
 
 
 @pytest.mark.parametrize("place", ["a step that fails", "giving way"])
@@ -229,12 +222,11 @@ def test_after_an_exception_only_the_states_of_those_that_gave_way_are_kept(path
         engine.add_request(str(number), random_prompts(3, 40, 40)[number], params)
     while not all(sequence.num_generated > 2 for sequence in engine.work.sequences):
         engine.step()
-    copies = engine.runner.block_copies
     preempt = torch.inference_mode()(engine.scheduler.preempt_youngest)
     preempt()
     if place == "giving way":
-        keep_state = copies.keep_state
-        monkeypatch.setattr(copies, "keep_state", lambda *given: interrupt(keep_state(*given)))
+        store_state = engine.mover.transfers.store_state
+        monkeypatch.setattr(engine.mover.transfers, "store_state", lambda *given: interrupt(store_state(*given)))
         with pytest.raises(KeyboardInterrupt), engine.changing():
             preempt()
     else:
@@ -244,8 +236,9 @@ def test_after_an_exception_only_the_states_of_those_that_gave_way_are_kept(path
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     monkeypatch.undo()
-    gave_way = {sequence.sequence_id for sequence in engine.scheduler.waiting if sequence.kept_blocks is not None}
-    assert len(gave_way) == 1 and copies.kept_states.keys() == gave_way
+    host = engine.kv_cache.tables.lifetimes.host_blocks
+    (gave_way,) = engine.mover.away
+    assert gave_way.kept_state and host.num_used == len({*gave_way.kept_blocks, *gave_way.kept_state})
     while engine.has_work:
         engine.step()
     assert_pools_as_before(engine)
