@@ -34,6 +34,8 @@ WRITERS = {
     "num_cached": "nanoinfer/kv/cache.py",
     "num_reserved_host": "nanoinfer/kv/cache.py",
     "kept_blocks": "nanoinfer/kv/mover.py",
+    "kept_state": "nanoinfer/kv/mover.py",
+    "snapshot_ends": "nanoinfer/kv/snapshots.py",
     "num_published": "nanoinfer/kv/prefix_cache.py",
     "digests": "nanoinfer/kv/prefix_cache.py",
     "token_ids": "nanoinfer/requests/request.py",

@@ -39,8 +39,8 @@ class Ahead:
     """
 
     def __init__(self, engine: LLMEngine) -> None:
-        self._engine, self._size = engine, engine.kv_cache.tables.block_size
-        self._waiting: list[list[int]] = []  # whole blocks; the newest is last
+        self._engine, self._size = engine, engine.kv_cache.prefixes.unit
+        self._waiting: list[list[int]] = []  # of whole units; the newest is last
         self._part: _Part | None = None
         self._names = map("ahead-{}".format, itertools.count())
         self.num_tokens = self.num_left_out = 0

@@ -101,7 +101,7 @@ class Scheduler:
             may_mix = 0 < len(wanting) < self.max_mixed_tokens and (
                 self.waiting or any(sequence.state is SequenceState.PREFILL for sequence in self.running)
             )
-            num_preemptions, num_running = self.num_preemptions, len(self.running)
+            num_preemptions, running = self.num_preemptions, list(self.running)
             # Running sequences get their blocks before new ones are admitted. A sequence that was preempted must not be
             # admitted again in this step, because the host has not read all of its tokens.
             decoding = self._make_room(wanting) if may_mix else []
@@ -111,7 +111,7 @@ class Scheduler:
                 is_mixed = bool(decoding) and num_tokens <= self.max_mixed_tokens
                 self._last_was_prefill = not is_mixed
                 return _batch(chunks, decoding if is_mixed else [])
-            if (num_preemptions, num_running) != (self.num_preemptions, len(self.running)):  # some were admitted again
+            if num_preemptions != self.num_preemptions or running != self.running:  # some have gone or come
                 wanting = [sequence for sequence in self.running if _wants_token(sequence)]
         self._last_was_prefill = False
         sequences = self._make_room(wanting)

@@ -118,7 +118,9 @@ class ModelRunner:
         host = HostPool(layout, self.num_host_blocks, blocks_per_segment, max_bytes=max_bytes)
         self.decode_program, self.prefill_program = self._programs(self.gpu_kv, states)
         cuts = self.decode_program.resources.pieces.cuts
-        self.offload = OffloadEngine(runtime, self.gpu_kv, host, self.ring, self.compute, cuts, self.landings, states.pool)
+        self.offload = OffloadEngine(
+            runtime, self.gpu_kv, host, self.ring, self.compute, cuts, self.landings, states.pool
+        )
         self.block_copies = BlockCopies(self.offload, self.gpu_kv, states)
         # A broken weight makes logits of every request unsound, an overflow those of single ones, at any step.
         logits_fault = (

@@ -94,7 +94,10 @@ class Mover:
         for block in kept:
             if block is not None:
                 pool.hold(block)
-        missing, num_of_state = [place for place, block in enumerate(kept) if block is None], self._num_of_state(sequence)
+        missing, num_of_state = (
+            [place for place, block in enumerate(kept) if block is None],
+            self._num_of_state(sequence),
+        )
         num_wanted = len(missing) + num_of_state
         self._ask_for(num_wanted)
         num_short = max(0, num_wanted - pool.num_free)

@@ -56,6 +56,7 @@ class PrefixCache:
 
     Attributes:
         snapshots: the states of beginnings; None: no layer keeps any, or nothing is published.
+        unit: tokens at whose multiples a beginning ends that can be found.
         num_queried_tokens: tokens of the prompts admitted so far that were looked up.
         num_hit_tokens: those of them that were found.
     """
@@ -63,6 +64,7 @@ class PrefixCache:
     def __init__(self, tables: BlockTables, is_enabled: bool, end_token_ids: Iterable[int] = ()) -> None:
         self._tables, self._is_enabled = tables, is_enabled
         self.snapshots = Snapshots(tables, end_token_ids) if is_enabled and tables.blocks_of_state else None
+        self.unit = tables.block_size if self.snapshots is None else self.snapshots.unit
         self._largest, self._smallest = tables.block_size, min(group.block_size for group in tables.groups)
         self.num_queried_tokens = self.num_hit_tokens = 0
 

@@ -1,9 +1,9 @@
 """Snapshots: the states of beginnings, kept on the host, where others that begin alike take them up.
 
-The blocks of a beginning do not hold the states of layers without attention, so whoever goes on behind it needs a copy of
-these, too. A snapshot is such a copy: some blocks of the host pool, published under the digest of the beginning's tokens,
-and evicted as others are. A prefill step ends where one is to be kept (`Snapshots.plan`), and its sequence waits until
-the state was copied; no other does.
+The blocks of a beginning do not hold the states of layers without attention, so whoever goes on behind it needs a copy
+of these, too. A snapshot is such a copy: some blocks of the host pool, published under the digest of the beginning's
+tokens, and evicted as others are. A prefill step ends where one is to be kept (`Snapshots.plan`), and its sequence
+waits until the state was copied; no other does.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Snapshots:
         end_token_ids: with which messages end in a prompt.
 
     Attributes:
+        end_token_ids: as above, a list.
         unit: tokens at whose multiples a beginning with a state can end.
         num_kept: snapshots so far.
     """
@@ -48,22 +49,22 @@ class Snapshots:
     def __init__(self, tables: BlockTables, end_token_ids: Iterable[int] = ()) -> None:
         self._pool, self._num_pieces = tables.lifetimes.host_blocks, tables.blocks_of_state
         self.unit = math.lcm(tables.block_size, STEP_UNIT)
-        self._end_token_ids = list(end_token_ids)
+        self.end_token_ids = list(end_token_ids)
         self._kept: OrderedDict[bytes, None] = OrderedDict()  # some of which the pool may have evicted since
         self.num_kept = 0
 
     def plan(self, sequence: Sequence, num_found: int, num_known: int) -> None:
         """Note behind which of its tokens the state of an admitted sequence is to be kept.
 
-        These are the last multiples of `unit` before the ends of the prompt and of its last messages, where it parts from
-        what others began with, and one every `SPACING` tokens.
+        These are the last multiples of `unit` before the ends of the prompt and of its last messages, and before where
+        it parts from what others began with, and one every `SPACING` tokens.
 
         Args:
             num_found: tokens of the beginning whose state was found.
             num_known: tokens of that whose blocks were found.
         """
         length = len(sequence.prompt_token_ids)
-        is_end = np.isin(np.array(sequence.prompt_token_ids), self._end_token_ids)
+        is_end = np.isin(np.array(sequence.prompt_token_ids), self.end_token_ids)
         of_messages = np.flatnonzero(is_end)[-LAST_MESSAGES:] + 1
         wanted = [length - 1, length, num_known, *of_messages.tolist(), *range(SPACING, length, SPACING)]
         ends = {end // self.unit * self.unit for end in wanted}
