@@ -13,6 +13,7 @@ from nanoinfer.common.errors import shown
 from nanoinfer.common.missing import UnsupportedArchitectureError, why_not
 from nanoinfer.gguf.keys import Keys
 from nanoinfer.gguf.ollama import REFUSED, as_of_llama_cpp
+from nanoinfer.gguf.qwen35 import QWEN35
 from nanoinfer.gguf.reader import GGUFFile
 from nanoinfer.gguf.rotation import rotation
 
@@ -21,7 +22,7 @@ _GEMMA_27B_LAYERS = 62
 # Whose norms subtract the mean, and have another key.
 _OTHER_NORMS = ("nemotron", "starcoder2")
 # Whose layers have unlike heads and MLPs.
-_LAYERS_DIFFER = ("gemma4",)
+_LAYERS_DIFFER = ("gemma4", *QWEN35)
 
 
 def raw_config(file: GGUFFile) -> dict[str, Any]:
@@ -395,5 +396,5 @@ CONFIGS: dict[str, Callable[[Keys, dict[str, Any]], dict[str, Any]]] = {
     "olmoe": _olmoe,
     "seed_oss": _seed_oss,
     "starcoder2": _starcoder2,
-}
+} | QWEN35
 """By the name of an architecture: its own fields, beside those that all have, or in their place."""

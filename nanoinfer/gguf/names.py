@@ -41,13 +41,14 @@ class Naming:
         own: names of a layer's tensors, by their names in files, in place of `_LAYER`'s; with what these end with,
             they are names of parameters.
         is_permuted: whether rows of q and k lie in llama.cpp's order.
-        added: what all norms have in addition.
+        added: what all norms have in addition, but for those of `plain_norms`.
         experts: the name of all experts of a layer; expert: those of gate, up and down of one.
     """
 
     own: Mapping[str, str] = field(default_factory=dict)
     is_permuted: bool = False
     added: float = 0.0
+    plain_norms: tuple[str, ...] = ()
     experts: str = "mlp.experts"
     expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
@@ -83,6 +84,7 @@ _NORMS_BEHIND = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_CONVOLUTION = "linear_attn.conv1d"
 _NORM_BEFORE_MLP = {"post_attention_norm": "post_attention_layernorm"}
 NAMINGS: dict[str, Naming] = by_name({
     "llama mistral3 granite smollm3": Naming(is_permuted=True),
@@ -123,6 +125,28 @@ NAMINGS: dict[str, Naming] = by_name({
     "exaone4 olmo2": Naming(own=_NORMS_BEHIND),
     "hunyuan-dense": Naming(own={"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}),
     "nemotron": Naming(added=1.0),
+    "qwen3next qwen35 qwen35moe": Naming(
+        added=1.0,
+        plain_norms=("ssm_norm",),
+        own={
+            **_NORM_BEFORE_MLP,
+            "attn_qkv": "linear_attn.in_proj_qkv",
+            "attn_gate": "linear_attn.in_proj_z",
+            "ssm_in": "linear_attn.in_proj_qkvz",
+            "ssm_alpha": "linear_attn.in_proj_a",
+            "ssm_beta": "linear_attn.in_proj_b",
+            "ssm_ba": "linear_attn.in_proj_ba",
+            "ssm_conv1d": _CONVOLUTION,
+            "ssm_a.weight": "linear_attn.rates.weight",  # -exp(A_log)
+            "ssm_dt.bias": "linear_attn.dt_bias",
+            "ssm_norm": "linear_attn.norm",
+            "ssm_out": "linear_attn.out_proj",
+            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+            "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+            "ffn_up_shexp": "mlp.shared_expert.up_proj",
+            "ffn_down_shexp": "mlp.shared_expert.down_proj",
+        },
+    ),
     "seed_oss": Naming(own=_NORM_BEFORE_MLP),
     "starcoder2": Naming(own={"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}),
 })  # fmt: skip
@@ -157,7 +181,7 @@ def named_parts(file: GGUFFile, naming: Naming, config: Mapping[str, Any]) -> di
         if name in _FACTORS or skipped_part(name, config["num_hidden_layers"]):
             continue
         whole = Part(tensor=tensor, shape=tensor.shape)
-        match = _IN_LAYER.fullmatch(name)
+        match = _IN_LAYER.fullmatch(f"{name}.weight" if name.endswith(".ssm_a") else name)
         if match is None:
             is_norm = name == "output_norm.weight"
             parts[_WHOLE.get(name, name)] = replace(whole, added=naming.added if is_norm else 0.0)
@@ -170,15 +194,27 @@ def named_parts(file: GGUFFile, naming: Naming, config: Mapping[str, Any]) -> di
             parts[layer + own] = whole
             continue
         own = naming.own.get(kind, _LAYER.get(kind))
+        if kind == "attn_qkv" and _attends(config, int(match[1])):
+            own = _LAYER[kind]
         if own is None or ending == "scale":
             parts[name] = whole
             continue
         if naming.is_permuted and kind in heads:
             whole = replace(whole, turned=(heads[kind], config["head_dim"]))
-        if kind.endswith("_norm") and ending == "weight":
+        if own == _CONVOLUTION and len(tensor.shape) == 2:  # [channels, taps], of one input each
+            whole = replace(whole, shape=(tensor.shape[0], 1, tensor.shape[1]))
+        if own == "mlp.shared_expert_gate" and len(tensor.shape) == 1:  # one row
+            whole = replace(whole, shape=(1, *tensor.shape))
+        if kind.endswith("_norm") and ending == "weight" and kind not in naming.plain_norms:
             whole = replace(whole, added=naming.added)
         parts[layer + own + ("" if own in _BARE else f".{ending}")] = whole
     return parts
+
+
+def _attends(config: Mapping[str, Any], layer: int) -> bool:
+    """Whether a layer has attention, so that it has what attention projects."""
+    types = config.get("layer_types") or ()
+    return layer < len(types) and types[layer] == "full_attention"
 
 
 def skipped_part(name: str, num_layers: int) -> str | None:

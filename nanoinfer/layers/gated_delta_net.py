@@ -21,9 +21,9 @@ class GatedDeltaNet(nn.Module):
     """out_proj(norm(state's answer to q) * silu(z)), of q, k, v behind a short convolution.
 
     One product makes q, k, v, z, b and a of a row: `in_proj`, merged of what the checkpoint holds. Its rows are those
-    of all heads of q, then of k and so on, or, `in_groups`, for each key head its own q, k, v and z, and then its b
-    and a. The last sum has two parts: half of the key heads each, with the heads of values that belong to them; where
-    these are tiled, half of the heads of values.
+    of all heads of q, then of k and so on, or, in a checkpoint that has them so, for each key head its own q, k, v and
+    z, and then for each its b and a. The last sum has two parts: half of the key heads each, with the heads of values
+    that belong to them; where these are tiled, half of the heads of values.
 
     `rates` are -exp(A_log) of the checkpoint: files of GGUF hold this, and others have the bits that it had there.
     """
@@ -39,15 +39,17 @@ class GatedDeltaNet(nn.Module):
         taps: int,
         eps: float,
         *,
-        in_groups: bool,
+        may_be_in_groups: bool = False,
         formats: Formats,
         dtype: torch.dtype,
         device,
     ) -> None:
         super().__init__()
-        self.heads, self.in_groups, self._eps = heads, in_groups, eps
+        self.heads, self._eps = heads, eps
         options, wide = dict(dtype=dtype, device=device), dict(dtype=torch.float32, device=device)
-        names, sizes = (_grouped_rows if in_groups else _rows)(heads)
+        self.in_groups = tuple(may_be_in_groups and formats.holds(f"in_proj_{one}") for one in ("qkvz", "ba"))
+        names, sizes = _rows(heads, *self.in_groups)
+        self._holds_rates = formats.holds("rates")
         self.in_proj = Linear(size, names, row_sizes=sizes, formats=formats, **options)
         self.conv1d = Taps(heads.num_channels, taps, bias=False, **options)
         self.rates, self.dt_bias = (
@@ -58,7 +60,7 @@ class GatedDeltaNet(nn.Module):
         cut = _values_cut(heads) * heads.value_size
         cut = cut if cut < inner else columns_cut(inner, of_out.of("").column_block)  # a single head is divided, too
         self.out_proj = Linear(inner, size, cut=cut, formats=of_out, **options)
-        self._order = torch.tensor(_order(heads), device=device) if in_groups else None
+        self._order = torch.tensor(_order(heads, *self.in_groups), device=device) if any(self.in_groups) else None
 
     def forward(self, normed: Tensor, runs: StateRuns, state: Mapping[str, Tensor], num_live: Tensor) -> Tensor:
         """Compute the input of `out_proj`, [N, heads of values * their size], and update the state."""
@@ -83,6 +85,8 @@ class GatedDeltaNet(nn.Module):
             if not bool(self.rates.isfinite().all()):
                 raise ValueError("holds values that are NaN or too large: the file may be corrupt")
 
+        if self._holds_rates:
+            return {"rates.weight": self.rates, "dt_bias": self.dt_bias, "norm.weight": self.norm_weight}
         of_rates = Filling((tuple(self.rates.shape),), FLOATS, fill)
         return {"A_log": of_rates, "dt_bias": self.dt_bias, "norm.weight": self.norm_weight}
 
@@ -99,38 +103,44 @@ def _values_cut(heads: DeltaHeads) -> int:
     return heads_cut(heads.num_value_heads, heads.num_key_heads)[0]
 
 
-def _rows(heads: DeltaHeads) -> tuple[dict[str, int], tuple[int, ...]]:
+def _rows(
+    heads: DeltaHeads, qkvz_in_groups: bool = False, ba_in_groups: bool = False
+) -> tuple[dict[str, int], tuple[int, ...]]:
     """Return the rows of `in_proj` by their names in the checkpoint, and how many neighbours of them one part has."""
     keys, inner = heads.num_key_heads * heads.key_size, heads.num_value_heads * heads.value_size
     count, cut = heads.num_value_heads, _values_cut(heads)
-    of_keys = () if heads.is_tiled else divided(keys, heads_cut(count, heads.num_key_heads)[1] * heads.key_size)
-    names = {"in_proj_qkv": 2 * keys + inner, "in_proj_z": inner, "in_proj_b": count, "in_proj_a": count}
-    return names, 2 * (of_keys or (keys,)) + 2 * divided(inner, cut * heads.value_size) + 2 * divided(count, cut)
+    first = heads_cut(count, heads.num_key_heads)[1]  # of the key heads
+    names, sizes = {}, []
+    if qkvz_in_groups:
+        names["in_proj_qkvz"] = 2 * (keys + inner)
+        sizes += divided(names["in_proj_qkvz"], first * names["in_proj_qkvz"] // heads.num_key_heads)
+    else:
+        names |= {"in_proj_qkv": 2 * keys + inner, "in_proj_z": inner}
+        sizes += 2 * ((keys,) if heads.is_tiled else divided(keys, first * heads.key_size))
+        sizes += 2 * divided(inner, cut * heads.value_size)
+    if ba_in_groups:
+        names["in_proj_ba"] = 2 * count
+        sizes += divided(2 * count, first * 2 * count // heads.num_key_heads)
+    else:
+        names |= {"in_proj_b": count, "in_proj_a": count}
+        sizes += 2 * divided(count, cut)
+    return names, tuple(sizes)
 
 
-def _grouped_rows(heads: DeltaHeads) -> tuple[dict[str, int], tuple[int, ...]]:
-    """As `_rows`, where the rows of each key head are neighbours."""
-    group = 2 * heads.num_value_heads // heads.num_key_heads
-    widths = 2 * heads.key_size + group * heads.value_size, group
-    cut = heads_cut(heads.num_value_heads, heads.num_key_heads)[1]
-    names = {name: heads.num_key_heads * width for name, width in zip(("in_proj_qkvz", "in_proj_ba"), widths)}
-    return names, tuple(one for width in widths for one in divided(heads.num_key_heads * width, cut * width))
-
-
-def _order(heads: DeltaHeads) -> list[int]:
-    """Return where the values of q, k, v, z, b and a lie among those that are made in groups."""
-    group, found = heads.num_value_heads // heads.num_key_heads, []
-    values = group * heads.value_size
-    of_qkvz = 2 * heads.key_size + 2 * values
-    for begin, size, width, first in (
-        (0, heads.key_size, of_qkvz, 0),
-        (heads.key_size, heads.key_size, of_qkvz, 0),
-        (2 * heads.key_size, values, of_qkvz, 0),
-        (2 * heads.key_size + values, values, of_qkvz, 0),
-        (0, group, 2 * group, heads.num_key_heads * of_qkvz),
-        (group, group, 2 * group, heads.num_key_heads * of_qkvz),
+def _order(heads: DeltaHeads, qkvz_in_groups: bool, ba_in_groups: bool) -> list[int]:
+    """Return where the values of q, k, v, z, b and a lie among those that are made."""
+    group = heads.num_value_heads // heads.num_key_heads
+    values, end = group * heads.value_size, 0
+    found: list[int] = []
+    for sizes, in_groups in (
+        ((heads.key_size, heads.key_size, values, values), qkvz_in_groups),
+        ((group, group), ba_in_groups),
     ):
-        for head in range(heads.num_key_heads):
-            at = first + head * width + begin
-            found += range(at, at + size)
+        begin, end = end, end + heads.num_key_heads * sum(sizes)
+        if not in_groups:
+            found += range(begin, end)
+            continue
+        for number, size in enumerate(sizes):
+            for first in range(begin + sum(sizes[:number]), end, sum(sizes)):
+                found += range(first, first + size)
     return found

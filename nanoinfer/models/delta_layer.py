@@ -33,7 +33,7 @@ class DeltaLayer(nn.Module):
         self.input_layernorm, self.post_attention_layernorm = (
             traits.norm(size, traits.norm_eps, **options) for _ in range(2)
         )
-        of_delta = options | dict(in_groups=delta.in_groups, formats=traits.formats.below("linear_attn"))
+        of_delta = options | dict(may_be_in_groups=delta.may_be_in_groups, formats=traits.formats.below("linear_attn"))
         self.linear_attn = GatedDeltaNet(size, delta.heads, delta.taps, traits.norm_eps, **of_delta)
         self.mlp = make_mlp(spec, traits, **options)
 
@@ -55,14 +55,15 @@ class DeltaDecoder(Decoder):
     own_traits = dict(qk_norm="head", norm=OffsetRMSNorm, attention_gate=True)
     config_traits = dict(qkv_bias="attention_bias", output_bias="attention_bias")
     names = {"mlp.shared_experts": "mlp.shared_expert", "mlp.shared_gate": "mlp.shared_expert_gate"}
-    delta_in_groups = False
-    """Whether a checkpoint holds q, k, v and z of each key head together."""
+    delta_may_be_in_groups = False
+    """Whether a checkpoint may hold q, k, v and z of each key head together."""
 
     @classmethod
     def traits(cls, hf_config: PretrainedConfig, **own) -> Traits:
         if hf_config.hidden_act != "silu":
             raise ValueError(f"hidden_act={shown(hf_config.hidden_act)} is not supported beside linear attention: silu")
-        delta = Delta(heads=heads_of(hf_config), taps=hf_config.linear_conv_kernel_dim, in_groups=cls.delta_in_groups)
+        taps, may_be_in_groups = hf_config.linear_conv_kernel_dim, cls.delta_may_be_in_groups
+        delta = Delta(heads=heads_of(hf_config), taps=taps, may_be_in_groups=may_be_in_groups)
         return super().traits(hf_config, delta=delta, **own)
 
     @classmethod
@@ -79,7 +80,7 @@ class DeltaDecoder(Decoder):
     def state_values(cls, hf_config: PretrainedConfig) -> int:
         heads = heads_of(hf_config)
         # What is projected, in groups and in order, the convolution's output, what the states answer, and its norm.
-        projected = num_projected(heads) * (2 if cls.delta_in_groups else 1)
+        projected = num_projected(heads) * (2 if cls.delta_may_be_in_groups else 1)
         return projected + heads.num_channels + 2 * heads.num_value_heads * heads.value_size
 
     def drafts(self, names: Collection[str]) -> set[str]:

@@ -23,11 +23,11 @@ from nanoinfer.models.base import ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Delta:
-    """Gated DeltaNet. taps: tokens that its convolution reaches; in_groups: as in `GatedDeltaNet`."""
+    """Gated DeltaNet. taps: tokens that its convolution reaches; may_be_in_groups: as in `GatedDeltaNet`."""
 
     heads: DeltaHeads
     taps: int
-    in_groups: bool = False
+    may_be_in_groups: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

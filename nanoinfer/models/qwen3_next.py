@@ -14,7 +14,7 @@ class Qwen3Next(DeltaDecoder):
     """https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct"""
 
     model_type = "qwen3_next"
-    delta_in_groups = True
+    delta_may_be_in_groups = True
 
     @classmethod
     def traits(cls, hf_config: PretrainedConfig) -> Traits:

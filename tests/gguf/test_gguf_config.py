@@ -68,3 +68,35 @@ def test_factors_of_a_rotation_are_all_that_scales_it(extra, refused, tmp_path):
         return
     with pytest.raises(ValueError, match=refused):
         raw_config(file)
+
+
+def test_layers_of_qwen35_are_named_one_by_one_or_by_an_interval(tmp_path):
+    """As newer and older files of llama.cpp have it; those of Ollama have no heads where a layer has a state."""
+    asked = dict(layer_types=["linear_attention", "full_attention"] * 2, num_layers=4)
+    wanted = raw_config(written(tmp_path, "qwen3_5_moe", asked))
+    assert wanted["layer_types"] == asked["layer_types"] and wanted["linear_heads_are_tiled"]
+    by_interval = {"qwen35moe.attention.recurrent_layers": None, "qwen35moe.full_attention_interval": 2}
+    assert raw_config(written(tmp_path, "qwen3_5_moe", asked, **by_interval)) == wanted
+    of_ollama = {"qwen35moe.attention.head_count_kv": [0, 2, 0, 2], "qwen35moe.ssm.v_head_reordered": True}
+    assert raw_config(written(tmp_path, "qwen3_5_moe", asked, **by_interval | of_ollama)) == wanted
+    every_fourth = {"qwen35moe.attention.recurrent_layers": None}
+    assert raw_config(written(tmp_path, "qwen3_5_moe", asked, **every_fourth))["layer_types"] == (
+        ["linear_attention"] * 3 + ["full_attention"]
+    )
+    assert not raw_config(written(tmp_path, "qwen3_next"))["linear_heads_are_tiled"]
+
+
+@pytest.mark.parametrize(
+    "extra, refused",
+    [
+        ({"attention.head_count_kv": [1, 2, 2]}, "attention.head_count_kv is "),
+        ({"ssm.inner_size": 33}, "ssm.inner_size is 33, it must be a multiple of time_step_rank, 2"),
+        ({"attention.recurrent_layers": [True]}, "attention.recurrent_layers has 1 entries for 3 layers"),
+        ({"ssm.v_head_reordered": False}, "ssm.v_head_reordered is False"),
+        ({"ssm.group_count": None}, "ssm.group_count is missing"),
+    ],
+)
+def test_what_a_file_says_of_states_fits_or_is_refused(extra, refused, tmp_path):
+    file = written(tmp_path, "qwen3_5", **{f"qwen35.{name}": value for name, value in extra.items()})
+    with pytest.raises(ValueError, match=refused):
+        raw_config(file)

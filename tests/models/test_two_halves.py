@@ -71,6 +71,16 @@ def test_any_heads_of_values_in_halves_have_the_bits_of_the_whole(
     check(make_checkpoint(family, tmp_path, num_layers=2, **SHAPES["odd"], **heads), dtype)
 
 
+@pytest.mark.parametrize("num_key_heads, num_value_heads", [(1, 3), (2, 4), (3, 6)])
+@pytest.mark.sampled("3-6")
+def test_so_have_heads_of_values_in_the_order_of_files(num_key_heads, num_value_heads, tmp_path):
+    """Each half has half of them, and all key heads."""
+    pytest.importorskip("gguf", reason="it writes the file")
+    heads = dict(linear_num_key_heads=num_key_heads, linear_num_value_heads=num_value_heads)
+    directory = make_checkpoint("qwen3_5", tmp_path / "hf", num_layers=2, **SHAPES["odd"], **heads)
+    check(write_gguf("qwen3_5", directory, tmp_path / "model.gguf"), "float32")
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gemma4_moe", "starcoder2", "gpt_oss", "olmo2", "lfm2"])
 @pytest.mark.sampled("llama", "gemma4_moe", "lfm2")
 def test_so_it_has_with_the_kernels_of_a_gpu(family, tmp_path, monkeypatch):

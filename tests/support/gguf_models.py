@@ -10,7 +10,9 @@ from pathlib import Path
 import gguf
 import numpy as np
 import torch
+from gguf_delta import delta_tensors, of_delta
 from safetensors.torch import load_file
+from tiny_models import DELTA
 from transformers import AutoConfig
 
 # The names of llama.cpp's architectures, by families.
@@ -38,6 +40,9 @@ ARCHITECTURES = {
     "olmo2": "olmo2",
     "olmo3": "olmo2",
     "olmoe": "olmoe",
+    "qwen3_5": "qwen35",
+    "qwen3_5_moe": "qwen35moe",
+    "qwen3_next": "qwen3next",
     "seed_oss": "seed_oss",
     "starcoder2": "starcoder2",
     "ministral3": "mistral3",
@@ -53,11 +58,15 @@ FIELDS = {
     "gemma4_moe": dict(attention_k_eq_v=True),
     "granite": dict(head_dim=16, hidden_size=64),
     "mistral": {},
+    # Of as many heads of values as of keys, none is moved.
+    "qwen3_5": dict(linear_num_value_heads=2, linear_value_head_dim=16),
+    "qwen3_5_moe": dict(linear_num_value_heads=2, tied=True),
+    "qwen3_next": dict(linear_num_key_heads=1, linear_num_value_heads=3),
 }
 _BARE = ("layer_scalar", "experts.gate_up_proj", "experts.down_proj")
 _OF_ROUTER = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
 _PERMUTED = ("llama", "mistral", "mixtral", "ministral3", "granite", "smollm3")
-_OFFSET = ("gemma3", "nemotron")
+_OFFSET = ("gemma3", "nemotron", "qwen3_5", "qwen3_5_moe", "qwen3_next")
 _FIELDS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -157,6 +166,7 @@ def metadata_of(family: str, config: Mapping) -> dict:
             "expert_group_count": config["n_group"],
             "expert_group_used_count": config["topk_group"],
         }
+    found |= of_delta(family, config) if family in DELTA else {}
     if family == "ministral3":
         found["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
         found["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
@@ -212,8 +222,11 @@ def tensors_of(family: str, config: Mapping, directory: Path) -> Iterator[tuple[
             values = _permuted(values, num_heads)
         if "k_proj" in name and family in _PERMUTED:
             values = _permuted(values, num_kv_heads)
-        if name.endswith("norm.weight") and family in _OFFSET:
+        if name.endswith("norm.weight") and family in _OFFSET and "linear_attn" not in name:
             values = values + 1
+        if "linear_attn" in name:
+            yield from delta_tensors(family, config, name, values)
+            continue
         if config.get("tie_word_embeddings") and name == "lm_head.weight":
             continue
         if name.endswith("e_score_correction_bias"):

@@ -192,13 +192,16 @@ def delta_blocks(layer: GatedDeltaNet) -> list[list[int]]:
     """Half of the key heads, and the heads of values that belong to them; a single key head both have."""
     heads = layer.heads
     group, num_keys = heads.num_value_heads // heads.num_key_heads, heads.num_key_heads
-    if layer.in_groups:
-        sizes = [(2 * heads.key_size + 2 * group * heads.value_size, num_keys), (2 * group, num_keys)]
-    else:
-        sizes = 2 * [(heads.key_size, num_keys)] + 2 * [(group * heads.value_size, num_keys)] + 2 * [(group, num_keys)]
-    if num_keys == 1:
-        counts = [(heads.value_size, group)] * 2 + [(1, group)] * 2
-        sizes = sizes if layer.in_groups else [*sizes[:2], *counts]
+    num_values = heads.num_value_heads
+    size, count = (group, num_keys) if num_keys > 1 and not heads.is_tiled else (1, num_values)  # of values
+    of_keys = [(heads.key_size * num_keys, 1) if heads.is_tiled else (heads.key_size, num_keys)] * 2
+    qkvz = [*of_keys, *[(size * heads.value_size, count)] * 2]
+    ba = [(size, count)] * 2
+    if layer.in_groups[0]:
+        qkvz = [(2 * heads.key_size + 2 * group * heads.value_size, num_keys)]
+    if layer.in_groups[1]:
+        ba = [(2 * group, num_keys)]
+    sizes = qkvz + ba
     return [
         [size * (one.stop - one.start) for one in halves_of(count)] if count > 1 else [size] for size, count in sizes
     ]

@@ -60,6 +60,45 @@ def test_q_k_and_v_may_be_one_tensor(family, tmp_path):
     assert torch.equal(prompt_logits(load(again), random_tokens(20)), wanted)
 
 
+@pytest.mark.parametrize("block_type", [None, "Q8_0"])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
+@pytest.mark.parametrize("num_keys, num_values", [(2, 4), (2, 6), (1, 3), (3, 3)])
+@pytest.mark.sampled("2-6-qwen3_5-Q8_0", "2-4-qwen3_5_moe-None", "2-4-qwen3_next-None", "1-3-qwen3_5-None")
+def test_heads_of_values_in_the_order_of_files_answer_as_in_a_checkpoint(
+    num_keys, num_values, family, block_type, tmp_path
+):
+    """What differs is the order of the last sum. Of blocks, those of the output projection have a head each."""
+    sizes = dict(linear_num_key_heads=num_keys, linear_num_value_heads=num_values, linear_value_head_dim=32)
+    sizes |= dict(hidden_size=64, intermediate_size=64, num_layers=3)
+    sizes |= {} if family == "qwen3_5" else dict(moe_intermediate_size=32)
+    directory = make_checkpoint(family, tmp_path / "hf", **sizes)
+    types = (
+        {}
+        if block_type is None
+        else dict(type_of=lambda name: "F32" if "conv1d" in name or "gate_inp" in name else block_type)
+    )
+    path = write_gguf(family, directory, tmp_path / "model.gguf", **types)
+    prompts, prompt = [random_tokens(length, seed=length) for length in (5, 70)], random_tokens(90)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+    def answered(path, **options):
+        return [
+            one.outputs[0].token_ids for one in LLM(path, device="cpu", dtype="float32", **options).generate(
+                [dict(prompt_token_ids=prompt) for prompt in prompts], [params] * 2, use_tqdm=False
+            )
+        ]  # fmt: skip
+
+    found = answered(path, skip_tokenizer_init=True)
+    if block_type is None:
+        wanted = prompt_logits(load(directory), prompt)
+        assert torch.allclose(prompt_logits(load(path), prompt), wanted, atol=2e-4, rtol=1e-4)
+        assert found == reference_tokens(directory, prompts, 6)
+    else:
+        wide = write_gguf(family, directory, tmp_path / "wide.gguf", expand=True, **types)
+        assert found == answered(wide, skip_tokenizer_init=True)
+        assert torch.equal(prompt_logits(load(path), prompt), prompt_logits(load(wide), prompt))
+
+
 LLAMA3 = dict(rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
 ROTATIONS = {
     "linear": ("llama", dict(rope_type="linear", rope_theta=1e5, factor=4.0)),
