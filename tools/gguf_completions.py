@@ -89,7 +89,8 @@ def written(family: str, case: Case, seed: int, folder: Path) -> Path:
     """Write a model and return the path of its file."""
     fields = FIELDS.get(family, {}) | TAKEN.get(family, {}) | case.fields
     # So large that a model with another one answers otherwise.
-    fields[{"nemotron": "norm_eps", "starcoder2": "norm_epsilon"}.get(family, "rms_norm_eps")] = 0.02
+    names = {"starcoder2": "norm_epsilon"} | dict.fromkeys(("nemotron", "lfm2", "lfm2_moe"), "norm_eps")
+    fields[names.get(family, "rms_norm_eps")] = 0.02
     directory = make_checkpoint(family, folder / f"{seed}", seed=seed, **fields)
     without = dict.fromkeys(f"{ARCHITECTURES[family]}.{key}" for key in case.without)
     extra = TOKENIZER | case.extra | without

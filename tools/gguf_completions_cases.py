@@ -162,6 +162,17 @@ CASES: dict[str, list[Case]] = {
         Case(name="dense first", fields=dict(first_k_dense_replace=2, n_shared_experts=2)),
         Case(name="keys left out", fields=dict(first_k_dense_replace=0), without=_ROUTING_KEYS),
     ],
+    "lfm2": [PLAIN, Case(name="four taps", fields=dict(conv_L_cache=4, num_layers=6))],
+    "lfm2_moe": [
+        PLAIN,
+        Case(name="all sparse", fields=dict(num_dense_layers=0), without=("leading_dense_block_count",)),
+        Case(
+            name="factor",
+            extra={"lfm2moe.expert_weights_scale": 2.5},
+            overrides=dict(routed_scaling_factor=1.0),
+            theirs="does not read expert_weights_scale of lfm2moe",
+        ),
+    ],
     "nemotron": [PLAIN, Case(name="part of a head", fields=_PART), Case(name="biases", fields=dict(mlp_bias=True))],
     "exaone4": [
         Case(fields=dict(sliding_window=0)),

@@ -11,18 +11,20 @@ from typing import Any
 
 from nanoinfer.common.errors import shown
 from nanoinfer.common.missing import UnsupportedArchitectureError, why_not
+from nanoinfer.gguf.hf_fields import layer_types, named
 from nanoinfer.gguf.keys import Keys
 from nanoinfer.gguf.ollama import REFUSED, as_of_llama_cpp
 from nanoinfer.gguf.qwen35 import QWEN35
 from nanoinfer.gguf.reader import GGUFFile
 from nanoinfer.gguf.rotation import rotation
+from nanoinfer.gguf.unlike_layers import gemma4, lfm2, lfm2moe
 
 _EMBEDDINGS = "token_embd.weight"
 _GEMMA_27B_LAYERS = 62
 # Whose norms subtract the mean, and have another key.
 _OTHER_NORMS = ("nemotron", "starcoder2")
 # Whose layers have unlike heads and MLPs.
-_LAYERS_DIFFER = ("gemma4", *QWEN35)
+_LAYERS_DIFFER = ("gemma4", "lfm2", "lfm2moe", *QWEN35)
 
 
 def raw_config(file: GGUFFile) -> dict[str, Any]:
@@ -100,36 +102,32 @@ def _has(keys: Keys, *endings: str) -> bool:
     return any(f"blk.0.{ending}" in keys.file.tensors for ending in endings)
 
 
-def _named(architecture: str, model_type: str, **fields: Any) -> dict[str, Any]:
-    return dict(architectures=[architecture], model_type=model_type, **fields)
-
-
 def _llama(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
     """Also Mistral, whose files say no window."""
     num_experts, num_chosen = keys.count("expert_count", 0), keys.count("expert_used_count", 0)
     if num_experts:
         experts = dict(num_local_experts=num_experts, num_experts_per_tok=num_chosen, sliding_window=None)
-        return _named("MixtralForCausalLM", "mixtral", **experts)
-    return _named("LlamaForCausalLM", "llama", mlp_bias=_has(keys, "ffn_up.bias"))
+        return named("MixtralForCausalLM", "mixtral", **experts)
+    return named("LlamaForCausalLM", "llama", mlp_bias=_has(keys, "ffn_up.bias"))
 
 
 def _mistral3(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
     beta = keys.number("attention.temperature_scale", 0)
     if not beta:
-        return _named("MistralForCausalLM", "mistral") | {"sliding_window": None}
+        return named("MistralForCausalLM", "mistral") | {"sliding_window": None}
     rope = common["rope_parameters"]
     if rope["rope_type"] != "yarn":
         keys.refuse("attention.temperature_scale", "needs a rotation of type yarn")
     rope = rope | {"llama_4_scaling_beta": beta}
-    return _named("Ministral3ForCausalLM", "ministral3", rope_parameters=rope)
+    return named("Ministral3ForCausalLM", "ministral3", rope_parameters=rope)
 
 
 def _qwen2(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
-    return _named("Qwen2ForCausalLM", "qwen2", use_sliding_window=False)
+    return named("Qwen2ForCausalLM", "qwen2", use_sliding_window=False)
 
 
 def _qwen3(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
-    return _named("Qwen3ForCausalLM", "qwen3", use_sliding_window=False)
+    return named("Qwen3ForCausalLM", "qwen3", use_sliding_window=False)
 
 
 def _qwen3moe(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
@@ -140,7 +138,7 @@ def _qwen3moe(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
         size = keys.count("expert_feed_forward_length")
     else:
         size = keys.count("feed_forward_length") // num_chosen
-    return _named(
+    return named(
         "Qwen3MoeForCausalLM",
         "qwen3_moe",
         num_experts=keys.count("expert_count"),
@@ -163,68 +161,15 @@ def _gemma3(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
         local["rope_theta"] = keys.number("rope.freq_base_swa", 10000.0)
     is_27b = num_layers == _GEMMA_27B_LAYERS
     softcap = keys.number("final_logit_softcapping", 0)
-    return _named(
+    return named(
         "Gemma3ForCausalLM",
         "gemma3_text",
         hidden_activation="gelu_pytorch_tanh",
         query_pre_attn_scalar=common["hidden_size"] // common["num_attention_heads"] if is_27b else common["head_dim"],
         sliding_window=window or None,
-        layer_types=_layer_types(slides),
+        layer_types=layer_types(slides),
         rope_parameters={"full_attention": rope, "sliding_attention": local},
         final_logit_softcapping=softcap or None,
-    )
-
-
-def _gemma4(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
-    """What full layers have otherwise than windowed ones is written as newer configs have it, layer by layer."""
-    num_layers, rope, tensors = common["num_hidden_layers"], common["rope_parameters"], keys.file.tensors
-    slides = keys.flags("attention.sliding_window_pattern", num_layers, 6)
-    num_shared, sizes = keys.count("attention.shared_kv_layers", 0), keys.counts("feed_forward_length", num_layers)
-    full, local = common["head_dim"], keys.count("attention.key_length_swa", common["head_dim"])
-    for name in ("attention.value_length_swa", "rope.dimension_count_swa"):
-        keys.only(name, local)
-    keys.only("attention.scale", 1.0)
-    kv_heads = keys.counts("attention.head_count_kv", num_layers, common["num_attention_heads"])
-    own = [
-        dict(head_dim=local if does else full, num_key_value_heads=heads)
-        for does, heads in zip(slides, kv_heads, strict=True)
-    ]
-    num_own = max(0, num_layers - num_shared)
-    is_wide = sizes[num_own:] == [2 * sizes[0]] * num_shared and num_shared > 0
-    if set(sizes[:num_own] if is_wide else sizes) != {sizes[0]}:
-        keys.refuse("feed_forward_length", f"is {shown(sizes)}: layers that read others' keys may have twice as much")
-    makes = {
-        any(f"blk.{at}.attn_{name}.weight" in tensors for name in ("v", "qkv"))
-        for at in range(num_own)
-        if not slides[at]
-    }
-    if len(makes) > 1:
-        keys.refuse("block_count", "layers without a window have attn_v, or none has it")
-    experts, num_chosen = keys.count("expert_count", 0), keys.count("expert_used_count", 0)
-    size = keys.count("expert_feed_forward_length", 0)
-    return _named(
-        "Gemma4ForCausalLM",
-        "gemma4_text",
-        **own[0],
-        intermediate_size=sizes[0],
-        use_double_wide_mlp=is_wide,
-        per_layer_config={str(at): one for at, one in enumerate(own) if one != own[0]},
-        hidden_activation="gelu_pytorch_tanh",
-        sliding_window=keys.count("attention.sliding_window"),
-        layer_types=_layer_types(slides),
-        rope_parameters={
-            "full_attention": rope,
-            "sliding_attention": dict(rope_type="default", rope_theta=keys.number("rope.freq_base_swa", 10000.0)),
-        },
-        attention_k_eq_v=makes == {False},
-        num_kv_shared_layers=num_shared,
-        hidden_size_per_layer_input=keys.count("embedding_length_per_layer_input", 0),
-        vocab_size_per_layer_input=common["vocab_size"],
-        final_logit_softcapping=keys.number("final_logit_softcapping", 0) or None,
-        enable_moe_block=experts > 0,
-        num_experts=experts or None,
-        top_k_experts=num_chosen or None,
-        moe_intermediate_size=size or None,
     )
 
 
@@ -233,21 +178,21 @@ def _gpt_oss(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
     keys.only("rope.freq_base_swa", rope["rope_theta"])
     if rope["rope_type"] == "yarn":
         rope = rope | {"truncate": False}  # as it was trained; no file says so
-    return _named(
+    return named(
         "GptOssForCausalLM",
         "gpt_oss",
         intermediate_size=keys.count("expert_feed_forward_length"),
         num_local_experts=keys.count("expert_count"),
         num_experts_per_tok=keys.count("expert_used_count"),
         sliding_window=keys.count("attention.sliding_window"),
-        layer_types=_layer_types(keys.flags("attention.sliding_window_pattern", num_layers, 2)),
+        layer_types=layer_types(keys.flags("attention.sliding_window_pattern", num_layers, 2)),
         rope_parameters=rope,
     )
 
 
 def _phi3(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
     length = common["rope_parameters"].get("original_max_position_embeddings")
-    return _named(
+    return named(
         "Phi3ForCausalLM",
         "phi3",
         sliding_window=keys.count("attention.sliding_window", 0) or None,
@@ -259,7 +204,7 @@ def _granite(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
     keys.only("expert_count", 0)
     keys.only("expert_used_count", 0)
     keys.only("rope.scaling.finetuned", True)
-    return _named(
+    return named(
         "GraniteForCausalLM",
         "granite",
         logits_scaling=keys.number("logit_scale"),
@@ -272,22 +217,22 @@ def _granite(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
 
 def _smollm3(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
     rotates = [int((layer + 1) % 4 != 0) for layer in range(common["num_hidden_layers"])]
-    return _named("SmolLM3ForCausalLM", "smollm3", no_rope_layers=rotates, use_sliding_window=False)
+    return named("SmolLM3ForCausalLM", "smollm3", no_rope_layers=rotates, use_sliding_window=False)
 
 
 def _ernie(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
-    return _named("Ernie4_5ForCausalLM", "ernie4_5", use_bias=common["attention_bias"])
+    return named("Ernie4_5ForCausalLM", "ernie4_5", use_bias=common["attention_bias"])
 
 
 def _glm4(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
     rope = {"partial_rotary_factor": 1.0} | common["rope_parameters"]
-    return _named("Glm4ForCausalLM", "glm4", rope_parameters=rope)
+    return named("Glm4ForCausalLM", "glm4", rope_parameters=rope)
 
 
 def _glm4moe(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
     rope = {"partial_rotary_factor": 1.0} | common["rope_parameters"]
     keys.only("expert_gating_func", 0, 2)  # unsaid, or a sigmoid
-    return _named(
+    return named(
         "Glm4MoeForCausalLM",
         "glm4_moe",
         rope_parameters=rope,
@@ -314,18 +259,18 @@ def _exaone4(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
         slides = keys.flags(pattern, num_layers, 4)
     else:
         window = None
-    return _named("Exaone4ForCausalLM", "exaone4", sliding_window=window, layer_types=_layer_types(slides))
+    return named("Exaone4ForCausalLM", "exaone4", sliding_window=window, layer_types=layer_types(slides))
 
 
 def _hunyuan(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
     keys.only("expert_count", 0, 1)
     keys.only("expert_used_count", 0, 1)
-    return _named("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense")
+    return named("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense")
 
 
 def _nemotron(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
     rope = {"partial_rotary_factor": 1.0} | common["rope_parameters"]
-    return _named(
+    return named(
         "NemotronForCausalLM",
         "nemotron",
         norm_eps=keys.number("attention.layer_norm_epsilon"),
@@ -338,29 +283,29 @@ def _nemotron(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
 def _olmo2(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
     window = keys.count("attention.sliding_window", 0)
     if not window:
-        return _named("Olmo2ForCausalLM", "olmo2")
+        return named("Olmo2ForCausalLM", "olmo2")
     num_layers, rope = common["num_hidden_layers"], common["rope_parameters"]
     local = dict(rope_type="default", rope_theta=keys.number("rope.freq_base_swa", rope["rope_theta"]))
-    return _named(
+    return named(
         "Olmo3ForCausalLM",
         "olmo3",
         sliding_window=window,
-        layer_types=_layer_types(keys.flags("attention.sliding_window_pattern", num_layers, 4)),
+        layer_types=layer_types(keys.flags("attention.sliding_window_pattern", num_layers, 4)),
         rope_parameters={"full_attention": rope, "sliding_attention": local},
     )
 
 
 def _olmoe(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
     experts = dict(num_experts=keys.count("expert_count"), num_experts_per_tok=keys.count("expert_used_count"))
-    return _named("OlmoeForCausalLM", "olmoe", norm_topk_prob=False, **experts)
+    return named("OlmoeForCausalLM", "olmoe", norm_topk_prob=False, **experts)
 
 
 def _seed_oss(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
-    return _named("SeedOssForCausalLM", "seed_oss", attention_out_bias=_has(keys, "attn_output.bias"), mlp_bias=False)
+    return named("SeedOssForCausalLM", "seed_oss", attention_out_bias=_has(keys, "attn_output.bias"), mlp_bias=False)
 
 
 def _starcoder2(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
-    return _named(
+    return named(
         "Starcoder2ForCausalLM",
         "starcoder2",
         norm_epsilon=keys.number("attention.layer_norm_epsilon"),
@@ -370,10 +315,6 @@ def _starcoder2(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def _layer_types(slides: list[bool]) -> list[str]:
-    return ["sliding_attention" if does else "full_attention" for does in slides]
-
-
 CONFIGS: dict[str, Callable[[Keys, dict[str, Any]], dict[str, Any]]] = {
     "llama": _llama,
     "mistral3": _mistral3,
@@ -381,7 +322,7 @@ CONFIGS: dict[str, Callable[[Keys, dict[str, Any]], dict[str, Any]]] = {
     "qwen3": _qwen3,
     "qwen3moe": _qwen3moe,
     "gemma3": _gemma3,
-    "gemma4": _gemma4,
+    "gemma4": gemma4,
     "gpt-oss": _gpt_oss,
     "phi3": _phi3,
     "granite": _granite,
@@ -391,6 +332,8 @@ CONFIGS: dict[str, Callable[[Keys, dict[str, Any]], dict[str, Any]]] = {
     "glm4moe": _glm4moe,
     "exaone4": _exaone4,
     "hunyuan-dense": _hunyuan,
+    "lfm2": lfm2,
+    "lfm2moe": lfm2moe,
     "nemotron": _nemotron,
     "olmo2": _olmo2,
     "olmoe": _olmoe,

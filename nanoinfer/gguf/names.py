@@ -58,6 +58,7 @@ _WHOLE = {
     "output_norm.weight": "model.norm.weight",
     "output_norm.bias": "model.norm.bias",
     "output.weight": "lm_head.weight",
+    "token_embd_norm.weight": "model.embedding_norm.weight",  # LFM2's last norm
     "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
     "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
     "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
@@ -84,7 +85,7 @@ _NORMS_BEHIND = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_CONVOLUTION = "linear_attn.conv1d"
+_CONVOLUTIONS = ("linear_attn.conv1d", "conv.conv")
 _NORM_BEFORE_MLP = {"post_attention_norm": "post_attention_layernorm"}
 NAMINGS: dict[str, Naming] = by_name({
     "llama mistral3 granite smollm3": Naming(is_permuted=True),
@@ -124,6 +125,25 @@ NAMINGS: dict[str, Naming] = by_name({
     "glm4moe": Naming(own={**_NORM_BEFORE_MLP, "exp_probs_b": "mlp.gate.e_score_correction_bias"}),
     "exaone4 olmo2": Naming(own=_NORMS_BEHIND),
     "hunyuan-dense": Naming(own={"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}),
+    "lfm2 lfm2moe": Naming(
+        experts="feed_forward.experts",
+        expert=("w1", "w3", "w2"),
+        own={
+            "attn_norm": "operator_norm",
+            "attn_output": "self_attn.out_proj",
+            "attn_q_norm": "self_attn.q_layernorm",
+            "attn_k_norm": "self_attn.k_layernorm",
+            "shortconv.conv": _CONVOLUTIONS[1],
+            "shortconv.in_proj": "conv.in_proj",
+            "shortconv.out_proj": "conv.out_proj",
+            "ffn_norm": "ffn_norm",
+            "ffn_gate": "feed_forward.w1",
+            "ffn_up": "feed_forward.w3",
+            "ffn_down": "feed_forward.w2",
+            "ffn_gate_inp": "feed_forward.gate",
+            "exp_probs_b": "feed_forward.expert_bias",
+        },
+    ),
     "nemotron": Naming(added=1.0),
     "qwen3next qwen35 qwen35moe": Naming(
         added=1.0,
@@ -136,7 +156,7 @@ NAMINGS: dict[str, Naming] = by_name({
             "ssm_alpha": "linear_attn.in_proj_a",
             "ssm_beta": "linear_attn.in_proj_b",
             "ssm_ba": "linear_attn.in_proj_ba",
-            "ssm_conv1d": _CONVOLUTION,
+            "ssm_conv1d": _CONVOLUTIONS[0],
             "ssm_a.weight": "linear_attn.rates.weight",  # -exp(A_log)
             "ssm_dt.bias": "linear_attn.dt_bias",
             "ssm_norm": "linear_attn.norm",
@@ -159,7 +179,7 @@ def naming_of(architecture: str, config: Mapping[str, Any]) -> Naming:
 
 
 # Parameters that are no weight or bias of a module.
-_BARE = ("self_attn.sinks", "mlp.gate.e_score_correction_bias")
+_BARE = ("self_attn.sinks", "mlp.gate.e_score_correction_bias", "feed_forward.expert_bias")
 _IN_LAYER = re.compile(r"blk\.(\d{1,9})\.(.+)\.(weight|bias|scale)")
 _OF_LAYER = re.compile(r"blk\.(\d{1,9})\.")
 _ONE_EXPERT = re.compile(r"ffn_(gate|up|down)\.(\d+)")
@@ -201,7 +221,7 @@ def named_parts(file: GGUFFile, naming: Naming, config: Mapping[str, Any]) -> di
             continue
         if naming.is_permuted and kind in heads:
             whole = replace(whole, turned=(heads[kind], config["head_dim"]))
-        if own == _CONVOLUTION and len(tensor.shape) == 2:  # [channels, taps], of one input each
+        if own in _CONVOLUTIONS and len(tensor.shape) == 2:  # [channels, taps], of one input each
             whole = replace(whole, shape=(tensor.shape[0], 1, tensor.shape[1]))
         if own == "mlp.shared_expert_gate" and len(tensor.shape) == 1:  # one row
             whole = replace(whole, shape=(1, *tensor.shape))

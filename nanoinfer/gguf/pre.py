@@ -75,7 +75,7 @@ PRE = by_name({
     DEFAULT: Pre((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
     "gpt-2 exaone4 olmo": Pre((_GPT2,)),
     "refact smollm starcoder": Pre((r"\p{N}", _GPT2)),
-    "llama-bpe": Pre((_LLAMA3,), ignores_merges=True, adds_bos=True),
+    "llama-bpe lfm2": Pre((_LLAMA3,), ignores_merges=True, adds_bos=True),
     "glm4": Pre((_LLAMA3,), ignores_merges=True),
     "chatglm-bpe dbrx smaug-bpe": Pre((_LLAMA3,)),
     "qwen2 deepseek-r1-qwen": Pre((_QWEN2,)),

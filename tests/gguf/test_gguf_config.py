@@ -100,3 +100,37 @@ def test_what_a_file_says_of_states_fits_or_is_refused(extra, refused, tmp_path)
     file = written(tmp_path, "qwen3_5", **{f"qwen35.{name}": value for name, value in extra.items()})
     with pytest.raises(ValueError, match=refused):
         raw_config(file)
+
+
+def test_layers_of_lfm2_without_heads_of_keys_have_a_convolution(tmp_path):
+    config = raw_config(written(tmp_path, "lfm2"))
+    assert config["layer_types"] == ["conv", "full_attention", "conv", "conv", "full_attention"]
+    assert config["num_key_value_heads"] == 2 and config["conv_L_cache"] == 3
+    assert config["intermediate_size"] == 40 and not config["block_auto_adjust_ff_dim"]
+
+
+@pytest.mark.parametrize(
+    "family, extra, refused",
+    [
+        ("lfm2", {"lfm2.shortconv.l_cache": None}, "lfm2.shortconv.l_cache is missing"),
+        ("lfm2", {"lfm2.attention.head_count_kv": [0] * 5}, "lfm2.attention.head_count_kv is .*: 0, or one number in"),
+        ("lfm2", {"lfm2.attention.head_count_kv": [0, 2, 0, 0, 1]}, "lfm2.attention.head_count_kv is .*: 0, or one nu"),
+        ("lfm2", {"lfm2.attention.head_count_kv": [0, 2]}, "lfm2.attention.head_count_kv is .*each of 5 layers"),
+        ("lfm2", {"lfm2.attention.sliding_window": 32}, "lfm2.attention.sliding_window, which is not supported"),
+        ("lfm2", {"lfm2.attention.causal": False}, "lfm2.attention.causal is False"),
+        ("lfm2_moe", {"lfm2moe.expert_gating_func": 1}, "lfm2moe.expert_gating_func is 1: supported is 2"),
+        ("lfm2_moe", {"lfm2moe.expert_weights_norm": False}, "lfm2moe.expert_weights_norm is False"),
+    ],
+)
+def test_what_files_of_lfm2_may_not_say(family, extra, refused, tmp_path):
+    file = written(tmp_path, family, **extra)
+    with pytest.raises(ValueError, match=refused):
+        raw_config(file)
+
+
+def test_experts_of_lfm2_begin_where_the_file_says(tmp_path):
+    file = written(tmp_path, "lfm2_moe", **{"lfm2moe.expert_weights_scale": 2.5})
+    config = raw_config(file)
+    assert config["num_dense_layers"] == 2 and config["routed_scaling_factor"] == 2.5
+    without = {"lfm2moe.leading_dense_block_count": None}
+    assert raw_config(written(tmp_path, "lfm2_moe", **without))["num_dense_layers"] == 0

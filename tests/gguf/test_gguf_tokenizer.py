@@ -112,6 +112,7 @@ def test_numpy_arrays_and_lists_are_the_same():
         ({}, False, False),
         ({"pre": "llama-bpe"}, True, False),
         ({"pre": "tekken"}, True, False),
+        ({"pre": "lfm2"}, True, False),
         ({"pre": "llama-bpe", "add_bos_token": False}, False, False),
         ({"add_bos_token": True}, True, False),
         ({"add_eos_token": True}, False, True),

@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 from tiny_models import DELTA
 from transformers import AutoConfig
 
+from nanoinfer.models.lfm2 import Lfm2
+
 # The names of llama.cpp's architectures, by families.
 ARCHITECTURES = {
     "llama": "llama",
@@ -36,6 +38,8 @@ ARCHITECTURES = {
     "glm4_moe": "glm4moe",
     "exaone4": "exaone4",
     "hunyuan": "hunyuan-dense",
+    "lfm2": "lfm2",
+    "lfm2_moe": "lfm2moe",
     "nemotron": "nemotron",
     "olmo2": "olmo2",
     "olmo3": "olmo2",
@@ -62,6 +66,8 @@ FIELDS = {
     "qwen3_5": dict(linear_num_value_heads=2, linear_value_head_dim=16),
     "qwen3_5_moe": dict(linear_num_value_heads=2, tied=True),
     "qwen3_next": dict(linear_num_key_heads=1, linear_num_value_heads=3),
+    "lfm2": dict(num_layers=5, block_multiple_of=8),
+    "lfm2_moe": dict(num_layers=5, num_dense_layers=2, tied=True),
 }
 _BARE = ("layer_scalar", "experts.gate_up_proj", "experts.down_proj")
 _OF_ROUTER = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
@@ -167,6 +173,18 @@ def metadata_of(family: str, config: Mapping) -> dict:
             "expert_group_used_count": config["topk_group"],
         }
     found |= of_delta(family, config) if family in DELTA else {}
+    if family.startswith("lfm2"):
+        read = AutoConfig.for_model(**config)
+        heads = {"conv": 0, "full_attention": config["num_key_value_heads"]}
+        found |= {
+            "attention.head_count_kv": [heads[kind] for kind in read.layer_types],
+            "attention.layer_norm_rms_epsilon": config["norm_eps"],
+            "shortconv.l_cache": config["conv_L_cache"],
+        }
+        if family == "lfm2":
+            found["feed_forward_length"] = Lfm2.mlp_sizes(read, None)[0]
+        else:
+            found |= {"leading_dense_block_count": config["num_dense_layers"], "expert_gating_func": 2}
     if family == "ministral3":
         found["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
         found["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
@@ -231,6 +249,10 @@ def tensors_of(family: str, config: Mapping, directory: Path) -> Iterator[tuple[
             continue
         if name.endswith("e_score_correction_bias"):
             name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+        if name.endswith("expert_bias"):
+            name += ".bias"
+        if "conv.conv" in name:
+            values = values.squeeze(1)
         if is_gemma4 and name.endswith(_BARE):
             name += ".weight"
         found = names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -280,10 +302,9 @@ def _stacked(family: str, held: Mapping[str, torch.Tensor]) -> dict[str, torch.T
             found |= dict(_apart(name, values))
         else:
             found[name + ".weight" * name.endswith("sinks")] = values
-    merged = {"block_sparse_moe.experts": "feed_forward.experts"} if family == "mixtral" else {}
     for name, experts in parts.items():
-        for ours, theirs in merged.items():
-            name = name.replace(ours, theirs).removeprefix("model.")
+        if family in ("mixtral", "lfm2_moe"):
+            name = name.replace("block_sparse_moe", "feed_forward").removeprefix("model.")
         found[name] = torch.stack([experts[number] for number in range(len(experts))])
     return found
 

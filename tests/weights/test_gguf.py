@@ -52,7 +52,7 @@ def test_a_file_is_the_model_that_it_was_made_of(family, tmp_path):
     assert_same(load(path), load(directory))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe", "gemma3", "gemma4", "gemma4_inputs"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe", "gemma3", "gemma4", "gemma4_inputs", "lfm2"])
 def test_q_k_and_v_may_be_one_tensor(family, tmp_path):
     directory, path = two(family, tmp_path)
     wanted = prompt_logits(load(path), random_tokens(20))
@@ -160,9 +160,13 @@ MODES = (dict(), STREAMED, STREAMED | dict(resident_weights_limit=0))
 PROMPTS = [random_tokens(count, seed=count) for count in (3, 24)]
 
 
+def has_states(path):
+    return read_checkpoint(path).hf_config.model_type.startswith("lfm2")
+
+
 def greedy(path, mode):
     """4 tokens behind each of two prompts, one of which is read in chunks and fills blocks."""
-    sizes = dict(max_num_batched_tokens=16, block_size=16, max_model_len=128)
+    sizes = dict(max_num_batched_tokens=64 if has_states(path) else 16, block_size=16, max_model_len=128)
     quiet = dict(dtype="float32", device="cpu", skip_tokenizer_init=True, progress_bar=False)
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     with LLM(path, **sizes, **quiet, **mode) as llm:
@@ -170,7 +174,7 @@ def greedy(path, mode):
     return [one.outputs[0].token_ids for one in answers]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "glm4_moe"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "glm4_moe", "lfm2_moe"])
 def test_greedy_tokens_are_those_of_transformers_in_every_mode(family, tmp_path):
     directory, path = two(family, tmp_path)
     wanted = reference_tokens(directory, PROMPTS, 4)
@@ -189,6 +193,10 @@ def test_norms_lose_no_bits_in_sixteen(tmp_path):
 # What blocks of 32 and of 256 columns the formats read, each in one kind of tensor.
 BLOCKS_OF_32 = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "F16", "MXFP4")
 MIXED = {"llama": {}, "qwen3_moe": dict(moe_intermediate_size=64), "gpt_oss": {}, "phi3": {}, "gemma3": {}}
+MIXED |= {
+    "lfm2": dict(block_auto_adjust_ff_dim=False),
+    "lfm2_moe": dict(moe_intermediate_size=64, intermediate_size=128),
+}
 MIXED |= {"gemma4_inputs": dict(hidden_size_per_layer_input=32), "gemma4_moe": dict(moe_intermediate_size=64)}
 
 
@@ -199,7 +207,7 @@ def in_blocks(family, tmp_path):
 
     def type_of(name: str) -> str:
         """By the name, so that merged projections have two types."""
-        if "ffn_gate_inp" in name or name.endswith(".bias"):
+        if "ffn_gate_inp" in name or name.endswith(".bias") or "shortconv.conv" in name:
             return "F32"
         if family == "gpt_oss" and "_exps" in name:  # as it was published
             return "MXFP4"
