@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from delta_cases import ONE_TO_ONE, SHARED, TILED, drawn, inputs, runs_of, state_of
+from delta_cases import ONE_TO_ONE, SHARED, TILED, drawn, error, inputs, runs_of, scan, state_of
 from delta_checks import check_against_a_scan, check_bits, check_rows, whole
 
 triton = pytest.importorskip("triton")
@@ -26,6 +26,14 @@ def test_in_float16_beta_and_results_are_rounded():
     check_against_a_scan(fused, SHARED, torch.float16)
 
 
+def test_three_parts_of_bfloat16_have_all_bits_of_a_state():
+    """The interpreter cuts off what is rounded elsewhere, so beta is 0.5, and states alone are compared."""
+    given = inputs(130, SHARED, torch.bfloat16)
+    given.beta_in[:] = 0
+    wanted = scan(given, state_of(SHARED)[3], SHARED)[1]
+    assert error(whole(fused, given, SHARED, decoding=2)[1], wanted) < 5e-7
+
+
 @pytest.mark.parametrize("heads", [SHARED, ODD], ids=["shared", "odd"])
 def test_bits_depend_on_a_runs_own_tokens_alone(heads):
     check_bits(fused, heads, torch.float32, lengths=(1, 63, 65, 128))
@@ -42,7 +50,7 @@ def test_pieces_of_any_size_have_the_same_bits(monkeypatch):
 
 def test_decays_that_forget_all_or_nothing_are_those_of_the_reference():
     given = inputs(70, SHARED)
-    given.decay_in[:, 0], given.decay_in[:, 1], given.log_decay[2:] = 200.0, -20.0, 6.0
+    given.decay_in[:, 0], given.decay_in[:, 1], given.rates[2:] = 200.0, -20.0, -400.0
     given.decay_in[5, 2:] = 19.99
     found, wanted = (whole(operations, given, SHARED, decoding=2) for operations in (fused, reference))
     for pair in zip(found, wanted, strict=True):

@@ -42,6 +42,7 @@ def inputs(num_tokens: int, heads: DeltaHeads, dtype=torch.float32, seed=0, devi
     mixed = drawn(num_tokens, heads.num_channels, seed=seed, **options)
     mixed += drawn(1, heads.num_channels, seed=99, **options) / 2
     decay_in, beta_in = (drawn(num_tokens, heads.num_value_heads, seed=seed + n, **options) for n in (1, 2))
+    beta_in = (beta_in * 4).round() / 4  # whose sigmoids are rounded alike, wherever they are computed
     rates = -torch.linspace(-5, 2.5, heads.num_value_heads, device=device).exp()
     return Inputs(mixed, decay_in, beta_in, rates, drawn(heads.num_value_heads, seed=98, **options))
 

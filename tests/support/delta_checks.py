@@ -29,7 +29,8 @@ def check_against_a_scan(operations, heads, dtype, device="cpu", *, least=1e-6):
         rows, begin = slice(begin, begin + length), begin + length
         wanted, left = scan(given.rows(rows), before[slot], heads)
         for one, right, limit in ((found[rows], wanted, rounding), (state[slot], left, least)):
-            assert error(one, right) < limit and (one - right).abs().max() < 10 * limit * right.abs().max()
+            assert error(one, right) < limit, (slot, length, error(one, right))
+            assert (one - right).abs().max() < 10 * limit * right.abs().max()
     assert torch.equal(state[2], before[2]) and torch.equal(state[11], before[11])
 
 

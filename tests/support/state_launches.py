@@ -21,8 +21,8 @@ def launch_states(layers, is_brief: bool) -> None:
             mixed, gate, vector = (
                 torch.zeros(shape, dtype=dtype) for shape in ((8, heads.num_channels), (8, count), count)
             )
-            state, log_decay = torch.zeros(2, count, heads.key_size, size), torch.zeros(count)
-            inputs = mixed, gate, gate, log_decay, vector
+            state, rates = torch.zeros(2, count, heads.key_size, size), torch.zeros(count)
+            inputs = mixed, gate, gate, rates, vector
             layers.gated_delta(*inputs, state, runs, one, heads)
         x = torch.zeros(8, count, size, dtype=torch.bfloat16)
         layers.gated_norm(x, x, x[0, 0], 1e-6, one)

@@ -8,7 +8,7 @@ inverse depends on keys and gates alone: `inverse` makes it, and `scan` multipli
 import triton
 import triton.language as tl
 
-from nanoinfer.kernels.delta.gates import beta, decay, key_head_of, scale_of_key, scale_of_query
+from nanoinfer.kernels.delta.gates import beta, decay, key_head_of, product, scale_of_key, scale_of_query
 from nanoinfer.kernels.launch.pdl import let_next_in, wait_for_inputs
 
 
@@ -29,7 +29,7 @@ def delta_chunks_kernel(
     mixed,  # [N, channels], rows mixed_stride apart: queries, keys, values
     decay_in,  # [N, VALUE_HEADS], rows decay_stride apart
     beta_in,  # [N, VALUE_HEADS], rows beta_stride apart
-    log_decay,  # [VALUE_HEADS] float32
+    rates,  # [VALUE_HEADS] float32
     decay_bias,  # [VALUE_HEADS]
     ends,  # [N] int32
     chunks,  # [n] int32
@@ -45,6 +45,7 @@ def delta_chunks_kernel(
     BLOCK_K: tl.constexpr,
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
+    WIDENS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     head, place = tl.program_id(0), tl.program_id(1) * VALUE_HEADS + tl.program_id(0)
@@ -57,7 +58,7 @@ def delta_chunks_kernel(
     order, key = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
     token, is_live = (begin + order).to(tl.int64), begin + order < tl.load(ends + begin)
     of_decay = tl.load(decay_in + token * decay_stride + head, mask=is_live, other=0.0)
-    step = decay(of_decay, tl.load(log_decay + head), tl.load(decay_bias + head))
+    step = decay(of_decay, tl.load(rates + head), tl.load(decay_bias + head))
     large, small = decays(tl.where(is_live, step, 0.0))
     much = tl.load(beta_in + token * beta_stride + head, mask=is_live, other=0.0)
     much = tl.where(is_live, beta(much, mixed), 0.0)
@@ -79,8 +80,8 @@ def delta_chunks_kernel(
     is_before = order[:, None] > order[None, :]
     between = (large[:, None] - large[None, :]) + (small[:, None] - small[None, :])
     between = tl.exp(tl.where(is_before, between, 0.0)) * of_key[None, :]
-    by_keys = tl.dot(k, k.T, input_precision=PRECISION) * between
-    by_queries = tl.dot(q, k.T, input_precision=PRECISION) * between
+    by_keys = product(k, k.T, PRECISION, WIDENS) * between
+    by_queries = product(q, k.T, PRECISION, WIDENS) * between
     at = pairs + place.to(tl.int64) * 2 * CHUNK * CHUNK + order[:, None] * CHUNK + order[None, :]
     tl.store(at + CHUNK * CHUNK, tl.where(order[:, None] >= order[None, :], by_queries * of_query[:, None], 0.0))
     tl.store(at, tl.where(is_before, by_keys * (of_key * much)[:, None], 0.0))

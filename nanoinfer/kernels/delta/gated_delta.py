@@ -16,18 +16,21 @@ from nanoinfer.kernels.launch.pdl import launch_options
 from nanoinfer.kernels.launch.sizes import next_power_of_2
 from nanoinfer.kernels.layer.state_runs import CHUNK, StateRuns
 
-ROWS_TILE = 32
-"""Values of a state that a program of the recurrent form takes: 128 bytes of each key."""
-SCAN_TILES = {torch.bfloat16: (32, 2)}
-"""Values of a state that a program of the scan takes, and how many chunks it has at hand, whose next one loads; others
-take 16 and one: products of wider values take more registers and more shared memory."""
+# Of each kernel: values of a state that a program takes, warps, and loads that a loop has on their way. They follow
+# from the shape alone: another choice may have other bits.
+ROWS = 32, 4
+"""128 bytes of each key."""
+CHUNK_WARPS, INVERSE_WARPS = 4, 1
+SCANS = {torch.bfloat16: (32, 4, 2)}
+WIDE_SCAN = 16, 4, 1
+"""Of other dtypes, whose products take more registers and more shared memory."""
 
 
 def gated_delta(
     mixed: Tensor,
     decay_in: Tensor,
     beta_in: Tensor,
-    log_decay: Tensor,
+    rates: Tensor,
     decay_bias: Tensor,
     state: Tensor,
     runs: StateRuns,
@@ -43,8 +46,8 @@ def gated_delta(
     Args:
         mixed: [N, channels], q and k of all key heads, then v, rows at any stride.
         decay_in, beta_in: [N, value heads], rows at any stride; the decay is
-            exp(-exp(log_decay) * softplus(decay_in + decay_bias)), beta is sigmoid(beta_in).
-        log_decay: [value heads] float32; decay_bias: [value heads].
+            exp(rates * softplus(decay_in + decay_bias)), beta is sigmoid(beta_in).
+        rates: [value heads] float32, never above 0; decay_bias: [value heads].
         state: [slots, value heads, key_size, value_size] float32, slots at any stride; changed in place.
         runs: runs of prompts, which begin at multiples of `CHUNK`, take the chunk form, rows the recurrent one.
         num_live: [1] int32: rows from this number on are left as they are.
@@ -57,14 +60,14 @@ def gated_delta(
     )  # fmt: skip
     assert mixed.stride(1) == decay_in.stride(1) == beta_in.stride(1) == 1, "values of a row must be packed"
     assert state[0].is_contiguous() and state.dtype == torch.float32, "states are packed float32"
-    gates = mixed, decay_in, beta_in, log_decay, decay_bias
+    gates = mixed, decay_in, beta_in, rates, decay_bias
     if len(runs.chunks):
         _prompts(gates, state, runs, out, heads)
     if len(runs.rows):
-        tile = min(ROWS_TILE, next_power_of_2(heads.value_size))
+        tile, num_warps = min(ROWS[0], next_power_of_2(heads.value_size)), ROWS[1]
         delta_rows_kernel[(heads.num_value_heads * triton.cdiv(heads.value_size, tile), len(runs.rows))](
             *gates, state, runs.slots, runs.rows, num_live, out, *(one.stride(0) for one in gates[:3]),
-            state.stride(0), VALUE_SIZE=heads.value_size, BLOCK_V=tile, num_warps=4, **_sizes(heads),
+            state.stride(0), VALUE_SIZE=heads.value_size, BLOCK_V=tile, num_warps=num_warps, **_sizes(heads),
             **launch_options(mixed),
         )  # fmt: skip
     return out
@@ -77,20 +80,23 @@ def _prompts(gates: tuple[Tensor, ...], state: Tensor, runs: StateRuns, out: Ten
     most, count = min(PIECE, len(runs.chunks)), heads.num_value_heads
     pairs = torch.empty(most, count, 2, CHUNK, CHUNK, dtype=torch.float32, device=mixed.device)
     factors = torch.empty(most, count, 5, CHUNK, dtype=torch.float32, device=mixed.device)
-    tile, num_stages = SCAN_TILES.get(mixed.dtype, (16, 1))
+    tile, num_warps, num_stages = SCANS.get(mixed.dtype, WIDE_SCAN)
     tile = min(tile, max(16, next_power_of_2(heads.value_size)))
-    shared = _sizes(heads) | dict(CHUNK=CHUNK, PRECISION=_precision(mixed)) | launch_options(mixed)
+    strides, target = [one.stride(0) for one in gates[:3]], target_of(mixed.device)
+    # Products of float32 as exact as a processor's, but for the last bits; others of NVIDIA's would be of 10 bits.
+    how = dict(CHUNK=CHUNK, PRECISION="tf32x3" if target.has_instructions else "ieee", WIDENS=not target.is_compiled)
+    shared = _sizes(heads) | how | launch_options(mixed)
     shared["BLOCK_K"] = max(16, shared["BLOCK_K"])
     for some in runs.chunks.split(PIECE):
         delta_chunks_kernel[(count, len(some))](
-            *gates, runs.ends, some, pairs, factors, *(one.stride(0) for one in gates[:3]), num_warps=4, **shared
+            *gates, runs.ends, some, pairs, factors, *strides, num_warps=CHUNK_WARPS, **shared
         )  # fmt: skip
         delta_inverse_kernel[(count, len(some))](
-            some, pairs, factors, VALUE_HEADS=count, num_warps=1, **launch_options(mixed)
+            some, pairs, factors, VALUE_HEADS=count, num_warps=INVERSE_WARPS, **launch_options(mixed)
         )  # fmt: skip
         delta_scan_kernel[(count * triton.cdiv(heads.value_size, tile), len(some))](
             mixed, state, *runs[:3], some, pairs, factors, out, len(some), mixed.stride(0), state.stride(0),
-            VALUE_SIZE=heads.value_size, BLOCK_V=tile, num_warps=4, num_stages=num_stages, **shared,
+            VALUE_SIZE=heads.value_size, BLOCK_V=tile, num_warps=num_warps, num_stages=num_stages, **shared,
         )  # fmt: skip
 
 
@@ -99,8 +105,3 @@ def _sizes(heads: DeltaHeads) -> dict[str, int]:
         KEY_HEADS=heads.num_key_heads, VALUE_HEADS=heads.num_value_heads, KEY_SIZE=heads.key_size,
         IS_TILED=heads.is_tiled, BLOCK_K=next_power_of_2(heads.key_size),
     )  # fmt: skip
-
-
-def _precision(x: Tensor) -> str:
-    """Return what products of float32 are called with: as exact as those of a processor, but for the last bits."""
-    return "tf32x3" if target_of(x.device).has_instructions else "ieee"

@@ -30,9 +30,9 @@ def softplus(x):
 
 
 @triton.jit
-def decay(decay_in, log_decay, decay_bias):
+def decay(decay_in, rate, decay_bias):
     """Return the logarithm of what a state is multiplied by, float32: never above 0."""
-    return -tl.exp(log_decay.to(tl.float32)) * softplus(decay_in.to(tl.float32) + decay_bias.to(tl.float32))
+    return rate * softplus(decay_in.to(tl.float32) + decay_bias.to(tl.float32))
 
 
 @triton.jit
@@ -51,16 +51,28 @@ def key_head_of(head, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, IS_TIL
 
 
 @triton.jit
-def product(a, b, PRECISION: tl.constexpr):
-    """Return a @ b in float32, of values as the model has them and float32 ones, or of float32 ones.
+def exact_dot(a, b, WIDENS: tl.constexpr):
+    """Return a @ b of values of 16 bits, or of float32 ones: the interpreter has no products of bfloat16."""
+    if WIDENS:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        return tl.dot(a, b, input_precision="ieee")
 
-    A bfloat16 takes a third of a float32's bits, so three products of bfloat16 have all bits of b.
+
+@triton.jit
+def product(a, b, PRECISION: tl.constexpr, WIDENS: tl.constexpr):
+    """Return a @ b in float32, of values as the model has them, or float32 ones.
+
+    Products of values of 16 bits are exact. A bfloat16 takes a third of a float32's bits, so three products of bfloat16
+    have all bits of b.
     """
-    if a.dtype == tl.bfloat16:
+    if b.dtype.primitive_bitwidth == 16:
+        return exact_dot(a, b, WIDENS)
+    elif a.dtype == tl.bfloat16:
         first = b.to(tl.bfloat16)
         rest = b - first.to(tl.float32)
         second = rest.to(tl.bfloat16)
         third = (rest - second.to(tl.float32)).to(tl.bfloat16)
-        return tl.dot(a, first, tl.dot(a, second, tl.dot(a, third)))
+        return exact_dot(a, third, WIDENS) + exact_dot(a, second, WIDENS) + exact_dot(a, first, WIDENS)
     else:
         return tl.dot(a.to(tl.float32), b, input_precision=PRECISION)

@@ -29,12 +29,13 @@ class DeltaHeads(NamedTuple):
         """Channels of the convolution: queries of all key heads, keys of all of them, values."""
         return 2 * self.num_key_heads * self.key_size + self.num_value_heads * self.value_size
 
-    def workspace_bytes(self, num_chunks: int) -> int:
-        """Return what a layer takes beside its inputs and outputs to compute chunks of prompts."""
-        return min(PIECE, num_chunks) * self.num_value_heads * (2 * CHUNK + 5) * CHUNK * 4
-
     def key_head_of(self, value_head: int) -> int:
         """Return the key head that a value head belongs to."""
         if self.is_tiled:
             return value_head % self.num_key_heads
         return value_head // (self.num_value_heads // self.num_key_heads)
+
+
+def gated_delta_bytes(num_tokens: int, heads: DeltaHeads) -> int:
+    """Return what a layer takes beside its inputs and outputs for a step of prompts: every token may be one's last."""
+    return min(PIECE, num_tokens) * heads.num_value_heads * (2 * CHUNK + 5) * CHUNK * 4

@@ -12,7 +12,7 @@ def delta_rows_kernel(
     mixed,  # [N, channels], rows mixed_stride apart: queries, keys, values
     decay_in,  # [N, VALUE_HEADS], rows decay_stride apart
     beta_in,  # [N, VALUE_HEADS], rows beta_stride apart
-    log_decay,  # [VALUE_HEADS] float32
+    rates,  # [VALUE_HEADS] float32
     decay_bias,  # [VALUE_HEADS]
     state,  # [slots, VALUE_HEADS, KEY_SIZE, VALUE_SIZE] float32, slots state_stride apart
     slots,  # [N] int32
@@ -46,7 +46,7 @@ def delta_rows_kernel(
     inside = has_key[:, None] & has_value[None, :]
     # The kernel before this one makes the inputs. It leaves this state as it is, so its bytes may be on their way.
     now = tl.load(place, mask=inside, other=0.0)
-    rate, bias = tl.load(log_decay + head), tl.load(decay_bias + head)
+    rate, bias = tl.load(rates + head), tl.load(decay_bias + head)
     wait_for_inputs(PDL)
     let_next_in(PDL)
     row = row.to(tl.int64)

@@ -30,6 +30,7 @@ def delta_scan_kernel(
     BLOCK_V: tl.constexpr,
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
+    WIDENS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     tiles: tl.constexpr = (VALUE_SIZE + BLOCK_V - 1) // BLOCK_V
@@ -67,10 +68,10 @@ def delta_scan_kernel(
         index = ((first + number) * VALUE_HEADS + head).to(tl.int64)
         at_factor = factors + index * 5 * CHUNK + order
         pair = pairs + index * 2 * CHUNK * CHUNK
-        found = product(k, now, PRECISION) * tl.load(at_factor)[:, None]
-        written = product(tl.load(pair + at_pair), v - found, PRECISION)
-        read = product(q, now, PRECISION) * tl.load(at_factor + CHUNK)[:, None]
-        read += product(tl.load(pair + CHUNK * CHUNK + at_pair), written, PRECISION)
+        found = product(k, now, PRECISION, WIDENS) * tl.load(at_factor)[:, None]
+        written = product(tl.load(pair + at_pair), v - found, PRECISION, WIDENS)
+        read = product(q, now, PRECISION, WIDENS) * tl.load(at_factor + CHUNK)[:, None]
+        read += product(tl.load(pair + CHUNK * CHUNK + at_pair), written, PRECISION, WIDENS)
         tl.store(
             out + (token.to(tl.int64) * VALUE_HEADS + head) * VALUE_SIZE + at_out,
             read.to(out.dtype.element_ty),
@@ -78,6 +79,6 @@ def delta_scan_kernel(
         )
         # The sum is rounded as others are; matrix units, adding to it, would cut it off.
         written *= tl.load(at_factor + 2 * CHUNK)[:, None]
-        now = now * tl.load(factors + (index * 5 + 4) * CHUNK - 1) + product(k.T, written, PRECISION)
+        now = now * tl.load(factors + (index * 5 + 4) * CHUNK - 1) + product(k.T, written, PRECISION, WIDENS)
     tl.debug_barrier()  # a late thread may not have read what another one writes
     tl.store(place, now, mask=has_key[:, None] & has_value[None, :])
