@@ -71,9 +71,11 @@ def test_turns_of_a_chat_go_on_from_the_end_of_the_turn_before(path, alone, argu
     assert_pools_as_before(engine)
 
 
+@pytest.mark.parametrize("family", ["lfm2_moe", "qwen3_5", "qwen3_next"])
 @pytest.mark.parametrize("arguments", [{}, OFFLOAD], ids=["resident", "offload"])
-def test_ten_turns_of_lfm2_are_those_of_cold_chats(path_of, arguments):
-    path = path_of("lfm2_moe")
+@pytest.mark.sampled("resident-lfm2_moe", "offload-lfm2_moe", "resident-qwen3_5", "offload-qwen3_next")
+def test_ten_turns_of_a_family_are_those_of_cold_chats(path_of, arguments, family):
+    path = path_of(family)
     engine, cold = engine_of(path, **arguments), engine_of(path, enable_prefix_caching=False)
     history, num_cached = [], []
     for said in random_prompts(10, 5, 40, seed=2):

@@ -81,8 +81,8 @@ def test_so_have_heads_of_values_in_the_order_of_files(num_key_heads, num_value_
     check(write_gguf("qwen3_5", directory, tmp_path / "model.gguf"), "float32")
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gemma4_moe", "starcoder2", "gpt_oss", "olmo2", "lfm2"])
-@pytest.mark.sampled("llama", "gemma4_moe", "lfm2")
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gemma4_moe", "starcoder2", "gpt_oss", "olmo2", "lfm2", *DELTA])
+@pytest.mark.sampled("llama", "gemma4_moe", "lfm2", "qwen3_5_moe")
 def test_so_it_has_with_the_kernels_of_a_gpu(family, tmp_path, monkeypatch):
     """In the interpreter, whose products add their columns one by one."""
     if not pytest.importorskip("triton").knobs.runtime.interpret:
