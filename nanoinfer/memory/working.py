@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nanoinfer.devices.base import Device
+from nanoinfer.kernels.delta.heads import gated_delta_bytes
 from nanoinfer.kernels.linear.counts import padded_rows
 from nanoinfer.memory.sparse import sparse_bytes, sparse_reference_bytes
 from nanoinfer.models.base import ModelSpec
@@ -50,11 +51,14 @@ def prefill_bytes(spec: ModelSpec, tokens: int, is_fused: bool = True) -> int:
     # Projections: their output, queries after the rotation, and the normalised input.
     attention = always + size * (projected + hidden)
     # What is around a convolution: its input, and without kernels of that what is gathered and widened.
-    gathered = 0 if is_fused else (3 * size + 3 * 8 + 4) * hidden * bool(spec.state_values)
+    width = hidden * bool(spec.state_values) if spec.delta is None else spec.delta.num_channels
+    gathered = 0 if is_fused else (3 * size + 3 * 8 + 4) * width
     recurrent = always + size * (spec.state_values + hidden) + gathered
     dense = _dense_bytes(spec, always) if spec.intermediate_size else 0
     # The inputs of layers are made beside the norm of the embeddings.
     largest = tokens * max(attention, recurrent, dense, always + size * (hidden + inputs) + 8 if inputs else 0)
+    if spec.delta is not None:
+        largest = max(largest, tokens * recurrent + gated_delta_bytes(tokens, spec.delta))
     if is_fused:  # attending: queries beside what is always there, and keys and values as plain numbers
         plain = max(shape.expanded_blocks * (shape.expanded_block_bytes + 4) for shape in spec.attentions)
         largest = max(largest, tokens * (always + size * heads) + plain)
@@ -82,6 +86,8 @@ def graph_bytes(spec: ModelSpec, rows: int, prefill_tokens: int) -> int:
     most, inputs = max(rows, prefill_tokens), size * (2 * hidden + spec.layer_inputs_size)
     projected = max(3 * heads + spec.gate_size, spec.state_values)
     layer = most * max(size * (4 * hidden + projected + spec.mlp_width * mlp), inputs, behind)
+    if spec.delta is not None:
+        layer += gated_delta_bytes(most, spec.delta)
     if spec.sparse is not None:
         beside = 2 if spec.has_both else 1  # the sum, and as in `prefill_bytes`
         layer = max(layer, most * size * beside * hidden + sparse_bytes(spec, most))

@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 
 from nanoinfer.kernels.attention.spec import AttentionSpec
+from nanoinfer.kernels.delta.heads import DeltaHeads
 from nanoinfer.kernels.kv.base import KVFormat
 from nanoinfer.models.states import STEP_UNIT, RecurrentState, slot_bytes
 from offload import KVGroups, KVKind, KVLayout, KVPlace
@@ -91,6 +92,8 @@ class ModelSpec:
     """Values that an MLP computes from a row, for each of its intermediate size: gate, up and their product."""
     state_values: int = 0
     """Values that a layer which keeps a state computes from a row."""
+    delta: DeltaHeads | None = None
+    """The heads of Gated DeltaNet; None: no layer has it."""
     state_weights: int = 0
     """Numbers of the weights that all such layers multiply a row with, MLPs and experts left out."""
     layer_input_size: int = 0

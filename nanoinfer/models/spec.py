@@ -41,6 +41,7 @@ def spec_of(model_class: type[Decoder], checkpoint: CheckpointInfo, dtype: torch
         attentions=tuple(_attentions(model_class, hf_config, traits, architecture, layers, dtype)),
         gates_attention=traits.attention_gate,
         state_values=model_class.state_values(hf_config),
+        delta=None if traits.delta is None else traits.delta.heads,
         own_pieces=tuple(
             layer
             for layer, state in enumerate(layers)

@@ -21,12 +21,15 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
         ("qwen3-30b-a3b", None),
         ("qwen3-30b-a3b", "int4"),
         ("gpt-oss-20b", None),
+        ("qwen3.5-9b", None),
+        ("qwen3.6-27b", "int4"),
+        ("qwen3.6-35b-a3b", "int4"),
     ],
 )
 def test_a_prefill_step_takes_what_is_planned(shape, quantization, tmp_path):
     """Of few layers: what a step takes does not depend on their number."""
     path = write_shape(shape, tmp_path) / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 3}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 4}))
     arguments = dict(load_format="dummy", skip_tokenizer_init=True, progress_bar=False, quantization=quantization)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="memory use is .* above the plan")

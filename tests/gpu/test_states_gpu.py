@@ -1,4 +1,4 @@
-"""Layers that keep states on a GPU: LFM2's short convolutions, compiled, and every mode beside each prompt alone."""
+"""Layers that keep states on a GPU: LFM2's and Qwen3.5's, compiled, and every mode beside each prompt alone."""
 
 import json
 from contextlib import closing
@@ -6,7 +6,7 @@ from contextlib import closing
 import pytest
 import torch
 from engines import assert_pools_as_before, random_prompts, run, some_params, switching
-from gpu_models import COMMON, LFM2
+from gpu_models import COMMON, DELTA, LFM2
 from loading import loaded
 from short_conv_cases import drawn, in_turn, runs_of
 from tiny_models import make_checkpoint, random_tokens
@@ -51,6 +51,7 @@ def test_steps_of_any_lengths_are_the_whole_sequence_at_once(taps, dtype):
         assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True)), lengths
 
 
+KINDS = LFM2 | DELTA
 MODES = {
     "eager": dict(enforce_eager=True),
     "streamed": dict(enable_cpu_offload=True),
@@ -62,9 +63,9 @@ MODES = {
 
 
 @pytest.mark.parametrize("quantization", [None, "int4"])
-@pytest.mark.parametrize("kind", LFM2)
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_mode_has_the_bits_of_each_prompt_alone(kind, quantization, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LFM2[kind]))
+    (tmp_path / "config.json").write_text(json.dumps(KINDS[kind]))
     prompts, params = random_prompts(4, 400, 1500) + random_prompts(4, 1, 40), some_params(8, max_tokens=40, logprobs=3)
     options = COMMON | dict(skip_tokenizer_init=True, capture_num_tokens=[64], quantization=quantization)
     with closing(LLMEngine(EngineConfig(model=tmp_path, **options))) as engine:
@@ -84,10 +85,12 @@ def test_every_mode_has_the_bits_of_each_prompt_alone(kind, quantization, tmp_pa
             assert_pools_as_before(engine)
 
 
-@pytest.mark.parametrize("kind", ["lfm2", "lfm2_moe"])
+@pytest.mark.parametrize("kind", ["lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next"])
 def test_logits_are_as_near_the_exact_ones_as_those_of_a_cpu(kind, tmp_path):
     sizes = dict(num_layers=5, num_heads=8, num_kv_heads=2, head_dim=64, intermediate_size=1024)
-    sizes |= dict(moe_intermediate_size=256) if kind == "lfm2_moe" else {}
+    sizes |= dict(moe_intermediate_size=256) if kind.endswith(("moe", "next")) else {}
+    if "qwen" in kind:
+        sizes |= dict(linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=64, hidden_size=512)
     path, prompt = make_checkpoint(kind, tmp_path, dtype=torch.bfloat16, **sizes), random_tokens(300)
     exact = prompt_logits(loaded(path, "float32"), prompt)
     found = {

@@ -77,6 +77,32 @@ LFM2 = {
     | dict(architectures=["Lfm2MoeForCausalLM"], model_type="lfm2_moe", num_dense_layers=1)
     | dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256),
 }
+_DELTA = dict(
+    architectures=["Qwen3_5ForCausalLM"],
+    model_type="qwen3_5_text",
+    hidden_size=512,
+    intermediate_size=1024,
+    num_hidden_layers=5,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=128,
+    linear_num_key_heads=4,
+    linear_num_value_heads=8,
+    vocab_size=4000,
+    max_position_embeddings=65536,
+    layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention", "full_attention"],
+    dtype="bfloat16",
+)
+_DELTA_EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256)
+_DELTA_EXPERTS |= dict(shared_expert_intermediate_size=256)
+DELTA = {
+    "gated delta": _DELTA,
+    "gated delta, sparse": _DELTA
+    | _DELTA_EXPERTS
+    | dict(architectures=["Qwen3_5MoeForCausalLM"], model_type="qwen3_5_moe_text"),
+    "gated delta, tiled": _DELTA | dict(linear_heads_are_tiled=True, linear_num_key_heads=2),
+    "next": _DELTA | _DELTA_EXPERTS | dict(architectures=["Qwen3NextForCausalLM"], model_type="qwen3_next"),
+}
 LLAMA_GROUP_OF_3 = QWEN3 | dict(
     architectures=["LlamaForCausalLM"],
     model_type="llama",
