@@ -353,6 +353,7 @@ def test_greedy_tokens_are_those_of_transformers_in_every_mode_and_batch(family,
     # One is longer than any window of those drawn, and than what a step takes of one that is alone.
     prompts = [*random_prompts(1, 31, 60 if fuzz else 40, seed), *random_prompts(1, 3, 7, seed)]
     prompts += random_prompts(fuzz, 3, 60, seed + 1)
+    prompts += random_prompts(fuzz and family.startswith("lfm2"), 65, 200, seed + 2)  # in several steps of 64
     max_tokens = 8 if fuzz else 4
     params = [SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=2)] * len(prompts)
     spec = read_spec(read_checkpoint(path), torch.float32)
@@ -364,6 +365,9 @@ def test_greedy_tokens_are_those_of_transformers_in_every_mode_and_batch(family,
     assert run(make_engine(path, enable_cpu_offload=True, **blocks), prompts, params) == resident
     alone = make_engine(path, max_num_batched_tokens=max(16, spec.step_unit), **blocks)
     assert [run(alone, [prompt], params[:1])[0] for prompt in prompts] == resident
+    if spec.sparse and (fuzz or spec.state_bytes):
+        slotted = make_engine(path, expert_slots=spec.sparse.num_chosen, capture_num_tokens=[8], **blocks)
+        assert run(slotted, prompts, params) == resident
 
 
 @pytest.mark.parametrize("family", DRAWN)
