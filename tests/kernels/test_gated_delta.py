@@ -42,6 +42,16 @@ def test_the_chunk_form_errs_no_more_than_the_recurrent_one():
         assert error(found, right) <= 1.2 * error(by_rows, right) < 1e-5
 
 
+@pytest.mark.sampled()
+def test_over_a_long_prompt_and_a_long_answer_it_errs_no_more_either():
+    given, before = inputs(8_192, ONE_TO_ONE), state_of(ONE_TO_ONE)[3].clone()
+    wanted, plain = scan(given, before, ONE_TO_ONE), scan(given, before, ONE_TO_ONE, torch.float32)
+    for decoding in (0, 2_048):
+        made = whole(reference, given, ONE_TO_ONE, decoding=decoding)
+        for found, by_rows, right in zip(made, plain, wanted, strict=True):
+            assert error(found, right) <= 1.2 * error(by_rows, right) < 1e-5
+
+
 def test_a_decay_that_forgets_all_and_one_that_forgets_nothing_stay_numbers():
     given = inputs(130, SHARED)
     given.decay_in[:, 0], given.decay_in[:, 1], given.rates[:] = 200.0, -200.0, -148.0

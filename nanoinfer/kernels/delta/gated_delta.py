@@ -24,6 +24,8 @@ CHUNK_WARPS, INVERSE_WARPS = 4, 1
 SCANS = {torch.bfloat16: (32, 4, 2)}
 WIDE_SCAN = 16, 4, 1
 """Of other dtypes, whose products take more registers and more shared memory."""
+MEMORY_AHEAD = 96 * 1024
+"""Bytes of shared memory that a program may take where the next chunk loads while one is computed."""
 
 
 def gated_delta(
@@ -83,6 +85,8 @@ def _prompts(gates: tuple[Tensor, ...], state: Tensor, runs: StateRuns, out: Ten
     tile, num_warps, num_stages = SCANS.get(mixed.dtype, WIDE_SCAN)
     tile = min(tile, max(16, next_power_of_2(heads.value_size)))
     strides, target = [one.stride(0) for one in gates[:3]], target_of(mixed.device)
+    if target.program_memory < MEMORY_AHEAD:
+        num_stages = 1  # of the same bits: a chunk is loaded when it is needed
     # Products of float32 as exact as a processor's, but for the last bits; others of NVIDIA's would be of 10 bits.
     how = dict(CHUNK=CHUNK, PRECISION="tf32x3" if target.has_instructions else "ieee", WIDENS=not target.is_compiled)
     shared = _sizes(heads) | how | launch_options(mixed)
