@@ -10,7 +10,7 @@ from nanoinfer.common.errors import choose
 from nanoinfer.common.units import counted
 from nanoinfer.config import EngineConfig
 from nanoinfer.devices.registry import device_of, resolve_device
-from nanoinfer.engine.stats import experts_read
+from nanoinfer.engine.figures import experts_read
 from nanoinfer.llm import LLM
 from nanoinfer.measure.report import paragraph, write_figures
 from nanoinfer.measure.run import Load, random_prompts

@@ -50,6 +50,11 @@ class Ahead:
         """Whether anything waits to be computed."""
         return bool(self._waiting)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether what the engine computes is this."""
+        return self._part is not None
+
     def offer(self, token_ids: list[int]) -> None:
         """Take what a conversation's next prompt will begin with, in place of that of its earlier turns.
 
@@ -96,9 +101,6 @@ class Ahead:
         """Stop, and forget all that waits."""
         self._waiting.clear()
         self.stop()
-
-    def stats(self) -> dict[str, int]:
-        return {"computed_ahead_tokens": self.num_tokens, "computed_ahead_left_out": self.num_left_out}
 
     def _end(self) -> _Part | None:
         """Count what was computed, and return what it was."""

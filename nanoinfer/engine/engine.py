@@ -288,7 +288,7 @@ class LLMEngine:
             if of_members is not None:
                 for sequence, num_bytes in zip(batch.sequences, of_members.tolist(), strict=True):
                     sequence.streamed_bytes += num_bytes
-            self.meter.resident_share = self.kv_cache.copies.resident_share
+            self.meter.note_blocks(self.kv_cache.copies.num_resident, self.kv_cache.copies.num_streamed)
         return launched
 
     def _sample(self, step: LaunchedStep) -> None:

@@ -131,7 +131,8 @@ class StepMeter:
             that also compute tokens of running sequences; `num_mixed_tokens` counts these tokens.
         prefill_experts_read: as `DecodeTimes.experts_read`, of prefill steps.
         fetched_bytes: as in `DecodeTimes`, of all steps that were read.
-        resident_share: share of the full KV blocks of all running sequences that lay on the GPU in the newest step.
+        num_resident, num_streamed: full KV blocks of all running sequences that lay on the GPU in the newest step, and
+            that did not.
     """
 
     executor: Executor
@@ -145,11 +146,22 @@ class StepMeter:
     prefill_experts_read: int = 0
     fetched_bytes: int = 0
     trace: Trace | None = None
-    resident_share: float = 1.0
+    num_resident: int = 0
+    num_streamed: int = 0
     _num_launched: int = 0  # decode steps
     _last_read: float = 0.0  # when the newest step was read
     _experts_read: int = 0  # of all steps until then
     _open: list[tuple[Timeline, float]] = field(default_factory=list)  # with the step's seconds; copies may still run
+
+    def note_blocks(self, num_resident: int, num_streamed: int) -> None:
+        """Note where the full blocks lie of which a step was launched."""
+        self.num_resident, self.num_streamed = num_resident, num_streamed
+
+    @property
+    def resident_share(self) -> float:
+        """The share of these blocks that lay on the GPU."""
+        num_full = self.num_resident + self.num_streamed
+        return self.num_resident / num_full if num_full else 1.0
 
     def timeline(self, is_decode: bool) -> Timeline | None:
         """Return a timeline for the step about to be launched, or None if that step is not to be timed."""

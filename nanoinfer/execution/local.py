@@ -86,7 +86,7 @@ class LocalExecutor(Executor):
             padded_rows=decoded.padded_rows,
             graph_bytes=0 if runner.graph_memory is None else runner.graph_memory[1] - runner.graph_memory[0],
             products_in_own_tiles={shape: counts for shape, counts in runner.product_checks.items() if counts},
-            slots=runner.model.streamed.slot_counts(),
+            slots=runner.model.streamed.slot_counts(runner.read_back.slot_counts),
             has_host_memory=runner.offload.host.arena is not None,
         )
 

@@ -91,6 +91,7 @@ class ReadBack:
 
     Attributes:
         buffers: pinned ones and an event behind them, twice: one set is written while the host still reads the other.
+        slot_counts: of each pool, what `SlotSet.counts` was behind the newest step that was read.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class ReadBack:
         self._counts = [] if experts_read is None else [experts_read, *(one.counts for one in slots)]
         for one in self._counts:
             one.zero_()
+        self.slot_counts: list[list[list[int]]] = [one.counts.tolist() for one in slots]
         self._lines = DeviceTable(runtime, max_rows)
         each = max_rows * (1 + MAX_LOGPROBS)
         sizes = [(max_rows, torch.int64), (each, torch.float32), (each, torch.int64)]
@@ -144,7 +146,8 @@ class ReadBack:
         """Return what copies of the counts say: how many experts were read, and the bytes that came one by one."""
         if not counts:
             return 0, 0
-        own = zip(self._slots, counts[1:], strict=True)
+        self.slot_counts = [one.view(-1, 4).tolist() for one in counts[1:]]
+        own = zip(self._slots, self.slot_counts, strict=True)
         return counts[0].item(), sum(one.fetched_bytes(count) for one, count in own)
 
     def forget(self) -> None:

@@ -66,12 +66,6 @@ class GPUCopies:
         streams = self.residency.streams
         return int(np.count_nonzero(np.bincount(self._host[:, : streams.shape[1]][streams])))
 
-    @property
-    def resident_share(self) -> float:
-        """The share of the full KV blocks of all rows that lies on the GPU."""
-        num_resident, num_streamed = self.num_resident, self.num_streamed
-        return num_resident / (num_resident + num_streamed) if num_resident or num_streamed else 1.0
-
     def take(self, count: int) -> list[int]:
         """Hand out GPU blocks; drop copies and wait for what still reads them, if need be."""
         self.drop(count - self.gpu_room)

@@ -88,9 +88,9 @@ class SlotSet:
         size = self._num_experts
         return [self._pool[turn * size : (turn + 1) * size].view(-1) for turn in range(NUM_AREAS)]
 
-    def fetched_bytes(self, counts: Tensor) -> int:
-        """Return the bytes of the experts that `counts`, or a copy of it in one row, says were brought one by one."""
-        return int(counts.view(-1, 4)[:, 1:3].sum()) * self.layers[0].stride
+    def fetched_bytes(self, counts: Sequence[Sequence[int]]) -> int:
+        """Return the bytes of the experts that what `counts` was at a time says were brought one by one."""
+        return sum(to_slots + to_spare for _, to_slots, to_spare, _ in counts) * self.layers[0].stride
 
     def landing_of(self, experts: Experts) -> int:
         """Return the number of the area to which the layer's experts go together, as a landing buffer."""

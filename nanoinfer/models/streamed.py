@@ -317,9 +317,10 @@ class StreamedWeights:
         for one in self._slotted():
             one.slots.forget()
 
-    def slot_counts(self) -> list[SlotCounts]:
-        """Return what the steps that have run found and brought, for each layer with slots."""
-        counted = [pair for one in self.slot_sets for pair in zip(one.layers, one.counts.tolist(), strict=True)]
+    def slot_counts(self, counts: Sequence[list[list[int]]]) -> list[SlotCounts]:
+        """Return what steps found and brought, for each layer with slots. counts: of each of `slot_sets` at a time."""
+        own = zip(self.slot_sets, counts, strict=True)
+        counted = [pair for one, found in own for pair in zip(one.layers, found, strict=True)]
         return sorted(SlotCounts(self._layer_of[one], *counts, one.stride) for one, counts in counted)
 
     def close(self) -> None:

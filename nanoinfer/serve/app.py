@@ -32,6 +32,7 @@ from nanoinfer.serve.fields import Fields
 from nanoinfer.serve.gate import Counting, Gate, WithoutSlash, check_framing, check_origin, check_request
 from nanoinfer.serve.log_lines import log_load
 from nanoinfer.serve.metrics import ServerMetrics
+from nanoinfer.serve.partings import Parting
 from nanoinfer.serve.protocol import Body, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from nanoinfer.serve.request_stream import ReaderLeft
 from nanoinfer.serve.responder import TOO_LONG, Prepared, Responder
@@ -78,8 +79,12 @@ def create_app(
         metrics.observe(ended)
         engine.log.take(ended)
 
+    def parted(parting: Parting) -> None:
+        metrics.observe_parting(parting)
+        engine.requests.note_parting(parting)
+
     engine.requests.on_finished, engine.requests.on_load = finished, log_load
-    engine.log.on_parted = metrics.observe_parting
+    engine.log.on_parted = parted
     tokenizer = engine.prompts.tokenizer
     form = AnswerFormat.of_tokenizer(tokenizer, tool_parser=tool_call_parser, reasoning_parser=reasoning_parser)
     engine.prompts.intake.form = form  # budgets of thinking go by it
@@ -138,7 +143,7 @@ def _health_routes(engine: AsyncEngine, metrics: ServerMetrics) -> list[Route]:
         return JSONResponse({"version": nanoinfer.__version__})
 
     async def prometheus(_: Request) -> Response:
-        return Response(metrics.render(await engine.stats()), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(metrics.render(await engine.figures()), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return [
         Route("/health", health),

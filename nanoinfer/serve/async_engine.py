@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from nanoinfer.engine.engine import LLMEngine
 from nanoinfer.serve.errors import UnavailableError
 from nanoinfer.serve.partings import RecentPrompts
+from nanoinfer.serve.published import Published
 from nanoinfer.serve.request_log import RequestLog
 from nanoinfer.serve.request_stream import RequestStream
 from nanoinfer.serve.served_requests import ServedRequests
@@ -61,7 +62,7 @@ class AsyncEngine:
         """Set by `start`, as are `log`, `requests` and the engine's `mode`, `plan`, `config`, `sampling_defaults`."""
         self.log: RequestLog | None = None
         self._make_engine = make_engine
-        self._inbox: queue.SimpleQueue[tuple[Callable[[LLMEngine], Any], Future] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[Callable[[LLMEngine], Any], Future, bool] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # keeps calls out of the inbox after the thread has emptied it for the last time
         self._is_closed = False
         self._is_draining = False
@@ -133,16 +134,24 @@ class AsyncEngine:
             self._call(lambda engine: self.requests.ahead.offer(token_ids))
 
     async def stats(self) -> dict[str, Any]:
-        """Return `LLMEngine.stats` as of the end of the current step."""
-        return await asyncio.wrap_future(self._call(lambda engine: engine.stats() | self.requests.ahead.stats()))
+        """Return `LLMEngine.stats` as of the end of the current step, and what is computed ahead."""
+        ahead = self.requests.ahead
+        of_ahead = lambda: dict(computed_ahead_tokens=ahead.num_tokens, computed_ahead_left_out=ahead.num_left_out)
+        return await asyncio.wrap_future(self._call(lambda engine: engine.stats() | of_ahead()))
 
-    def _call(self, function: Callable[[LLMEngine], T]) -> Future[T]:
-        """Run `function` on the engine's thread between two steps."""
+    async def figures(self, known: int | None = None) -> Published:
+        """Return the figures published next behind those of this number; None: those that are true now."""
+        publisher = self.requests.publisher
+        asked = await asyncio.wrap_future(self._call(lambda engine: publisher.ask(known), changes=False))
+        return await asyncio.wrap_future(asked)
+
+    def _call(self, function: Callable[[LLMEngine], T], *, changes: bool = True) -> Future[T]:
+        """Run `function` on the engine's thread between two steps. changes: whether it may change any figure."""
         future: Future[T] = Future()
         with self._lock:
             if self._is_closed:
                 raise self._dead()
-            self._inbox.put((function, future))
+            self._inbox.put((function, future, changes))
         return future
 
     def _abort_later(self, stream: RequestStream) -> None:
@@ -200,8 +209,10 @@ class AsyncEngine:
         try:
             while self._take_inbox(engine, requests):
                 if requests.has_work:
+                    requests.publisher.is_stale = True
                     requests.step()
                 requests.count_queued()
+                requests.publisher.publish()
                 self._send(requests)
         except BaseException as error:
             logger.exception("the engine is dead")
@@ -211,9 +222,10 @@ class AsyncEngine:
     def _take_inbox(self, engine: LLMEngine, requests: ServedRequests) -> bool:
         """Make the calls in the inbox; wait for one if there is no work. Return False if the thread must end."""
         try:
-            call = self._inbox.get(block=not requests.has_work)
+            call = self._inbox.get(not requests.has_work, requests.publisher.seconds_left)
             while call is not None:
-                function, future = call
+                function, future, changes = call
+                requests.publisher.is_stale |= changes
                 if future.set_running_or_notify_cancel():
                     try:
                         future.set_result(function(engine))
@@ -243,6 +255,7 @@ class AsyncEngine:
                 call = self._inbox.get()
                 if call is not None and call[1].set_running_or_notify_cancel():
                     call[1].set_exception(self._dead())
+        requests.publisher.fail(self._dead())
         requests.calls.append((self._fail_all, self._dead()))
         self._send(requests)
         try:

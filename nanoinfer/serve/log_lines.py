@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 from nanoinfer.common.units import format_size
 from nanoinfer.serve.ended import EndedRequest
-from nanoinfer.serve.load import Load
+from nanoinfer.serve.load import LOGGED, Load
 from nanoinfer.serve.partings import Parting
 
 logger = logging.getLogger("nanoinfer.serve")
+_ONLY_IF_ANY = ("link_gbps", "host_kv_share")  # nothing streams, there are no blocks on the host
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
 
 
@@ -47,7 +48,9 @@ def log_request(ended: EndedRequest, parting: Parting | None = None, texts: Part
 def log_load(load: Load) -> None:
     """Write the line about the last seconds under load."""
     if logger.isEnabledFor(logging.INFO):
-        _write(logging.INFO, load_text(load), {"event": "load", **load.fields()})
+        _write(
+            logging.INFO, load_text(load), {"event": "load", **{name: _rounded(value) for name, value in load.items()}}
+        )
 
 
 def request_fields(ended: EndedRequest) -> dict[str, Any]:
@@ -92,14 +95,8 @@ def parting_text(parting: Parting, texts: PartingTexts | None) -> str:
 
 
 def load_text(load: Load) -> str:
-    host = "" if load.host_kv_share is None else f", {load.host_kv_share:.0%} of the host's"
-    link = f"{load.link_gbps:.1f} GB/s over the link, " if load.link_gbps else ""
-    return (
-        f"load: {load.num_running} running, {load.num_waiting} waiting, {load.prompt_tokens_per_second:.1f} tokens/s "
-        f"in, {load.cached_tokens_per_second:.1f} from cache, {load.tokens_per_second:.1f} out, KV takes "
-        f"{load.gpu_kv_share:.0%} of the GPU's blocks{host}, the prefix cache {load.gpu_cached_share:.0%}, "
-        f"{link}{load.mode} mode, bound by {load.bound}"
-    )
+    said = (text.format(load[name]) for _, name, text in LOGGED if load[name] or name not in _ONLY_IF_ANY)
+    return f"load: {', '.join(said)}"
 
 
 def _write(level: int, text: str, fields: Mapping[str, Any]) -> None:
@@ -115,5 +112,5 @@ def _reasons(ended: EndedRequest) -> str:
     return ",".join(dict.fromkeys(ended.reasons))
 
 
-def _rounded(value: float | None, digits: int = 4) -> float | None:
-    return None if value is None else round(value, digits)
+def _rounded(value: Any, digits: int = 4) -> Any:
+    return round(value, digits) if isinstance(value, float) else value

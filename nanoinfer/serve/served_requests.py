@@ -18,6 +18,8 @@ from nanoinfer.requests.request import Request
 from nanoinfer.serve.ended import EndedRequest, ended_request
 from nanoinfer.serve.errors import ApiError, BadRequestError, OverloadedError
 from nanoinfer.serve.load import Load, LoadMeter
+from nanoinfer.serve.partings import Parting
+from nanoinfer.serve.published import Publisher
 from nanoinfer.serve.request_stream import RequestStream
 
 logger = logging.getLogger("nanoinfer.serve")
@@ -43,6 +45,9 @@ class ServedRequests:
         on_load: called on the event loop with what `load` says.
         num_prompt_tokens: prompt tokens of all accepted requests.
         ahead: what is computed where there are no requests.
+        publisher: the figures for whoever reads them.
+        parted_last, parted_again: of prompts that parted from a recent one, where the newest did, and how many of their
+            tokens are behind that again.
         step_began: `time.monotonic` at the start of the running step.
     """
 
@@ -51,13 +56,20 @@ class ServedRequests:
         self.count_queued()
         self.calls: list[tuple] = []
         self.on_finished: Callable[[EndedRequest], None] = lambda ended: None
-        self.load = LoadMeter(engine)
+        self.load = LoadMeter(engine, self)
         self.on_load: Callable[[Load], None] = lambda load: None
         self.num_prompt_tokens = self.num_generated_tokens = 0
         self.step_began: float | None = None
         self.tracked: dict[str, _Tracked] = {}
         self.ahead = Ahead(engine)
+        self.publisher = Publisher(engine, self)
+        self.parted_last = self.parted_again = 0
         self._must_flush = False
+
+    def note_parting(self, parting: Parting) -> None:
+        """Count one prompt that parted from a recent one. May be called on any thread, but on one only."""
+        self.parted_last, self.parted_again = parting.at, self.parted_again + parting.num_again
+        self.publisher.is_stale = True
 
     @property
     def has_work(self) -> bool:
@@ -132,7 +144,7 @@ class ServedRequests:
         if not self._has_requests and not self._begin_ahead():
             return
         self.step_began = time.monotonic()
-        self.load.before_step(self.step_began, self.num_generated_tokens)
+        self.load.before_step(self.step_began)
         try:
             outputs = self._engine.step()
         except Exception as error:
@@ -147,7 +159,7 @@ class ServedRequests:
             self._must_flush = False
             for request_id in [name for name, tracked in self.tracked.items() if tracked.request.is_finished]:
                 self._finish(request_id, "outputs were lost in a failed step")
-        if (load := self.load.after_step(time.monotonic(), self.num_generated_tokens)) is not None:
+        if (load := self.load.after_step(time.monotonic())) is not None:
             self.calls.append((self.on_load, load))
 
     def _begin_ahead(self) -> bool:

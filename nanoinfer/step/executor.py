@@ -40,7 +40,7 @@ class ExecutorCounters:
         graph_replays, eager_steps, padded_rows: as in `DecodeCounters`.
         graph_bytes: of device memory that all captures took.
         products_in_own_tiles: shape of a product -> the numbers of rows at which the library has other bits.
-        slots: of each layer with slots, what was found there and what was brought.
+        slots: of each layer with slots, what was found there and what was brought, up to the newest step that was read.
         has_host_memory: whether the host pool was opened.
     """
 

@@ -4,7 +4,9 @@ import asyncio
 import io
 import json
 import logging
+import re
 import types
+from types import SimpleNamespace
 
 import pytest
 from serving import LeavingClient, make_served_checkpoint, serving
@@ -157,27 +159,31 @@ def test_the_load_is_said_every_ten_seconds_while_steps_run(path):
     async def ask():
         async with serving(path) as served:
             await served.complete([20, 21], max_tokens=2)
-            meter, engine = LoadMeter(served.engine), served.engine
-            said = []
+            server, engine = served.async_engine.requests, served.engine
+            meter = LoadMeter(engine, server)
 
             def step(began, now, prompt_tokens=0, generated=0):
-                meter.before_step(began, step.generated)
+                meter.before_step(began)
                 engine.meter.num_prefill_tokens += prompt_tokens
-                step.generated += generated
-                said.append(meter.after_step(now, step.generated))
-                return said[-1]
+                server.num_generated_tokens += generated
+                load = meter.after_step(now)
+                return None if load is None else SimpleNamespace(**load, text=load_text(load))
 
-            step.generated = 5
             assert step(100, 104, prompt_tokens=50, generated=20) is step(104, 109.9) is None
             load = step(109.9, 110, prompt_tokens=50, generated=10)
             assert (load.seconds, load.prompt_tokens_per_second, load.tokens_per_second) == (LOAD_SECONDS, 10, 3)
             assert (load.num_running, load.num_waiting, load.mode, load.host_kv_share) == (0, 0, "resident", None)
+            assert re.fullmatch(
+                r"load: 0 running, 0 waiting, 10.0 tokens/s in, 0.0 from cache, 3.0 out, KV takes 0% of the GPU's "
+                r"blocks, the prefix cache \d+%, resident mode, bound by \w+",
+                load.text,
+            )
             # One long step is load, too.
             assert step(110, 135, prompt_tokens=100).prompt_tokens_per_second == 4
-            assert "over the link" not in load_text(load)
+            assert "over the link" not in load.text
             engine.meter.fetched_bytes += 50 * 10**9  # experts
             load = step(135, 145)
-            assert load.link_gbps == 5 and "5.0 GB/s over the link, resident mode" in load_text(load)
+            assert load.link_gbps == 5 and "5.0 GB/s over the link, resident mode" in load.text
             # What was idle counts in no rate, and nothing is said of it.
             assert step(1000, 1001, generated=30) is None
             assert step(1009, 1010, generated=10).tokens_per_second == 4

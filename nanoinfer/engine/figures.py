@@ -1,0 +1,242 @@
+"""Every figure of an engine and its server, declared once: what it is called where, its unit, its meaning, its source.
+
+`statistics` (`stats.py`), the metrics of a server, the line of its log under load, what it publishes, the tables of the
+documents and the page read this table; nobody else says what a figure means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from nanoinfer.engine.meter import DecodeTimes
+from nanoinfer.models.base import SparseSpec
+from nanoinfer.models.expert_slots import SlotCounts
+
+Engine = Any  # an `LLMEngine`, whose file imports `stats.py`, which imports this one
+
+
+class Reading:
+    """An engine whose figures are read, on its own thread between two steps.
+
+    Args:
+        recent: the decode steps that shares of their time are of; None: all.
+        server: what counts requests, `ServedRequests`; None: there is no server, whose figures are not asked for.
+        is_quick: whether the blocks that stream are those of the newest step, which costs nothing, and not counted.
+    """
+
+    def __init__(
+        self, engine: Engine, recent: DecodeTimes | None = None, server: Any = None, *, is_quick: bool = False
+    ) -> None:
+        self.engine, self.server, self.plan, self.scheduler = engine, server, engine.plan, engine.scheduler
+        self.meter, self.times, self.recent = engine.meter, engine.meter.times, recent or engine.meter.times
+        self.cache, self.sparse = engine.kv_cache, engine.executor.spec.sparse
+        self.gpu, self.host = self.cache.tables.gpu_blocks, self.cache.tables.lifetimes.host_blocks
+        self.counted = engine.executor.counters()
+        self.slots = SimpleNamespace(**slot_figures(self.counted.slots))
+        self.blocks = self.meter if is_quick else self.cache.copies
+        num_borrowed = len(self.host.borrowed)
+        self.host_total, self.host_used = self.host.num_blocks + num_borrowed, self.host.num_used + num_borrowed
+        self.host_share = self.host_used / self.host_total if self.host_total else None
+
+
+class Figure(NamedTuple):
+    """One figure.
+
+    Attributes:
+        name: in `stats()`, in what is published and on the page.
+        kind: a COUNTER only grows, a GAUGE is a state; DETAIL: said by `stats()` alone. A HISTOGRAM, and what has no
+            `read`, is counted by the server where it happens, and stands in /metrics alone.
+        unit: of the value; "share" is from 0 to 1.
+        read: what gives the value: a path of attributes of `Reading`, or a function.
+        metric: its name in /metrics behind the prefix; "": it is not there.
+        log: its name in the log's event `load`, and behind a colon how its text says it; a counter's value is its
+            growth in a second there, divided by `per`.
+    """
+
+    name: str
+    kind: str
+    unit: str
+    meaning: str
+    read: Callable[[Reading], Any] | str | None = None
+    metric: str = ""
+    log: str = ""
+    per: float = 1.0
+
+    @property
+    def is_servers(self) -> bool:
+        return self.read is None or isinstance(self.read, str) and self.read.startswith("server.")
+
+    def value(self, reading: Reading) -> Any:
+        return attrgetter(self.read)(reading) if isinstance(self.read, str) else self.read(reading)
+
+
+COUNTER, GAUGE, DETAIL, HISTOGRAM = "counter", "gauge", "detail", "histogram"
+# fmt: off
+FIGURES = tuple(Figure(*row) for row in (
+    ("num_running", GAUGE, "sequences", "Sequences that run; a request with n = 2 is two.",
+     lambda r: len(r.scheduler.running), "num_requests_running", "num_running:{} running"),
+    ("num_waiting", GAUGE, "sequences", "Sequences that wait for a place or for memory.",
+     lambda r: len(r.scheduler.waiting), "num_requests_waiting", "num_waiting:{} waiting"),
+    ("num_prompt_tokens", COUNTER, "tokens", "Tokens of the prompts that were taken.", "server.num_prompt_tokens",
+     "prompt_tokens"),
+    ("num_prefill_tokens", COUNTER, "tokens", "Tokens of prompts that were computed.", "meter.num_prefill_tokens", "",
+     "prompt_tokens_per_second:{:.1f} tokens/s in"),
+    ("prefix_cache_queried_tokens", COUNTER, "tokens", "Prompt tokens looked up in the prefix cache.",
+     "cache.prefixes.num_queried_tokens", "prefix_cache_queries"),
+    ("prefix_cache_hit_tokens", COUNTER, "tokens", "Prompt tokens found in the prefix cache.",
+     "cache.prefixes.num_hit_tokens", "prefix_cache_hits", "cached_tokens_per_second:{:.1f} from cache"),
+    ("num_generated_tokens", COUNTER, "tokens", "Generated tokens.", "server.num_generated_tokens", "generation_tokens",
+     "tokens_per_second:{:.1f} out"),
+    ("gpu_kv_share", GAUGE, "share", "Share of the GPU pool's blocks that requests hold.",
+     lambda r: r.gpu.num_used / r.gpu.num_blocks, "kv_cache_usage_perc",
+     "gpu_kv_share:KV takes {:.0%} of the GPU's blocks"),
+    ("host_kv_share", GAUGE, "share", "Share of the host's KV blocks that requests hold; null: there are none.",
+     "host_share", "", "host_kv_share:{:.0%} of the host's"),
+    ("gpu_cached_share", GAUGE, "share", "Share of the GPU pool's blocks that only the prefix cache holds.",
+     lambda r: r.gpu.num_cached / r.gpu.num_blocks, "", "gpu_cached_share:the prefix cache {:.0%}"),
+    ("gpu_blocks_total", GAUGE, "blocks", "KV blocks of the GPU pool.", "gpu.num_blocks", "gpu_kv_blocks_total"),
+    ("gpu_blocks_used", GAUGE, "blocks", "KV blocks of the GPU pool that requests hold.", "gpu.num_used",
+     "gpu_kv_blocks_used"),
+    ("gpu_blocks_free", GAUGE, "blocks", "KV blocks of the GPU pool that can be handed out, cached ones included.",
+     "gpu.num_free"),
+    ("gpu_blocks_cached", GAUGE, "blocks", "KV blocks of the GPU pool that only the prefix cache holds.",
+     "gpu.num_cached", "gpu_kv_blocks_cached"),
+    ("host_blocks_total", GAUGE, "blocks", "KV blocks on the host that can be handed out, and those borrowed beyond; 0 "
+     "until memory is first pinned for offload mode or a preempted request.", "host_total", "host_kv_blocks_total"),
+    ("host_blocks_used", GAUGE, "blocks", "KV blocks on the host that requests hold, preempted ones included.",
+     "host_used", "host_kv_blocks_used"),
+    ("host_blocks_free", GAUGE, "blocks", "KV blocks on the host that can be handed out, cached ones included.",
+     "host.num_free"),
+    ("host_blocks_cached", GAUGE, "blocks", "KV blocks on the host that only the prefix cache holds.",
+     "host.num_cached", "host_kv_blocks_cached"),
+    ("kv_blocks_resident", GAUGE, "blocks", "Full blocks of running sequences of which the GPU has a copy, too.",
+     "blocks.num_resident"),
+    ("kv_blocks_streamed", GAUGE, "blocks", "Host blocks that a step of all sequences streams.", "blocks.num_streamed"),
+    ("kv_resident_share", GAUGE, "share", "Share of the running sequences' full KV blocks that lay on the GPU in the "
+     "newest step.", "meter.resident_share", "kv_resident_share"),
+    ("num_preemptions", COUNTER, "times", "Times that a sequence had to give way to others.",
+     "scheduler.num_preemptions", "num_preemptions"),
+    ("state_slots_total", GAUGE, "sequences", "Sequences that may have states beside attention; 0: no layer keeps any.",
+     "plan.num_state_slots"),
+    ("state_slots_used", GAUGE, "sequences", "Sequences that have such states.",
+     lambda r: r.cache.slots.num_used if r.plan.num_state_slots else 0),
+    ("num_snapshots", COUNTER, "times", "States of beginnings that were kept on the host.",
+     lambda r: getattr(r.cache.prefixes.snapshots, "num_kept", 0)),
+    ("streamed_bytes", COUNTER, "bytes", "Bytes of KV blocks, weights and experts that came from the host to the GPU.",
+     lambda r: r.counted.streamed_bytes + r.meter.fetched_bytes, "streamed_bytes",
+     "link_gbps:{:.1f} GB/s over the link", 1e9),
+    ("streamed_weight_bytes", GAUGE, "bytes", "Weights that stream in each step.", "plan.streamed_bytes"),
+    ("discarded_prefetch_bytes", COUNTER, "bytes", "The part of streamed_bytes that no step used.",
+     "counted.discarded_bytes"),
+    ("written_bytes", COUNTER, "bytes", "Bytes of KV blocks that were written to the host.", "counted.written_bytes",
+     "written_bytes"),
+    ("decode_streamed_bytes", COUNTER, "bytes", "The part of streamed_bytes that decode steps streamed.",
+     "times.streamed_bytes"),
+    ("link_gbps", GAUGE, "GB/s", "decode_streamed_bytes by the whole time of those steps, compute included: the "
+     "bandwidth that was used.",
+     lambda r: r.recent.streamed_bytes / r.recent.streaming_seconds / 1e9 if r.recent.streamed_bytes else 0.0),
+    ("link_busy_fraction", GAUGE, "share", "Share of the decode steps' time in which the link brought KV, weights and "
+     "experts: an estimate from a sample of the steps, and of experts from their bytes.", "recent.link_busy_fraction"),
+    ("compute_busy_fraction", GAUGE, "share", "Share of it in which compute had work, an estimate as well.",
+     "recent.compute_busy_fraction"),
+    ("copy_wait_seconds", GAUGE, "seconds", "Time for which decode steps waited for the link, an estimate as well.",
+     lambda r: r.times.wait_fraction * r.times.seconds),
+    ("host_seconds", COUNTER, "seconds", "The part of decode_seconds in which the host did not wait for the device.",
+     "times.host_seconds"),
+    ("num_prefill_steps", COUNTER, "steps", "Steps that computed tokens of prompts.", "meter.num_prefill_steps"),
+    ("num_mixed_steps", COUNTER, "steps", "Prefill steps that also computed the next tokens of running sequences.",
+     "meter.num_mixed_steps"),
+    ("num_mixed_tokens", COUNTER, "tokens", "These next tokens; no figure of decode steps has them.",
+     "meter.num_mixed_tokens"),
+    ("prefill_seconds", COUNTER, "seconds", "Time of prefill steps.", "meter.prefill_seconds"),
+    ("prefill_graph_steps", COUNTER, "steps", "Prefill steps whose layers ran from CUDA graphs.",
+     "counted.prefill_graph_steps", "prefill_graph_steps"),
+    ("prefill_eager_steps", COUNTER, "steps", "Prefill steps whose layers ran without CUDA graphs.",
+     "counted.prefill_eager_steps", "prefill_eager_steps"),
+    ("prefill_graph_hit_rate", GAUGE, "share", "Share of prefill steps whose layers ran from CUDA graphs.",
+     lambda r: r.counted.prefill_graph_steps / max(1, r.counted.prefill_graph_steps + r.counted.prefill_eager_steps)),
+    ("prefill_padded_tokens", COUNTER, "tokens", "Padding of small prefill steps.", "counted.prefill_padded_tokens"),
+    ("num_decode_steps", COUNTER, "steps", "Steps that computed only next tokens.", "times.num_steps"),
+    ("num_decode_tokens", COUNTER, "tokens", "Tokens that decode steps computed.", "meter.num_decode_tokens"),
+    ("decode_seconds", COUNTER, "seconds", "Time of decode steps.", "times.seconds"),
+    ("graph_replays", COUNTER, "times", "Replays of CUDA graphs in decode steps.", "counted.graph_replays"),
+    ("eager_steps", COUNTER, "steps", "Decode steps whose layers ran without CUDA graphs.", "counted.eager_steps"),
+    ("padded_rows", COUNTER, "rows", "Padding of decode steps.", "counted.padded_rows"),
+    ("graph_bytes", GAUGE, "bytes", "GPU memory that capturing CUDA graphs took.", "counted.graph_bytes",
+     "graph_bytes"),
+    ("experts_read_per_layer", GAUGE, "experts", "Experts of a layer that the rows of a decode step chose together on "
+     "average; 0: the model has none.", lambda r: experts_read(r.sparse, r.times)["experts_read_per_layer"],
+     "experts_read_per_layer"),
+    ("expert_bytes_per_step", GAUGE, "bytes", "Bytes of these in all layers.",
+     lambda r: experts_read(r.sparse, r.times)["expert_bytes_per_step"]),
+    ("prefill_experts_read", COUNTER, "experts", "Experts that prefill steps chose, over layers and steps.",
+     "meter.prefill_experts_read"),
+    ("expert_hits", COUNTER, "experts", "Chosen experts that steps of few rows found in a slot on the GPU; 0: there "
+     "are no slots.", "slots.expert_hits", "expert_hits"),
+    ("expert_fetches", COUNTER, "experts", "Chosen experts that were brought from host memory.", "slots.expert_fetches",
+     "expert_fetches"),
+    ("expert_evictions", COUNTER, "experts", "Experts that were put out of a slot for another.",
+     "slots.expert_evictions", "expert_evictions"),
+    ("expert_hit_rate", GAUGE, "share", "Share of the chosen experts that was in a slot.", "slots.expert_hit_rate"),
+    ("expert_fetched_bytes", COUNTER, "bytes", "The part of streamed_bytes that are such experts.",
+     "slots.expert_fetched_bytes", "expert_fetched_bytes"),
+    ("computed_ahead_tokens", COUNTER, "tokens", "Tokens computed ahead, of prompts that may come.",
+     "server.ahead.num_tokens", "computed_ahead_tokens"),
+    ("computed_ahead_left_out", COUNTER, "prompts", "Prompts that may come, of which a part was not computed ahead: "
+     "there was no room, or a step would be long.", "server.ahead.num_left_out", "computed_ahead_left_out"),
+    ("is_computing_ahead", GAUGE, "", "Whether what runs is computed ahead, for nobody yet.",
+     "server.ahead.is_running"),
+    ("prefix_parted_last", GAUGE, "tokens", "The newest value of prefix_parted_at_tokens.", "server.parted_last",
+     "prefix_parted_last"),
+    ("prefix_parted_again", COUNTER, "tokens", "Tokens of such prompts that the recent one has again: without the "
+     "parting they were in the cache.", "server.parted_again", "prefix_parted_again"),
+    ("mode", GAUGE, "", "Where KV may lie: resident or offload.", "engine.mode", "", "mode:{} mode"),
+    ("bound", GAUGE, "", "What bound the decode steps: link, device memory, CPU, or unknown where too few ran to tell; "
+     "in the log prefill, where that took more time.", "recent.bound", "", "bound:bound by {}"),
+    ("expert_slots_by_layer", DETAIL, "", "The figures of experts for each layer.",
+     lambda r: {one.layer: one._asdict() for one in r.counted.slots}),
+    ("products_in_own_tiles", DETAIL, "", "Shapes of products, with the numbers of rows at which the library has other "
+     "bits.", "counted.products_in_own_tiles"),
+    ("num_streams", GAUGE, "requests", "HTTP requests that wait or run.", None, "num_http_requests_open"),
+    ("responses", COUNTER, "answers", "HTTP answers, by path and status.", None, "http_responses"),
+    ("completions", COUNTER, "sequences", "Completions that have ended, by finish reason: stop, length, abort (the "
+     "client left), error (the engine failed).", None, "request_success"),
+    ("first_token", HISTOGRAM, "seconds", "From the HTTP request to the first token.", None,
+     "time_to_first_token_seconds"),
+    ("per_token", HISTOGRAM, "seconds", "Mean time between the tokens of one prompt, the first not counted.", None,
+     "time_per_output_token_seconds"),
+    ("total", HISTOGRAM, "seconds", "From the HTTP request to its last token, of prompts that ended well.", None,
+     "e2e_request_latency_seconds"),
+    ("parted_at", HISTOGRAM, "tokens", "Tokens at which prompts parted from a recent one that is the same again behind "
+     "that.", None, "prefix_parted_at_tokens"),
+))
+# fmt: on
+ENGINES = tuple(one for one in FIGURES if not one.is_servers)
+"""What an engine says without a server."""
+PUBLISHED = tuple(one for one in FIGURES if one.read is not None and one.kind != DETAIL)
+"""What a server publishes."""
+BY_METRIC = {one.metric: one for one in FIGURES if one.metric}
+
+
+def experts_read(sparse: SparseSpec | None, times: DecodeTimes) -> dict[str, float]:
+    """Return what decode steps read of experts; zeros of a model that has none."""
+    per_step = times.experts_read / max(1, times.num_steps)
+    return {
+        "experts_read_per_layer": per_step / sparse.num_layers if sparse else 0.0,
+        "expert_bytes_per_step": per_step * sparse.bytes_per_expert if sparse else 0.0,
+    }
+
+
+def slot_figures(layers: list[SlotCounts]) -> dict[str, Any]:
+    """Return how many of the chosen experts were found on the GPU, and what was brought; zeros without slots."""
+    hits, fetches = sum(one.hits for one in layers), sum(one.to_slots + one.to_spare for one in layers)
+    return {
+        "expert_hits": hits,
+        "expert_fetches": fetches,
+        "expert_evictions": sum(one.evictions for one in layers),
+        "expert_hit_rate": hits / max(1, hits + fetches),
+        "expert_fetched_bytes": sum(one.fetched_bytes for one in layers),
+    }

@@ -1,0 +1,142 @@
+"""Figures are declared once, and published between steps: at most so often, and only while somebody reads."""
+
+import asyncio
+import importlib.util
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from serving import make_served_checkpoint, metrics_of, serving
+
+from nanoinfer.engine.figures import COUNTER, ENGINES, FIGURES, HISTOGRAM, PUBLISHED
+from nanoinfer.engine.meter import DecodeTimes
+from nanoinfer.kv.gpu_copies import GPUCopies
+from nanoinfer.serve import published
+from nanoinfer.serve.metrics import PREFIX
+from nanoinfer.serve.published import LEAST_SECONDS, Publisher
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return make_served_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+def test_names_are_declared_once_and_the_documents_table_is_made_of_them():
+    for names in ([one.name for one in FIGURES], [one.metric for one in FIGURES if one.metric]):
+        assert len(names) == len(set(names))
+    assert all(one.meaning.endswith((".", "left), error (the engine failed).")) for one in FIGURES)
+    spec = importlib.util.spec_from_file_location("figures_table", ROOT / "tools" / "figures_table.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    text = tool.DOCUMENT.read_text()
+    assert tool.fill_in(text) == text and text.count("| gauge |") > 10, "python tools/figures_table.py"
+
+
+def test_stats_metrics_and_what_is_published_have_what_is_declared(path):
+    async def ask():
+        async with serving(path) as served:
+            await served.complete([20, 21], max_tokens=3)
+            return (
+                await served.async_engine.stats(),
+                (await served.async_engine.figures()).figures,
+                await metrics_of(served),
+            )
+
+    stats, figures, metrics = asyncio.run(ask())
+    ahead = {"computed_ahead_tokens", "computed_ahead_left_out"}
+    assert set(stats) == {one.name for one in ENGINES} | {"advice", "notes"} | ahead
+    assert list(figures) == [one.name for one in PUBLISHED] and json.loads(json.dumps(figures)) == figures
+    assert all(figures[name] == stats[name] for name in figures.keys() & stats.keys() if "_gbps" not in name)
+    names = {name.partition(" ")[0] for name in metrics}
+    wanted = {one.metric + {COUNTER: "_total", HISTOGRAM: "_count"}.get(one.kind, "") for one in FIGURES if one.metric}
+    # Those with labels come with their first sample.
+    assert {PREFIX + name for name in wanted} <= names
+    assert metrics[PREFIX + "generation_tokens_total"] == 3 == figures["num_generated_tokens"]
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def publisher(monkeypatch):
+    clock, made = Clock(), []
+    monkeypatch.setattr(published, "PUBLISHED", [])
+    monkeypatch.setattr(published, "Reading", lambda engine, recent, server, is_quick: made.append((clock.now, recent)))
+    engine = SimpleNamespace(meter=SimpleNamespace(times=DecodeTimes()))
+    return Publisher(engine, None, clock), engine.meter, clock, made
+
+
+def test_figures_are_read_at_most_so_often_and_only_while_somebody_asks(publisher):
+    publisher, _, clock, made = publisher
+    for _ in range(5):
+        publisher.is_stale = True
+        publisher.publish()
+    assert made == [] and publisher.seconds_left is None
+    futures = [publisher.ask(None) for _ in range(10)]
+    publisher.publish()
+    assert len(made) == 1 and {one.result(0).number for one in futures} == {1}
+    assert publisher.ask(None).done() is False  # what is true now is known
+    publisher.publish()
+    assert len(made) == 1
+    for step in range(1, 129):  # steps of 8 ms, and a reader of each publication
+        clock.now = 100 + step / 128
+        publisher.is_stale = True
+        if futures[-1].done():
+            futures.append(publisher.ask(futures[-1].result().number))
+        publisher.publish()
+    times = [when for when, _ in made]
+    assert len(times) == 5 and all(b - a >= LEAST_SECONDS - 1e-9 for a, b in zip(times, times[1:], strict=False))
+
+
+def test_who_asks_while_nothing_happens_has_what_is_true_or_waits(publisher):
+    publisher, _, clock, made = publisher
+    first = publisher.ask(None)
+    publisher.publish()
+    clock.now += 5
+    now, later = publisher.ask(None), publisher.ask(first.result(0).number)
+    publisher.publish()
+    assert now.result(0) is first.result(0) and not later.done() and publisher.seconds_left is None
+    publisher.is_stale = True
+    assert publisher.seconds_left == 0
+    later.cancel()
+    publisher.publish()
+    assert len(made) == 1, "nobody waits any more"
+    last = publisher.ask(1)
+    publisher.fail(ValueError("dead"))
+    with pytest.raises(ValueError, match="dead"):
+        last.result(0)
+
+
+def test_shares_of_time_are_those_of_the_last_seconds(publisher):
+    publisher, meter, clock, made = publisher
+    for second in range(10):
+        clock.now, publisher.is_stale, meter.times.seconds = 100.0 + second, True, float(second)
+        publisher.ask(None)
+        publisher.publish()
+    assert [recent.seconds for _, recent in made] == [0, 1, 2, 3, 4, 5, 6, 6, 6, 6]
+
+
+def test_readers_enter_no_lock_and_count_no_blocks(path, monkeypatch):
+    async def ask():
+        async with serving(path, enable_cpu_offload=True) as served:
+            await served.complete([20, 21], max_tokens=3)
+
+            def refused(*_):
+                raise AssertionError("a reader did this")
+
+            monkeypatch.setattr(served.engine, "changing", refused)
+            for name in ("num_resident", "num_streamed"):
+                monkeypatch.setattr(GPUCopies, name, property(refused))
+            try:
+                return await metrics_of(served)
+            finally:
+                monkeypatch.undo()
+
+    assert asyncio.run(ask())[PREFIX + "generation_tokens_total"] == 3
