@@ -92,13 +92,18 @@ def rms_norm(
     out: Tensor | None = None,
     factor: float | None = None,
     scale: Tensor | None = None,
+    is_fresh: bool = False,
+    norm_factor: float | None = None,
 ) -> Tensor:
     """Return the norm of x, [..., size], in `out` if that is given. With `other`, x becomes x + factor * other first.
 
     The weight broadcasts to x; None: x itself is returned. With `offset` it counts from 1. With `offset` or
     `rounds_once` the product is rounded once; otherwise x / rms(x) is rounded first. behind: the weight of a norm of
-    `other`, which is added in place of it. scale: [1], by which the sum is multiplied.
+    `other`, which is added in place of it. scale: [1], by which the sum is multiplied. is_fresh: x counts as
+    zero. norm_factor: by which the norm is multiplied.
     """
+    if is_fresh:
+        x.zero_()
     if other is not None:
         other = _rounded_sum(other, x)
         if behind is not None:
@@ -114,6 +119,8 @@ def rms_norm(
         result = (normed * (weight.float() + offset)).to(x.dtype)
     else:
         result = weight * normed.to(x.dtype)
+    if norm_factor is not None:
+        result = result * norm_factor
     return result if out is None else out.copy_(result)
 
 

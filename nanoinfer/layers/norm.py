@@ -33,6 +33,10 @@ class RMSNorm(nn.Module):
         """Compute the norm of x, [..., size], in x's dtype, in `out` if that is given, which may be x."""
         return self._norm(x, out=out)
 
+    def times(self, x: Tensor, factor: float) -> Tensor:
+        """Compute the norm of x times `factor`, each rounded."""
+        return self._norm(x, norm_factor=factor)
+
     def after_sum(
         self,
         x: Tensor,
@@ -51,9 +55,11 @@ class RMSNorm(nn.Module):
         options |= {} if scale is None else dict(scale=scale)
         return self._norm(x, other=other, out=out, factor=self._factor, **options)
 
-    def add_to(self, x: Tensor, other: Tensor) -> Tensor:
-        """Add the norm of `other`, as `after_sum` takes it, to x, in place, and return x."""
-        return self._operations.rms_norm(x, None, self.eps, **self._variant, other=other, behind=self.weight)
+    def add_to(self, x: Tensor, other: Tensor, *, is_fresh: bool = False) -> Tensor:
+        """Add the norm of `other`, as `after_sum` takes it, to x, in place, and return x. is_fresh: x holds nothing
+        yet, and becomes that norm."""
+        options = self._variant | dict(other=other, behind=self.weight, is_fresh=is_fresh)
+        return self._operations.rms_norm(x, None, self.eps, **options)
 
     def _norm(self, x: Tensor, **options) -> Tensor:
         return self._operations.rms_norm(x, self.weight, self.eps, **self._variant, **options)

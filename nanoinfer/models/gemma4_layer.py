@@ -54,7 +54,7 @@ class Gemma4Layer(DecoderLayer):
         added, behind = self.mlp.down_proj.parts(hidden), self.mlp_output_norm
         del normed, hidden
         if self.sparse is not None:
-            of_mlp = self.dense_output_norm.add_to(torch.zeros_like(x), added)
+            of_mlp = self.dense_output_norm.add_to(torch.empty_like(x), added, is_fresh=True)
             del added
             added, behind = behind.after_sum(of_mlp, self._experts(x, num_live), behind=self.sparse_output_norm), None
             del of_mlp
@@ -70,5 +70,5 @@ class Gemma4Layer(DecoderLayer):
 
     def _experts(self, x: Tensor, num_live: Tensor) -> Tensor:
         """Return the two sums of the experts of each row of x, [2, N, hidden_size] float32."""
-        logits = self.sparse.logits(self.router_norm(x).mul_(self._router_factor))
+        logits = self.sparse.logits(self.router_norm.times(x, self._router_factor))
         return self.sparse.sums(self.sparse_norm(x), logits, num_live)

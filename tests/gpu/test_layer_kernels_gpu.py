@@ -22,11 +22,12 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.
 @DTYPES
 @pytest.mark.parametrize("size", [48, 1024, 2560, 4096, 5376])
 def test_rms_norm(size, dtype):
-    from layer_kernel_cases import RMS_NORMS, check_rms_norm, check_scale_of_a_sum
+    from layer_kernel_cases import RMS_NORMS, check_fresh_sum_and_factor, check_rms_norm, check_scale_of_a_sum
 
     for variant in RMS_NORMS:
         check_rms_norm(size, variant, dtype, "cuda")
         check_scale_of_a_sum(size, variant, dtype, "cuda")
+        check_fresh_sum_and_factor(size, variant, dtype, "cuda")
 
 
 @DTYPES

@@ -14,6 +14,7 @@ from layer_kernel_cases import (
     check_act_and_mul,
     check_each_token_alone,
     check_factor_of_a_sum,
+    check_fresh_sum_and_factor,
     check_layer_norm,
     check_linear,
     check_linear_parts,
@@ -39,6 +40,12 @@ def test_rms_norm(size, variant, dtype):
 @pytest.mark.parametrize("variant", RMS_NORMS, ids=str)
 def test_a_sum_is_scaled_before_its_norm(variant, dtype):
     check_scale_of_a_sum(48, variant, dtype, "cpu")
+
+
+@DTYPES
+@pytest.mark.parametrize("variant", RMS_NORMS, ids=str)
+def test_a_norm_is_written_where_nothing_was_and_multiplied(variant, dtype):
+    check_fresh_sum_and_factor(48, variant, dtype, "cpu")
 
 
 @DTYPES

@@ -185,9 +185,9 @@ def compile_layers() -> None:
     for other in (None, eight.clone(), floats(2, 8, 2560)):
         layers.rms_norm(eight, weight, 1e-6, offset=other is None, other=other)
         layers.layer_norm(eight, weight, weight, 1e-6, offset=other is None, other=other, factor=0.2)
-    for after in (None, weight):  # with a norm of what is added
-        layers.rms_norm(eight, after, 1e-6, offset=True, other=floats(2, 8, 2560), behind=weight)
-    layers.rms_norm(eight, weight, 1e-6, offset=False, other=floats(2, 8, 2560), behind=weight, scale=zeros(1))
+    behind = dict(other=floats(2, 8, 2560), behind=weight)  # with a norm of what is added
+    for after, scale in ((None, None), (weight, None), (weight, zeros(1))):
+        layers.rms_norm(eight, after, 1e-6, offset=True, **behind, scale=scale, is_fresh=after is None, norm_factor=0.2)
     for num_tokens in (1, 16):
         layers.linear(zeros(num_tokens, 2560), wide, zeros(6144))
     layers.linear(zeros(32, 2560), wide, activation="silu")

@@ -78,6 +78,19 @@ def check_scale_of_a_sum(size: int, variant: dict, dtype: torch.dtype, device: s
                 assert torch.equal(x, (first + added) * scale)
 
 
+def check_fresh_sum_and_factor(size: int, variant: dict, dtype: torch.dtype, device: str) -> None:
+    """The norm of a sum that is added to nothing, and of a norm that is multiplied: what two operations would give."""
+    parts, x = torch.randn(2, 5, size).to(device), torch.randn(5, size).to(device, dtype)
+    weight = make_weight(size, variant["offset"], dtype, device)
+    for own in (rms_norm, reference.rms_norm):
+        options = dict(**variant, other=parts, behind=weight)
+        fresh, zeros = torch.full_like(x, torch.nan), torch.zeros_like(x)
+        assert own(fresh, None, EPS, **options, is_fresh=True) is fresh
+        assert torch.equal(fresh, own(zeros, None, EPS, **options))
+        found = own(x, weight, EPS, **variant, norm_factor=2816**-0.5)
+        assert torch.equal(found, own(x, weight, EPS, **variant) * 2816**-0.5)
+
+
 def check_layer_norm(size: int, offset: bool, num_rows: int, dtype: torch.dtype, device: str) -> None:
     x = 3 + torch.randn(num_rows, size + 16).to(device, dtype)[:, :size]
     weight, bias = make_weight(size, offset, dtype, device), torch.randn(size).to(device, dtype)

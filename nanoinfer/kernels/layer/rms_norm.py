@@ -65,7 +65,7 @@ def residual_sum(x, value, added, scale, row, columns, inside, x_stride, FACTOR:
 
 @triton.jit(do_not_specialize_on_alignment=["sum_scale"])
 def rms_norm_kernel(
-    x,  # [N, SIZE], rows x_stride apart; becomes (x + FACTOR * other) * sum_scale
+    x,  # [N, SIZE], rows x_stride apart; becomes (x + FACTOR * other) * sum_scale; with FRESH it is not read, but 0
     other,  # [N, SIZE], rows other_stride apart; read with ADD; or [NUM_SPLITS, N, SIZE] float32, whose sum is added
     weight,  # [SIZE]; None: x is only added to
     behind,  # [SIZE], the weight of a norm of `other`, which is added in place of it; None: there is none
@@ -81,6 +81,8 @@ def rms_norm_kernel(
     ADD: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     FACTOR: tl.constexpr,  # None: 1
+    FRESH: tl.constexpr,
+    NORM_FACTOR: tl.constexpr,  # of the norm, once it is rounded; None: 1
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -92,7 +94,10 @@ def rms_norm_kernel(
         scale_of_other = tl.load(behind + columns, mask=inside, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
     let_next_in(PDL)
-    value = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    if FRESH:
+        value = tl.zeros([TILE], tl.float32)
+    else:
+        value = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         added = addend(x, other, row, columns, inside, other_stride, SIZE, NUM_SPLITS)
         if behind is not None:
@@ -100,6 +105,8 @@ def rms_norm_kernel(
         value = residual_sum(x, value, added, sum_scale, row, columns, inside, x_stride, FACTOR)
     if weight is not None:
         value = normed(value, scale, x, eps, SIZE, OFFSET, ROUNDS_ONCE)
+        if NORM_FACTOR is not None:
+            value = rounded(value, out) * NORM_FACTOR
         tl.store(out + row * SIZE + columns, value.to(out.dtype.element_ty), mask=inside)
 
 
@@ -115,6 +122,8 @@ def rms_norm(
     out: Tensor | None = None,
     factor: float | None = None,
     scale: Tensor | None = None,
+    is_fresh: bool = False,
+    norm_factor: float | None = None,
 ) -> Tensor:
     """Return the norm of x, [N, size], in `out` if that is given. With `other`, x becomes x + factor * other first.
 
@@ -122,15 +131,17 @@ def rms_norm(
     likewise, all of one dtype; or `other` as the parts of a sum, [splits, N, size] float32, packed, which are added in
     order and rounded. behind: [size], the weight of a norm of `other`, which is added in place of it. offset,
     rounds_once: as in `HeadSteps`. factor: None: 1. scale: [1], by which the sum is multiplied, rounded; None: 1.
+    is_fresh: x holds nothing yet and counts as zero. norm_factor: by which the norm is multiplied, rounded; None: 1.
     """
     return launch_norm(
-        rms_norm_kernel, x, (weight, behind, scale), eps, other, out, factor, OFFSET=offset, ROUNDS_ONCE=rounds_once
+        rms_norm_kernel, x, (weight, behind, scale), eps, other, out, factor, OFFSET=offset, ROUNDS_ONCE=rounds_once,
+        FRESH=is_fresh, NORM_FACTOR=norm_factor,
     )  # fmt: skip
 
 
 def launch_norm(
     kernel, x: Tensor, vectors: tuple[Tensor | None, ...], eps: float, other: Tensor | None, out: Tensor | None,
-    factor: float | None, **how: bool,
+    factor: float | None, **how: bool | float | None,
 ) -> Tensor:  # fmt: skip
     """Launch a norm with the sum before it, as `rms_norm` says. vectors: those of the kernel, its weight first."""
     num_rows, size = x.shape
