@@ -1,0 +1,36 @@
+"""Gated DeltaNet's kernels in whole engines, under the interpreter: as plain torch, and alone as in a crowd."""
+
+from unittest.mock import Mock
+
+import pytest
+from engines import SMALL, make_engine, random_prompts, run
+from simulated import SimulatedRuntime
+
+from nanoinfer.kernels import reference
+from nanoinfer.sampling_params import SamplingParams
+
+triton = pytest.importorskip("triton")
+if not triton.knobs.runtime.interpret:
+    pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
+
+from nanoinfer.kernels import fused
+
+
+def test_an_engine_with_the_kernels_answers_as_one_without_and_alone_as_in_a_crowd(path_of, monkeypatch):
+    """Prompts of a chunk and a cut one, one shorter, and one that arrives while the others decode, in small steps."""
+    path, prompts = path_of("qwen3_5", **SMALL), random_prompts(3, 3, 70)
+    options = dict(enforce_eager=True, max_num_batched_tokens=64, max_num_seqs=3)
+
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=2)
+
+    def answers(some):
+        return run(make_engine(path, SimulatedRuntime(), **options), some, [params] * len(some))
+
+    plain, kernels = answers(prompts), []
+    for name in ("gated_delta", "gated_norm", "causal_conv"):
+        monkeypatch.setattr(reference, name, kernel := Mock(wraps=getattr(fused, name)))
+        kernels.append(kernel)
+    crowd = answers(prompts)
+    assert all(kernel.called for kernel in kernels)
+    assert [tokens for ((tokens, *_),) in crowd] == [tokens for ((tokens, *_),) in plain]
+    assert [answers([prompt])[0] for prompt in prompts] == crowd
