@@ -7,12 +7,14 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import nanoinfer
 from nanoinfer.commands.model import prepare
+from nanoinfer.commands.top import needed
 from nanoinfer.common.progress import PromptProgress, on_terminal
 from nanoinfer.common.terminal import without_orders
 from nanoinfer.common.units import counted
@@ -23,6 +25,8 @@ from nanoinfer.outputs import StreamOutput
 
 _STDIN = "-"
 _MAX_TOKENS = 128
+_WATCH_SECONDS = 0.1
+_TEXT_LINES = 8  # above the picture
 
 
 def add_arguments(parser: Parser) -> None:
@@ -37,6 +41,9 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--system", metavar="TEXT", help="the system's message before it; implies --chat")
     parser.add_argument("--json", action="store_true", help="print the text, why it ended and its figures as JSON")
+    parser.add_argument(
+        "--watch", action="store_true", help="on a terminal, show below the text what the engine does (extra: chat)"
+    )
     add_sampling_options(parser, f"{_MAX_TOKENS}; of a chat, as many as there is room for")
     defaults = {"enable_cpu_offload": "auto", "max_num_seqs": 1}
     add_engine_options(parser, without=("seed", "skip_tokenizer_init"), defaults=defaults)
@@ -46,6 +53,7 @@ def run(options: argparse.Namespace) -> int:
     """Print the completion as it is generated, and then on stderr how fast it was."""
     prompt = _prompt(options)
     is_chat = options.chat or options.system is not None
+    shown_in = needed() if options.watch and sys.stderr.isatty() else None
     sampling_params(options, {"temperature": 1.0}, 1)  # refuse what is not allowed before anything is loaded
     prepare(options, is_chat=is_chat)
     with (
@@ -57,13 +65,19 @@ def run(options: argparse.Namespace) -> int:
             prompt = _in_template(llm, prompt, options.system)
         before, shown = llm.engine.meter.snapshot(), without_orders if sys.stdout.isatty() else str
         text = ""
+        prints = not options.json and (shown_in is None or not sys.stdout.isatty())
+        outputs = llm.generate_stream(prompt, params)
         try:
-            for output in _with_progress(llm, llm.generate_stream(prompt, params)):
-                if output.error is not None:
-                    raise ValueError(output.error)
-                text += output.text_delta
-                if not options.json:
-                    print(shown(output.text_delta), end="", flush=True)
+            with watched(llm, shown_in) as show:
+                for output in outputs if shown_in else _with_progress(llm, outputs):
+                    if output.error is not None:
+                        raise ValueError(output.error)
+                    text += output.text_delta
+                    if prints:
+                        print(shown(output.text_delta), end="", flush=True)
+                    show("" if prints else shown(text))
+            if shown_in is not None and not prints and not options.json:
+                print(shown(text), end="", flush=True)
         except KeyboardInterrupt:
             print()  # so that what the shell prints begins on a new line
             raise
@@ -102,6 +116,32 @@ def _with_progress(llm: Any, outputs: Iterator[StreamOutput]) -> Iterator[Stream
         for output in outputs:
             progress.end()
             yield output
+
+
+@contextmanager
+def watched(llm: Any, shown_in: tuple[Any, Any, Any] | None) -> Iterator[Callable[[str], None]]:
+    """Give what shows the end of a text with the engine's picture below it, at most ten times a second."""
+    if shown_in is None:
+        yield lambda text: None
+        return
+    from rich.console import Group
+    from rich.text import Text
+
+    from nanoinfer.engine.figures import ENGINES, FACTS, Reading, values
+
+    live, console, picture = shown_in
+    made, last = picture(values(FACTS, Reading(llm.engine))), 0.0
+    with live(console=console(stderr=True), auto_refresh=False, transient=True) as window:
+
+        def show(text: str) -> None:
+            nonlocal last
+            if (now := time.monotonic()) - last >= _WATCH_SECONDS:
+                last = now
+                made.update(values(ENGINES, Reading(llm.engine, is_quick=True)), now)
+                lines = Text(text).wrap(window.console, window.console.width)[-_TEXT_LINES:]
+                window.update(Group(*lines, made), refresh=True)
+
+        yield show
 
 
 def _in_template(llm: Any, text: str, system: str | None) -> list[int]:

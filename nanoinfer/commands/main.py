@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 import nanoinfer
-from nanoinfer.commands import bench, chat, completion, doctor, generate, inspect, plan, quantize, verify
+from nanoinfer.commands import bench, chat, completion, doctor, generate, inspect, plan, quantize, top, verify
 from nanoinfer.commands import list as models
 from nanoinfer.commands.full_device import advised_when_full
 from nanoinfer.options import recall
@@ -58,6 +58,7 @@ def make_parser() -> Parser:
         ("plan", "what fits and how fast it can be, without GPU or weights", plan.add_arguments, plan.run),
         ("quantize", "write a checkpoint in fewer bits", quantize.add_arguments, quantize.run),
         ("serve", "an HTTP server with OpenAI's API", serve_options.add_arguments, _serve),
+        ("top", "what the engine of a server does, in a terminal", top.add_arguments, top.run),
         ("verify", "compare modes, batches and chunks, bit for bit", verify.add_arguments, verify.run),
     ):  # fmt: skip
         command = commands.add_parser(name, help=summary, description=summary, aliases=ALSO.get(name, ()))

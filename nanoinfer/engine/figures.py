@@ -6,7 +6,7 @@ documents and the page read this table; nobody else says what a figure means.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -47,8 +47,8 @@ class Figure(NamedTuple):
 
     Attributes:
         name: in `stats()`, in what is published and on the page.
-        kind: a COUNTER only grows, a GAUGE is a state; DETAIL: said by `stats()` alone. A HISTOGRAM, and what has no
-            `read`, is counted by the server where it happens, and stands in /metrics alone.
+        kind: a COUNTER only grows, a GAUGE is a state; DETAIL: said by `stats()` alone; FACT: it never changes. A
+            HISTOGRAM, and what has no `read`, is counted by the server where it happens, and stands in /metrics alone.
         unit: of the value; "share" is from 0 to 1.
         read: what gives the value: a path of attributes of `Reading`, or a function.
         metric: its name in /metrics behind the prefix; "": it is not there.
@@ -73,7 +73,7 @@ class Figure(NamedTuple):
         return attrgetter(self.read)(reading) if isinstance(self.read, str) else self.read(reading)
 
 
-COUNTER, GAUGE, DETAIL, HISTOGRAM = "counter", "gauge", "detail", "histogram"
+COUNTER, GAUGE, DETAIL, FACT, HISTOGRAM = "counter", "gauge", "detail", "fact", "histogram"
 # fmt: off
 FIGURES = tuple(Figure(*row) for row in (
     ("num_running", GAUGE, "sequences", "Sequences that run; a request with n = 2 is two.",
@@ -213,12 +213,42 @@ FIGURES = tuple(Figure(*row) for row in (
     ("parted_at", HISTOGRAM, "tokens", "Tokens at which prompts parted from a recent one that is the same again behind "
      "that.", None, "prefix_parted_at_tokens"),
 ))
+FACTS = tuple(Figure(name, FACT, *row) for name, *row in (
+    ("model", "", "What was loaded.", lambda r: str(r.engine.config.model)),
+    ("is_host", "", "Whether the CPU computes: there is no GPU then, and no link.", "engine.executor.is_host"),
+    ("max_num_seqs", "sequences", "Sequences that run at once at most.", "plan.max_num_seqs"),
+    ("max_model_len", "tokens", "Tokens of a prompt with its output at most.", "plan.max_model_len"),
+    ("max_num_batched_tokens", "tokens", "Tokens of a prefill step at most.", "plan.max_num_batched_tokens"),
+    ("block_size", "tokens", "Tokens of a KV block.", "engine.config.block_size"),
+    ("block_bytes", "bytes", "A KV block in all of its layers.", "plan.block_bytes"),
+    ("caches_prefixes", "", "Whether prompts are looked up in the prefix cache.", "engine.config.caches_prefixes"),
+    ("budget_bytes", "bytes", "The limit of memory on the GPU.", "plan.budget_bytes"),
+    ("total_bytes", "bytes", "What of it is planned for.", "plan.total_bytes"),
+    ("weight_bytes", "bytes", "Weights on the GPU.", "plan.weight_bytes"),
+    ("host_weight_bytes", "bytes", "Weights in host memory.", "plan.host_weight_bytes"),
+    ("pool_bytes", "bytes", "The KV pool on the GPU, with what attention adds for each block.", "plan.pool_bytes"),
+    ("ring_bytes", "bytes", "The ring through which KV blocks stream.", "plan.ring_bytes"),
+    ("landing_bytes", "bytes", "Where streamed weights and experts land on the GPU.", "plan.landing_bytes"),
+    ("host_bytes", "bytes", "KV blocks that host memory may hold.", "plan.host_bytes"),
+    ("num_expert_slots", "experts", "Experts of a sparse layer that may lie on the GPU, while all lie in host memory; "
+     "0: each lies on the GPU, or streams with its layer.", "plan.num_expert_slots"),
+    ("num_experts", "experts", "Experts of a sparse layer.", lambda r: r.sparse.num_experts if r.sparse else 0),
+    ("num_sparse_layers", "layers", "Layers with experts.", lambda r: r.sparse.num_layers if r.sparse else 0),
+    ("link_bytes_per_second", "bytes", "What the link brings at most by the card's data sheet; null: there is none.",
+     lambda r: None if r.engine.executor.is_host else r.engine.executor.link),
+))
 # fmt: on
 ENGINES = tuple(one for one in FIGURES if not one.is_servers)
 """What an engine says without a server."""
 PUBLISHED = tuple(one for one in FIGURES if one.read is not None and one.kind != DETAIL)
 """What a server publishes."""
+DECLARED = [dict(name=one.name, kind=one.kind, unit=one.unit, meaning=one.meaning) for one in (*FACTS, *PUBLISHED)]
+"""What a reader of these is told."""
 BY_METRIC = {one.metric: one for one in FIGURES if one.metric}
+
+
+def values(figures: Iterable[Figure], reading: Reading) -> dict[str, Any]:
+    return {figure.name: figure.value(reading) for figure in figures}
 
 
 def experts_read(sparse: SparseSpec | None, times: DecodeTimes) -> dict[str, float]:

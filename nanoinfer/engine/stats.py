@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nanoinfer.common.units import GIB, format_size
-from nanoinfer.engine.figures import ENGINES, Reading, slot_figures
+from nanoinfer.engine.figures import ENGINES, Reading, slot_figures, values
 from nanoinfer.engine.meter import DecodeTimes
 
 # Share of the time; what waits for experts less than this has other things to mend.
@@ -16,9 +16,7 @@ Engine = Any  # an `LLMEngine`, whose file imports this one
 def statistics(engine: Engine) -> dict[str, Any]:
     """Return what `FIGURES` declares of an engine, by name, since it was made; also `advice` and `notes`: what would
     make its decode steps faster, and which settings had no effect."""
-    reading = Reading(engine)
-    found = {figure.name: figure.value(reading) for figure in ENGINES}
-    return found | {"advice": advice(engine, engine.meter.times), "notes": notes(engine)}
+    return values(ENGINES, Reading(engine)) | {"advice": advice(engine, engine.meter.times), "notes": notes(engine)}
 
 
 def advice(engine: Engine, times: DecodeTimes) -> str:

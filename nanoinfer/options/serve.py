@@ -22,7 +22,9 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--served-model-name", nargs="+", metavar="NAME", help="names that clients use (default: MODEL)"
     )
-    parser.add_argument("--api-key", help="key that clients must send for /v1, /tokenize, /detokenize (default: none)")
+    parser.add_argument(
+        "--api-key", help="key that clients must send for /v1, /tokenize, /detokenize, /engine (default: none)"
+    )
     add_engine_options(parser, defaults={"enable_cpu_offload": "auto"})
     clients = parser.add_argument_group("clients and their requests")
     clients.add_argument(

@@ -38,6 +38,7 @@ from nanoinfer.serve.request_stream import ReaderLeft
 from nanoinfer.serve.responder import TOO_LONG, Prepared, Responder
 from nanoinfer.serve.token_answers import MAX_TOKENIZING_BYTES, detokenized, tokenized
 from nanoinfer.serve.tokenizing import PromptTokenizer
+from nanoinfer.serve.watching import watching_routes
 
 Work = Callable[[Any, PromptTokenizer, ChatTemplate], bytes]
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as in OpenAI's API
@@ -97,6 +98,7 @@ def create_app(
         *_tokenizing_routes(responder),
         *_models_routes(responder),
         *_health_routes(engine, metrics),
+        *watching_routes(engine),
     ]
     for route in routes:
         route.methods.discard("HEAD")  # which Starlette adds to GET

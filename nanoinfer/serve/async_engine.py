@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from nanoinfer.engine.engine import LLMEngine
+from nanoinfer.engine.figures import FACTS, Reading, values
 from nanoinfer.serve.errors import UnavailableError
 from nanoinfer.serve.partings import RecentPrompts
 from nanoinfer.serve.published import Published
@@ -59,13 +60,14 @@ class AsyncEngine:
         self.waiting = WaitingBytes(max_queue_bytes)
         self._max_queue = max_queue
         self.prompts: PromptTokenizer | None = None
-        """Set by `start`, as are `log`, `requests` and the engine's `mode`, `plan`, `config`, `sampling_defaults`."""
+        """Set by `start`, as are `log`, `requests`, `facts` and the engine's `mode`, `plan`, `config`,
+        `sampling_defaults`."""
         self.log: RequestLog | None = None
         self._make_engine = make_engine
         self._inbox: queue.SimpleQueue[tuple[Callable[[LLMEngine], Any], Future, bool] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # keeps calls out of the inbox after the thread has emptied it for the last time
         self._is_closed = False
-        self._is_draining = False
+        self.is_draining = False
         self.failure: BaseException | None = None
         """The error because of which the engine has stopped."""
         self._streams: set[RequestStream] = set()  # used on the loop
@@ -79,7 +81,7 @@ class AsyncEngine:
         # Other threads read only those attributes of the engine that never change after start-up.
         engine, self.requests = self._started.result()
         self.mode, self.plan, self.config = engine.mode, engine.plan, engine.config
-        self.sampling_defaults = engine.sampling_defaults
+        self.sampling_defaults, self.facts = engine.sampling_defaults, values(FACTS, Reading(engine))
         self.prompts = PromptTokenizer(engine.tokenizer, engine.intake, engine.plan.max_model_len)
         size = self.config.block_size
         is_cached = self.config.caches_prefixes
@@ -163,7 +165,7 @@ class AsyncEngine:
     def _check_open(self) -> None:
         if self.failure is not None or not self._thread.is_alive():
             raise self._dead()
-        if self._is_draining:
+        if self.is_draining:
             raise UnavailableError("the server is shutting down: send the request to another one", code="shutting_down")
 
     def _dead(self) -> UnavailableError:
@@ -174,7 +176,7 @@ class AsyncEngine:
 
     def begin_shutdown(self) -> None:
         """Refuse new requests from now on. Running requests go on."""
-        self._is_draining = True
+        self.is_draining = True
 
     async def drain(self, timeout_seconds: float) -> None:
         """Wait until all requests have ended. After `timeout_seconds`, end the remaining requests with an error."""
@@ -186,7 +188,7 @@ class AsyncEngine:
 
     def close(self) -> None:
         """End the thread and free the engine's memory. Requests that still run end with an error. Blocks."""
-        self._is_draining = True
+        self.is_draining = True
         with self._lock:
             self._inbox.put(None)
         if self._thread.is_alive() and self._started.done():  # do not wait for an interrupted load

@@ -34,6 +34,8 @@ ENDPOINTS: dict[str, tuple[str, str, type[Body] | None]] = {
     "/health": ("GET", "200, or 503 with the reason.", None),
     "/ping": ("GET, POST", "The same as /health.", None),
     "/metrics": ("GET", "Prometheus.", None),
+    "/engine": ("GET", "What the engine does: its figures, and what they mean.", None),
+    "/engine/events": ("GET", "The same as server-sent events, at most five a second.", None),
     "/version": ("GET", "The version of nanoinfer.", None),
     "/docs": ("GET", "This page.", None),
 }

@@ -17,7 +17,12 @@ from nanoinfer.serve.client import error_response
 from nanoinfer.serve.errors import ApiError, BadRequestError
 from nanoinfer.serve.metrics import ServerMetrics
 
-GUARDED = ("/v1", "/tokenize", "/detokenize")  # prefixes of the paths that need the API key and have JSON bodies
+GUARDED = (
+    "/v1",
+    "/tokenize",
+    "/detokenize",
+    "/engine",
+)  # prefixes of the paths that need the API key and have JSON bodies
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 
 

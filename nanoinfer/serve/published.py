@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-from nanoinfer.engine.figures import PUBLISHED, Reading
+from nanoinfer.engine.figures import PUBLISHED, Reading, values
 from nanoinfer.engine.meter import DecodeTimes
 
 LEAST_SECONDS = 0.2
@@ -35,13 +35,14 @@ class Publisher:
         server: of the figures that an engine has none of.
 
     Attributes:
-        is_stale: whether anything has happened since the newest one. May be set on any thread.
+        newest: what was published last.
+        is_stale: whether anything has happened since. May be set on any thread.
     """
 
     def __init__(self, engine: Any, server: Any, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine, self._server, self._clock = engine, server, clock
         self.is_stale = True
-        self._newest = Published(0, float("-inf"), {})
+        self.newest = Published(0, float("-inf"), {})
         self._asked: list[tuple[Future[Published], int]] = []
         self._times: deque[tuple[float, DecodeTimes]] = deque()  # of the last seconds, and one before
 
@@ -49,7 +50,7 @@ class Publisher:
         """Return the next one behind the one of this number; None: one that is true now."""
         future: Future[Published] = Future()
         if known is None:
-            known = self._newest.number - (not self.is_stale)
+            known = self.newest.number - (not self.is_stale)
         self._asked.append((future, known))
         return future
 
@@ -58,7 +59,7 @@ class Publisher:
         """Until `publish` would make one that somebody waits for; None: it is not wanted."""
         if not self._asked or not self.is_stale:
             return None
-        return max(0.0, self._newest.time + LEAST_SECONDS - self._clock())
+        return max(0.0, self.newest.time + LEAST_SECONDS - self._clock())
 
     def publish(self) -> None:
         """Publish the figures if somebody waits and it is time, and hand them to those who wait."""
@@ -69,10 +70,10 @@ class Publisher:
             self._make(self._clock())
         waiting, self._asked = self._asked, []
         for future, known in waiting:
-            if self._newest.number <= known:
+            if self.newest.number <= known:
                 self._asked.append((future, known))
             elif future.set_running_or_notify_cancel():
-                future.set_result(self._newest)
+                future.set_result(self.newest)
 
     def fail(self, error: Exception) -> None:
         """Tell all who wait that there will be no more."""
@@ -88,5 +89,4 @@ class Publisher:
         recent = times.since(self._times[0][1]) if self._times else times
         self._times.append((now, times))
         reading = Reading(self._engine, recent, self._server, is_quick=True)
-        figures = {figure.name: figure.value(reading) for figure in PUBLISHED}
-        self._newest = Published(self._newest.number + 1, now, figures)
+        self.newest = Published(self.newest.number + 1, now, values(PUBLISHED, reading))

@@ -309,6 +309,21 @@ def test_metrics_of_all_replicas_have_a_label_each():
     assert response.text.count("# HELP n:a") == 1 and merged({}) == ""
 
 
+def test_figures_of_all_replicas_stand_in_one_answer_for_who_has_the_key():
+    def told(number):
+        return json.dumps({"declared": [], "replicas": [{"name": "", "number": number}]}).encode()
+
+    asked, words = [("r2", 200, told(2)), ("r1", 200, told(1)), ("r3", 504, b"late")], ("--api-key", "secret")
+    headers = {"Authorization": "Bearer secret"}
+    response = asked_of(Scripted(asked=asked), "/engine", words=words, method="GET", headers=headers)
+    replicas = [{"name": "r1", "number": 1}, {"name": "r2", "number": 2}]
+    assert response.json() == {"declared": [], "replicas": replicas}
+    assert asked_of(Scripted(asked=asked), "/engine", words=words, method="GET").status_code == 401
+    response = asked_of(Scripted(asked=asked), "/engine/events", words=words, method="GET", headers=headers)
+    assert response.status_code == 404 and "ask /engine" in response.json()["error"]["message"]
+    assert asked_of(Scripted(asked=[]), "/engine", method="GET").status_code == 503
+
+
 class Local:
     """Replicas that are applications in this process."""
 

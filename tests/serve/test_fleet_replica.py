@@ -34,20 +34,23 @@ def path(tmp_path_factory):
 
 def test_a_replica_answers_and_is_healthy_until_its_engine_ends(path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as Ray says; where the replicas were started nothing was said
-    replica = Replica(server_options(options_of(WORDS, path)), None, "r1")
+    replica = Replica(server_options(options_of(f"{WORDS} --api-key secret", path)), None, "r1")
     assert "OMP_NUM_THREADS" not in os.environ
     scope = get_scope("/v1/completions") | {"method": "POST", "headers": [(b"content-type", b"application/json")]}
+    scope["headers"].append((b"x-api-key", b"secret"))
     body = json.dumps(dict(model=MODEL, prompt="w20 w21", max_tokens=3, ignore_eos=True)).encode()
 
     async def run():
         ((head, rest),) = [messages async for messages in replica.answer(scope, body)]
         await replica.check_health()
-        return head, json.loads(rest["body"]), await replica.ask("/metrics"), await replica.ask("/health")
+        asked = [await replica.ask(path) for path in ("/metrics", "/health", "/engine")]
+        return head, json.loads(rest["body"]), *asked
 
-    head, answer, metrics, health = asyncio.run(run())
+    head, answer, metrics, health, figures = asyncio.run(run())
     assert head["status"] == 200 and answer["usage"]["completion_tokens"] == 3
     assert metrics[:2] == ("r1", 200) and b"nanoinfer:generation_tokens_total 3.0" in metrics[2]
     assert health == ("r1", 200, b"")
+    assert figures[1] == 200 and json.loads(figures[2])["replicas"][0]["figures"]["num_generated_tokens"] == 3
     replica.close()
     with pytest.raises(UnavailableError, match="the engine is not running"):
         asyncio.run(replica.check_health())

@@ -16,7 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from nanoinfer.serve.answers import DONE
 from nanoinfer.serve.client import error_response, read_body, while_client_stays
-from nanoinfer.serve.errors import MESSAGES, ApiError, UnavailableError
+from nanoinfer.serve.errors import MESSAGES, ApiError, BadRequestError, UnavailableError
 from nanoinfer.serve.gate import check_framing, check_origin, check_request
 from nanoinfer.serve.json_body import load
 from nanoinfer.serve.ray.digests import CHARS_PER_TOKEN, digests_of, prompt_text
@@ -39,6 +39,7 @@ _MOST_ANSWER = 256  # tokens for which an answer counts: a limit may be far abov
 _RESPONSES = "/v1/responses"
 _WITHOUT_KV = ("/tokenize", "/detokenize", f"{MESSAGES}/count_tokens")
 _HEALTH = ("/health", "/ping")
+_ENGINE = "/engine"
 
 
 class LostError(Exception):
@@ -77,6 +78,11 @@ class Relay:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"].removesuffix("/")
+        if path.startswith(_ENGINE) and scope["method"] == "GET":
+            refusals = (check(scope) for check in self._checks)
+            error = next(filter(None, refusals), None) or (None if path == _ENGINE else _no_events())
+            await (await self._of_all(path) if error is None else error_response(error, path))(scope, receive, send)
+            return
         if path == "/metrics" and scope["method"] == "GET" or path in _HEALTH:
             await (await self._of_all(path))(scope, receive, send)
             return
@@ -128,6 +134,9 @@ class Relay:
         if path == "/metrics":
             texts = {name: body.decode() for name, status, body in answers if status == 200}
             return Response(merged(texts), media_type="text/plain; version=0.0.4; charset=utf-8")
+        if path == _ENGINE and (found := [(name, json.loads(body)) for name, status, body in answers if status == 200]):
+            replicas = [one | {"name": name} for name, told in sorted(found) for one in told["replicas"]]
+            return Response(json.dumps(found[0][1] | {"replicas": replicas}), media_type="application/json")
         for _, status, body in sorted(answers, key=lambda answer: answer[1] != 200):
             return Response(body, status, media_type="application/json" if body else None)
         return error_response(_none_there(), path)
@@ -231,6 +240,10 @@ def _lost(num_sends: int) -> UnavailableError:
         f"{'time' if num_sends == 1 else 'times'}: send it again",
         code="replica_lost",
     )
+
+
+def _no_events() -> ApiError:
+    return BadRequestError("several replicas send no events: ask /engine, which has the figures of each", status=404)
 
 
 def _none_there() -> UnavailableError:

@@ -39,7 +39,7 @@ class Replica:
         from nanoinfer.serve.settings import settings_of
 
         settings = settings_of(argparse.Namespace(**options))
-        self._name = name
+        self._name, self._api_key = name, settings.api_key
         self._logging.enter_context(logging_to(settings.log_level, settings.log_format))
         self._engine = settings.make_engine()
         self._engine.start()
@@ -59,7 +59,7 @@ class Replica:
         with suppress(TimeoutError):
             async with (
                 asyncio.timeout(_ASK_SECONDS),
-                aclosing(Exchange(self._app, get_scope(path), b"").parts()) as parts,
+                aclosing(Exchange(self._app, get_scope(path, self._api_key), b"").parts()) as parts,
             ):
                 async for messages in parts:
                     for message in messages:
@@ -86,8 +86,8 @@ class Replica:
     __del__ = close  # Ray calls it when the last request has ended
 
 
-def get_scope(path: str) -> Scope:
-    """Return the scope of a request without a client: GET `path`."""
+def get_scope(path: str, api_key: str | None = None) -> Scope:
+    """Return the scope of a request without a client: GET `path`, with the key that the server asks for."""
     return {
         "type": "http",
         "asgi": {"version": "3.0"},
@@ -98,5 +98,5 @@ def get_scope(path: str) -> Scope:
         "raw_path": path.encode(),
         "query_string": b"",
         "root_path": "",
-        "headers": [],
+        "headers": [] if api_key is None else [(b"x-api-key", api_key.encode())],
     }
