@@ -32,7 +32,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(ROOT / "tests" / "support")]
 
 from gguf_completions_cases import TAKEN, Case, cases_of  # noqa: E402
 from gguf_models import ARCHITECTURES, FIELDS, write_gguf  # noqa: E402
-from tiny_models import VOCAB_SIZE, make_checkpoint  # noqa: E402
+from tiny_models import DELTA, VOCAB_SIZE, make_checkpoint  # noqa: E402
 
 from nanoinfer import LLM, SamplingParams  # noqa: E402
 from nanoinfer.kernels.activations import ACTIVATIONS  # noqa: E402
@@ -90,7 +90,8 @@ def written(family: str, case: Case, seed: int, folder: Path) -> Path:
     fields = FIELDS.get(family, {}) | TAKEN.get(family, {}) | case.fields
     # So large that a model with another one answers otherwise.
     names = {"starcoder2": "norm_epsilon"} | dict.fromkeys(("nemotron", "lfm2", "lfm2_moe"), "norm_eps")
-    fields[names.get(family, "rms_norm_eps")] = 0.02
+    # But for Gated DeltaNet, whose keys llama.cpp norms with it, and transformers with this one.
+    fields[names.get(family, "rms_norm_eps")] = 1e-6 if family in DELTA else 0.02
     directory = make_checkpoint(family, folder / f"{seed}", seed=seed, **fields)
     without = dict.fromkeys(f"{ARCHITECTURES[family]}.{key}" for key in case.without)
     extra = TOKENIZER | case.extra | without

@@ -72,10 +72,14 @@ _BY_LAYER = dict(
     full_attention=dict(rope_type="linear", rope_theta=1e6, factor=8.0),
     sliding_attention=dict(rope_type="default", rope_theta=2e4),
 )
+_EVERY_FOURTH = dict(layer_types=["linear_attention"] * 3 + ["full_attention"], num_layers=4)
+# Whose q, k and v are always one tensor, or never.
+_NOT_MERGED = ("phi3", "qwen3_5", "qwen3_5_moe", "qwen3_next")
 # llama.cpp takes the hidden size to be that of all heads here, and no groups of heads of olmoe.
 TAKEN = {
     **dict.fromkeys(("qwen2", "exaone4", "nemotron", "olmo2", "olmo3", "starcoder2"), dict(hidden_size=64)),
     "olmoe": dict(num_kv_heads=4),
+    **dict.fromkeys(_NOT_MERGED[1:], dict(linear_value_head_dim=16)),  # as large as keys
 }
 PLAIN = Case()
 _BEGIN_KEY = "tokenizer.ggml.add_bos_token"
@@ -173,6 +177,16 @@ CASES: dict[str, list[Case]] = {
             theirs="does not read expert_weights_scale of lfm2moe",
         ),
     ],
+    "qwen3_5": [
+        PLAIN,
+        Case(name="tied", fields=dict(tied=True)),
+        Case(name="three heads of values of each key", fields=dict(linear_num_value_heads=6)),
+        Case(name="one head of values of each key", fields=dict(linear_num_value_heads=2)),
+        Case(name="by an interval", fields=_EVERY_FOURTH, without=("attention.recurrent_layers",)),
+        Case(name="yarn", fields=_rope("yarn", partial_rotary_factor=0.5, **_YARN)),
+    ],
+    "qwen3_5_moe": [PLAIN, Case(name="three heads of values of each key", fields=dict(linear_num_value_heads=6))],
+    "qwen3_next": [PLAIN, Case(name="one key head", fields=dict(linear_num_key_heads=1, linear_num_value_heads=3))],
     "nemotron": [PLAIN, Case(name="part of a head", fields=_PART), Case(name="biases", fields=dict(mlp_bias=True))],
     "exaone4": [
         Case(fields=dict(sliding_window=0)),
@@ -205,9 +219,9 @@ CASES: dict[str, list[Case]] = {
         Case(name="keys left out", fields=_rope("yarn", **_MINISTRAL, **_YARN), without=_YARN_KEYS),
     ],
 }
-"""By family; another one has the plain case alone. All but phi3, where it is always so, also have q, k and v merged."""
+"""By family; another one has the plain case alone. All but those of `_NOT_MERGED` also have q, k and v merged."""
 
 
 def cases_of(family: str) -> list[Case]:
     found = CASES.get(family, [PLAIN])
-    return found if family == "phi3" else [*found, replace(found[0], name="q, k and v merged", merge=True)]
+    return found if family in _NOT_MERGED else [*found, replace(found[0], name="q, k and v merged", merge=True)]

@@ -15,6 +15,7 @@ from nanoinfer.common import exact
 def of_delta(family: str, config: Mapping) -> dict:
     """What the converter says of a config, beside what it says of all."""
     read = AutoConfig.for_model(**config)
+    num_pairs = int(read.head_dim * read.rope_parameters["partial_rotary_factor"]) // 2
     found = {
         "ssm.conv_kernel": read.linear_conv_kernel_dim,
         "ssm.state_size": read.linear_key_head_dim,
@@ -22,7 +23,7 @@ def of_delta(family: str, config: Mapping) -> dict:
         "ssm.time_step_rank": read.linear_num_value_heads,
         "ssm.inner_size": read.linear_num_value_heads * read.linear_value_head_dim,
         "attention.recurrent_layers": [kind == "linear_attention" for kind in read.layer_types],
-        "rope.dimension_sections": [11, 11, 10, 0],
+        "rope.dimension_sections": [*(len(range(axis, num_pairs, 3)) for axis in range(3)), 0],  # which take turns
     }
     if family != "qwen3_5":
         found["expert_shared_feed_forward_length"] = read.shared_expert_intermediate_size
