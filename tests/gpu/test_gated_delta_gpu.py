@@ -22,7 +22,7 @@ CASES = pytest.mark.parametrize(
     "heads, dtype",
     [
         (REAL, torch.bfloat16),
-        (REAL._replace(num_value_heads=6, is_tiled=True), torch.bfloat16),
+        (DeltaHeads(2, 6, 64, 64, is_tiled=True), torch.bfloat16),
         (DeltaHeads(1, 3, 24, 40), torch.float16),
         (SHARED, torch.float32),
     ],

@@ -24,7 +24,7 @@ def decays(step):
     return tl.cumsum(large, axis=0), tl.cumsum(step - large, axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["ends", "chunks"])
 def delta_chunks_kernel(
     mixed,  # [N, channels], rows mixed_stride apart: queries, keys, values
     decay_in,  # [N, VALUE_HEADS], rows decay_stride apart

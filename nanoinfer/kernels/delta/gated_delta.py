@@ -96,7 +96,7 @@ def _prompts(gates: tuple[Tensor, ...], state: Tensor, runs: StateRuns, out: Ten
             *gates, runs.ends, some, pairs, factors, *strides, num_warps=CHUNK_WARPS, **shared
         )  # fmt: skip
         delta_inverse_kernel[(count, len(some))](
-            some, pairs, factors, VALUE_HEADS=count, num_warps=INVERSE_WARPS, **launch_options(mixed)
+            some, pairs, factors, num_warps=INVERSE_WARPS, **launch_options(mixed)
         )  # fmt: skip
         delta_scan_kernel[(count * triton.cdiv(heads.value_size, tile), len(some))](
             mixed, state, *runs[:3], some, pairs, factors, out, len(some), mixed.stride(0), state.stride(0),

@@ -17,12 +17,11 @@ def product(a, b):
     return tl.dot(a, b, input_precision="ieee")
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["chunks"])
 def delta_inverse_kernel(
     chunks,  # [n] int32
-    pairs,  # [n, VALUE_HEADS, 2, 64, 64] float32: the first of two is A, and becomes (I + A)^-1 times beta
-    factors,  # [n, VALUE_HEADS, 5, 64] float32: the last one is beta
-    VALUE_HEADS: tl.constexpr,
+    pairs,  # [n, value heads, 2, 64, 64] float32: the first of two is A, and becomes (I + A)^-1 times beta
+    factors,  # [n, value heads, 5, 64] float32: the last one is beta
     PDL: tl.constexpr,
 ):
     """Blocks of 16 on the diagonal are inverted row by row, all four at once; those below follow from them in turn.
@@ -30,7 +29,7 @@ def delta_inverse_kernel(
     What lies below one block of the diagonal and left of another is -(the other's inverse) (what A has there, and what
     it has beside the blocks between them, times what these have become).
     """
-    place = (tl.program_id(1) * VALUE_HEADS + tl.program_id(0)).to(tl.int64)
+    place = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
     begin = tl.load(chunks + tl.program_id(1))
     wait_for_inputs(PDL)
     let_next_in(PDL)

@@ -7,7 +7,7 @@ from nanoinfer.kernels.delta.gates import beta, decay, key_head_of, scale_of_key
 from nanoinfer.kernels.launch.pdl import let_next_in, wait_for_inputs
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "rows", "num_live"])
 def delta_rows_kernel(
     mixed,  # [N, channels], rows mixed_stride apart: queries, keys, values
     decay_in,  # [N, VALUE_HEADS], rows decay_stride apart

@@ -7,7 +7,7 @@ from nanoinfer.kernels.delta.gates import key_head_of, product
 from nanoinfer.kernels.launch.pdl import let_next_in, wait_for_inputs
 
 
-@triton.jit(do_not_specialize=["num_chunks"])
+@triton.jit(do_not_specialize=["num_chunks"], do_not_specialize_on_alignment=["slots", "begins", "ends", "chunks"])
 def delta_scan_kernel(
     mixed,  # [N, channels], rows mixed_stride apart: queries, keys, values
     state,  # [slots, VALUE_HEADS, KEY_SIZE, VALUE_SIZE] float32, slots state_stride apart
