@@ -20,7 +20,7 @@ from nanoinfer.kernels.layer.state_runs import CHUNK, StateRuns
 # from the shape alone: another choice may have other bits.
 ROWS = 32, 4
 """128 bytes of each key."""
-CHUNK_WARPS, INVERSE_WARPS = 4, 1
+CHUNK_WARPS, INVERSE_WARPS = 4, 2
 SCANS = {torch.bfloat16: (32, 4, 2)}
 WIDE_SCAN = 16, 4, 1
 """Of other dtypes, whose products take more registers and more shared memory."""
