@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from nanoinfer.common.errors import did_you_mean
 from nanoinfer.common.kv_formats import KV_FORMATS, OTHER_NAMES
+from nanoinfer.common.speculation import checked_speculation
 from nanoinfer.common.units import is_share, parse_bytes, parse_count, parse_memory
 from nanoinfer.common.unsupported import ENGINE, check_keywords
 
@@ -121,6 +122,9 @@ class EngineConfig:
             counts.
         attention_backend: "auto", "triton", "torch", "flash_attn", or one that the package of the device brings.
         enable_prefix_caching: keep the KV of prompts, and states beside it, for others that begin alike. None: yes.
+        speculative_config: have tokens guessed and computed beside the one that is known, which changes no token: as
+            vLLM writes it, {"method": "suffix", "num_speculative_tokens": 8} guesses what came behind the last tokens
+            before, in the prompt or the answer. None: none are guessed.
         seed: what the seeds of requests that give none are drawn from, and dummy weights.
         load_format: "auto" (safetensors) or "dummy" (random weights from the config alone).
         pin_host_memory: what to do if the system refuses to pin host memory. "auto": use pageable memory and report its
@@ -160,6 +164,7 @@ class EngineConfig:
     capture_num_tokens: list[int] | None = None
     attention_backend: str = "auto"
     enable_prefix_caching: bool | None = None
+    speculative_config: dict | None = None
     seed: int = 0
     load_format: str = "auto"
     pin_host_memory: str = "auto"
@@ -225,6 +230,7 @@ class EngineConfig:
         overrides = self.hf_overrides
         is_right = isinstance(overrides, dict | None) and all(isinstance(name, str) for name in overrides or ())
         self._check("hf_overrides", is_right, "None or a dict of the config's fields")
+        object.__setattr__(self, "speculative_config", checked_speculation(self.speculative_config))
         counts = "max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override"
         counts += "expert_slots", "state_slots"
         for name in counts:

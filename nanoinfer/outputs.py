@@ -39,6 +39,10 @@ class RequestMetrics:
     """Prompt tokens whose KV was found in the cache and not computed again."""
     num_generated_tokens: int = 0
     """Generated tokens of all the request's completions together."""
+    num_drafted_tokens: int = 0
+    """Tokens that were guessed and computed beside others (`speculative_config`), of all completions together."""
+    num_accepted_tokens: int = 0
+    """Those of them that were right."""
     kv_resident_share: float = 1.0
     """Share of the KV blocks read by the request's steps that lay on the GPU."""
     streamed_bytes: int = 0

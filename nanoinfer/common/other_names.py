@@ -186,7 +186,8 @@ INSTEAD: dict[str, str] = by_name(
         "context_shift keep num_keep": "a context that is full ends: give a larger --max-model-len",
         "ts tensor_split sm split_mode tp tp_size pp dp rpc": "one GPU per engine: leave it out",
         "lora lora_scaled lora_modules": "merge the adapter into the weights",
-        "md model_draft draft draft_max": "there is no speculative decoding: leave it out",
+        "md model_draft draft draft_max": 'no second model drafts: --speculative-config \'{"method": "suffix"}\' '
+        "guesses from the text itself",
         "ngl n_gpu_layers num_gpu_layers gpu_layers num_gpu": "what does not fit on the GPU streams to it by itself: "
         "leave it out; --gpu-memory-limit bounds what is taken, --resident-weights-limit the weights that stay",
         "image mm mmproj": "models here read text only: leave it out",

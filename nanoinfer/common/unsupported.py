@@ -59,7 +59,7 @@ ENGINE: Table = by_advice({
         enable_lora=(False,), max_loras=(1,), max_lora_rank=(16,), max_cpu_loras=(), lora_dtype=("auto",),
         fully_sharded_loras=(False,),
     ),
-    "there is no speculative decoding": dict(speculative_model=(), speculative_config=(), num_speculative_tokens=(0,)),
+    'give speculative_config={"method": "suffix"}': dict(speculative_model=(), num_speculative_tokens=(0,)),
     _ONE_BACKEND: dict(guided_decoding_backend=("auto", "guidance"), structured_outputs_config=({},)),
     "it is an option of nanoinfer serve; LLM returns the text as it is generated": dict(reasoning_parser=("",)),
     _TEXT_ONLY: dict(limit_mm_per_prompt=({},), mm_processor_kwargs=({},), allowed_local_media_path=("",)),

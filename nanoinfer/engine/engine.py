@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
 
 from nanoinfer.config import EngineConfig
+from nanoinfer.engine.drafts import Drafts, take_results
 from nanoinfer.engine.intake import Intake
 from nanoinfer.engine.masks import MaskMaker
 from nanoinfer.engine.meter import LaunchedStep, StepMeter
@@ -21,6 +22,7 @@ from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.start import build
 from nanoinfer.engine.stats import statistics
 from nanoinfer.engine.trace import Trace
+from nanoinfer.engine.turns import Turns
 from nanoinfer.execution.runner import ModelRunner
 from nanoinfer.outputs import StreamOutput
 from nanoinfer.requests.prompts import Prompt
@@ -34,60 +36,6 @@ from offload import Runtime
 
 # What a closed engine lacks.
 _PARTS = ("work", "executor", "scheduler", "planner", "kv_cache", "mover", "admission", "masks")
-
-
-class BusyError(RuntimeError):
-    """Another thread is in a call of the engine."""
-
-
-class Turns:
-    """Whose turn it is: one thread at a time is in an engine, and whoever drops requests meanwhile waits for nobody.
-
-    Args:
-        end_dropped: ends the requests in `dropped` and removes them from it; called while nobody is inside.
-
-    Attributes:
-        dropped: ids of requests that must end and still may run. Others append to it at any moment.
-    """
-
-    def __init__(self, end_dropped: Callable[[], None]) -> None:
-        self.dropped: list[str] = []
-        self._end_dropped = end_dropped
-        self._inside: dict[str, int] = {}  # the thread that is in a call, if one is
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Refuse other threads while this one is inside. May be nested.
-
-        A change that another thread has half made would be taken for an interrupted recovery, and end its requests.
-
-        Raises:
-            RuntimeError: another thread is inside. Nothing has changed.
-        """
-        caller, is_outermost = threading.get_ident(), not self._inside
-        try:
-            if self._inside.setdefault("thread", caller) != caller:  # one operation: no thread comes in between
-                raise BusyError(
-                    "another thread is in a call of this engine, and one at a time may be: wait until it has returned "
-                    "(threading.Lock), give each thread an engine of its own, or ask a server (nanoinfer serve)"
-                )
-            yield
-        finally:
-            if is_outermost and self._inside.get("thread") == caller:
-                self._inside.clear()
-                self.drop(())
-
-    def drop(self, request_ids: Iterable[str]) -> None:
-        """End requests, of which some may have ended already, as soon as nobody is inside.
-
-        For callers that cannot choose the moment: the garbage collector may close a generator on any thread, and also
-        on the thread that is inside, in the midst of a step. So nobody waits here: whoever is inside ends them, in its
-        next change or when it leaves.
-        """
-        self.dropped += request_ids
-        while self.dropped and not self._inside:
-            with suppress(BusyError):  # somebody came in meanwhile, and looks here when it leaves
-                self._end_dropped()
 
 
 class LLMEngine:
@@ -131,7 +79,8 @@ class LLMEngine:
             self.modes, self._fail_sequence, self.plan.step_unit,
         )  # fmt: skip
         self.sampling_defaults = built.sampling_defaults  # for fields of SamplingParams that a user leaves out
-        self.meter = StepMeter(self.executor)
+        self.meter, speculation = StepMeter(self.executor), config.speculative_config
+        self.drafts = speculation and Drafts(speculation, self.kv_cache, self.admission.max_splits, self.plan)
         self.work = Work(built, self.scheduler, self.planner, self._read_tokens)
         self._outputs: list[StreamOutput] = []  # read from the device, but not returned by `step` yet
         try:
@@ -212,7 +161,15 @@ class LLMEngine:
         return (self._outputs.clear(), outputs)[1]  # in one line: an interrupt loses no output
 
     def _advance(self) -> None:
-        before, batch = self.work.in_flight, self._schedule()
+        before = self.work.in_flight
+        if (
+            before is not None
+            and self.drafts
+            and (before.batch.drafts or self.drafts.are_wanted(self.scheduler.running))
+        ):
+            self._take(before)  # what may come next follows from all tokens so far
+            before = None
+        batch = self._schedule()
         if batch is None:
             if before is not None:
                 self._take(before)
@@ -269,7 +226,8 @@ class LLMEngine:
         with self.meter.span("schedule") as begin:
             if step is not None and self.executor.is_done(step.number):
                 step.made = begin  # it is read when the next step was launched
-            return self.scheduler.schedule()
+            batch = self.scheduler.schedule()
+            return self.drafts.add(batch) if batch is not None and self.drafts else batch
 
     def _launch(self, batch: Batch[Sequence]) -> LaunchedStep:
         """Launch the layers of a step, and the sampling unless it comes late."""
@@ -286,7 +244,8 @@ class LLMEngine:
             self.planner.end_step(batch, plan)
             self.scheduler.keep_snapshots(batch)
             if of_members is not None:
-                for sequence, num_bytes in zip(batch.sequences, of_members.tolist(), strict=True):
+                members = [*batch.sequences, *(sequence for sequence, *_ in batch.lines())]
+                for sequence, num_bytes in zip(members, of_members.tolist(), strict=True):
                     sequence.streamed_bytes += num_bytes
             self.meter.note_blocks(self.kv_cache.copies.num_resident, self.kv_cache.copies.num_streamed)
         return launched
@@ -308,6 +267,8 @@ class LLMEngine:
                 # In their order: in which order blocks are given back decides which cached ones are evicted first.
                 names = dict.fromkeys(one.request_id for one in step.batch.sequences if one.finish_reason is not None)
                 self.work.remove_ended([self.work.requests[name] for name in names if name in self.work.requests])
+                if names and self.drafts:
+                    self.drafts.keep(self.work.sequences)
 
     def _read_tokens(self, step: LaunchedStep) -> None:
         """Wait for a step and hand out its tokens. Tokens of sequences that have ended meanwhile are dropped."""
@@ -316,14 +277,18 @@ class LLMEngine:
             for chunk, found in zip(step.batch.chunks, self.executor.read_prompts(step.number), strict=False):
                 if found is not None and chunk.sequence.finish_reason is None:
                     self._take_prompt(chunk, *found)
-            for sequence, (token_id, logprobs, error) in zip(step.batch.sampled, sampled, strict=True):
+            drafts, of_lines = step.batch.drafts, iter(sampled[len(step.batch.sampled) :])
+            for sequence, result in zip(step.batch.sampled, sampled, strict=False):
+                draft = drafts.get(sequence, [])
+                results = [result, *islice(of_lines, len(draft))]
                 if sequence.finish_reason is not None:
                     continue
-                request = self.work.requests[sequence.request_id]
+                request, times = self.work.requests[sequence.request_id], (read, step.made or read)
                 try:
-                    if error is not None:
-                        raise error
-                    request.take(sequence, token_id, logprobs, read, step.made or read)
+                    num_right = take_results(request, sequence, results, draft, self.planner, times)
+                    if draft:
+                        self.drafts.count(sequence, len(draft), num_right)
+                        self.meter.num_decode_tokens += num_right
                     output = request.stream_output(sequence)
                 except Exception as failure:
                     self._outputs += request.fail(failure, sequence)

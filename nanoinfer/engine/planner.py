@@ -59,7 +59,7 @@ class StepPlanner:
         any row has come or gone: what found no room on the GPU then finds none now.
         """
         tables, decoding = self._kv_cache.tables, batch.decoding
-        if batch.chunks or self.last is None or self.last[1:] != (decoding, tables.versions.sum()):
+        if batch.chunks or batch.drafts or self.last is None or self.last[1:] != (decoding, tables.versions.sum()):
             return None
         ends = np.array([sequence.num_tokens for sequence in decoding], dtype=np.int64)
         if any(np.any(ends % size == 0) for size in self._kv_cache.sizes):
@@ -69,41 +69,51 @@ class StepPlanner:
 
     def _made(self, batch: Batch[Sequence]) -> StepPlan:
         kv_cache, chunks, decoding, sampled = self._kv_cache, batch.chunks, batch.decoding, batch.sampled
-        rows = np.array([sequence.row for sequence in decoding], dtype=np.int32)
-        ends = np.array([sequence.num_tokens for sequence in decoding], dtype=np.int64)
-        tables = kv_cache.tables
+        lines, tables = list(batch.lines()), kv_cache.tables
+        # Drafted tokens lie in rows that no sequence has; what these hold is worthless to whoever gets them.
+        spare = kv_cache.free_rows[: len(lines)]
+        owners = np.array([one.row for one in [*decoding, *(one for one, *_ in lines)]], dtype=np.int32)
+        rows = np.concatenate([owners[: len(decoding)], np.array(spare, dtype=np.int32)])
+        ends = np.array(
+            [*(one.num_tokens for one in decoding), *(one.num_tokens + number for one, number, _ in lines)],
+            dtype=np.int64,
+        )
         write_through, promoted, operation, gone = (), None, 0, ()
         if tables.is_offload:
             taken = [kv_cache.take_promised(chunk.sequence, chunk.end) for chunk in chunks]
             taken += [kv_cache.take_promised(sequence, sequence.num_tokens) for sequence in decoding]
             write_through = tuple(tuple(chain(*of_group)) for of_group in zip(*taken, strict=True))
             write_through = write_through if any(write_through) else ()
-        changed = self._changed_lines(decoding, rows)
+        changed = self._changed_lines(decoding, rows[: len(decoding)])
         sampling = self._changed_settings(sampled)
-        all_rows = np.concatenate([np.array([chunk.sequence.row for chunk in chunks], dtype=np.int32), rows])
+        if lines:
+            changed = np.concatenate([changed, self._draft_lines(lines, spare)])
+            sampling += tuple((row, self._settings(one, number)) for row, (one, number, _) in zip(spare, lines))
+        of_chunks = np.array([chunk.sequence.row for chunk in chunks], dtype=np.int32)
+        all_rows, homes = np.concatenate([of_chunks, rows]), np.concatenate([of_chunks, owners])
         longest = max([*(chunk.end for chunk in chunks), int(ends.max(initial=0))])
         width = tables.groups.table_width(longest)
-        gpu_blocks, host_blocks = tables.gpu[:, all_rows, :width], tables.host[:, all_rows, :width]
+        gpu_blocks, host_blocks = tables.gpu[:, homes, :width], tables.host[:, homes, :width]
         if tables.is_offload:
-            promoted = kv_cache.copies.promote(rows.tolist())
+            promoted = kv_cache.copies.promote(owners[: len(decoding)].tolist())
             operation = tables.lifetimes.begin([gpu_block for gpu_block, _ in chain(*write_through)])
             gone = tables.lifetimes.take_gone()
         plan = StepPlan(
             number=self._number,
             chunks=tuple(map(_prompt_chunk, chunks)),
             rows=rows,
-            state_slots=np.array([sequence.state_slot for sequence in decoding], dtype=np.int32),
+            state_slots=np.array([one.state_slot for one in [*decoding, *(one for one, *_ in lines)]], dtype=np.int32),
             begins=ends - 1,
             ends=ends,
             gpu_blocks=gpu_blocks,
             host_blocks=host_blocks,
-            later_gpu_blocks=None if promoted is None else tables.gpu[:, rows, :width],
+            later_gpu_blocks=None if promoted is None else tables.gpu[:, owners, :width],
             changed_rows=changed,
             sampling=sampling,
             sampled_rows=all_rows[[*(chunk.is_last for chunk in chunks), *[True] * len(rows)]] if chunks else rows,
             num_logprobs={
                 place: sequence.params.logprobs
-                for place, sequence in enumerate(sampled)
+                for place, sequence in enumerate([*sampled, *(one for one, *_ in lines)])
                 if sequence.params.logprobs is not None
             },
             write_through=write_through,
@@ -121,10 +131,27 @@ class StepPlanner:
             self._kv_cache.commit(chunk.sequence, chunk.end)
             if chunk.is_last:
                 self.versions[chunk.sequence.row] = UNKNOWN  # length and token, too, are not those on the device
-        for sequence, end in zip(batch.decoding, plan.ends.tolist(), strict=True):
+        for sequence, end in zip(batch.decoding, plan.ends[: len(batch.decoding)].tolist(), strict=True):
             self._kv_cache.commit(sequence, end)
         for sequence in batch.sampled:
             sequence.num_tokens += 1
+
+    def accept(self, sequence: Sequence) -> None:
+        """Note that the token drafted next for a sequence was right, and was taken: its KV is that of its place."""
+        self._kv_cache.accept(sequence, sequence.num_tokens)
+        sequence.num_tokens += 1
+        # The device knows neither its length nor its token, nor how many were sampled.
+        self.versions[sequence.row], self._settings_of[sequence.row] = UNKNOWN, UNKNOWN
+
+    def _draft_lines(self, lines: list[tuple[Sequence, int, int]], rows: list[int]) -> np.ndarray:
+        """Return the lines of `StepPlan.changed_rows` of drafted tokens, which lie in these rows."""
+        table = self._kv_cache.tables.gpu
+        found = np.zeros((len(lines), NUM_HEAD_COLUMNS + table.shape[0] * table.shape[2]), dtype=np.int32)
+        for line, row, (sequence, number, token_id) in zip(found, rows, lines, strict=True):
+            line[:NUM_HEAD_COLUMNS] = row, token_id, sequence.num_tokens + number
+            line[NUM_HEAD_COLUMNS:] = np.maximum(table[:, sequence.row], 0).reshape(-1)
+            self.versions[row], self._settings_of[row] = UNKNOWN, UNKNOWN
+        return found
 
     def _changed_lines(self, sequences: list[Sequence], rows: np.ndarray) -> np.ndarray:
         """Return `StepPlan.changed_rows` for these sequences, whose rows are `rows`, and count them as sent."""
@@ -146,20 +173,23 @@ class StepPlanner:
         for sequence in sequences:
             if self._settings_of[sequence.row] != sequence.sequence_id:
                 assert not sequence.num_pending, "a token that only the device knows is missing in what is uploaded"
-                params = sequence.params
-                settings = RowSampling.from_params(
-                    params,
-                    seed=sequence.seed,
-                    step=sequence.num_sampled,
-                    penalty_token_ids=tuple(sequence.token_ids) if params.repetition_penalty != 1 else (),
-                    output_token_ids=sequence.output_token_ids,
-                    # A grammar's masks ban what would end it too early.
-                    end_token_ids=() if sequence.matcher else self._end_token_ids.union(params.stop_token_ids or ()),
-                    limits=None if sequence.limits is None else sequence.limits.in_line,
-                )
-                found.append((sequence.row, settings))
+                found.append((sequence.row, self._settings(sequence)))
                 self._settings_of[sequence.row] = sequence.sequence_id
         return tuple(found)
+
+    def _settings(self, sequence: Sequence, number: int = 0) -> RowSampling:
+        """Return what a sequence samples with behind its last token, or behind the drafted token of this number."""
+        params = sequence.params
+        return RowSampling.from_params(
+            params,
+            seed=sequence.seed,
+            step=sequence.num_sampled + number,
+            penalty_token_ids=tuple(sequence.token_ids) if params.repetition_penalty != 1 else (),
+            output_token_ids=sequence.output_token_ids,
+            # A grammar's masks ban what would end it too early.
+            end_token_ids=() if sequence.matcher else self._end_token_ids.union(params.stop_token_ids or ()),
+            limits=None if sequence.limits is None else sequence.limits.in_line,
+        )
 
     def _count_blocks_read(self, sequences: list[Sequence]) -> None:
         """Add to each sequence's counts how many full blocks the step reads, and how many of them lie on the GPU."""

@@ -172,7 +172,7 @@ def kv_side(config: EngineConfig, executor: Executor, end_ids: Iterable[int] = (
     blocks_of_state = -(-executor.spec.state_bytes // layout.block_bytes)
     tables = BlockTables(groups, lifetimes, plan.max_num_seqs, plan.max_model_len, blocks_of_state)
     gpu_copies = GPUCopies(tables, plan.max_resident_blocks)
-    options = dict(enable_prefix_caching=config.caches_prefixes, end_token_ids=end_ids)
+    options = dict(enable_prefix_caching=config.caches_prefixes, end_token_ids=end_ids, store=executor.store)
     kv_cache = KVCache(tables, gpu_copies, **options)
     spills = may_spill(config, plan, tables)
     mover = Mover(kv_cache, executor, spills)

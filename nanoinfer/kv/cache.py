@@ -16,7 +16,7 @@ until their room is wanted, for the next sequence with the same beginning.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -36,6 +36,7 @@ class KVCache:
         tables: where the blocks lie.
         copies: which full blocks have a copy on the GPU.
         end_token_ids: with which messages end in a prompt.
+        store: copies (GPU block, host block) pairs to the host, under the number of an operation.
 
     Attributes:
         free_rows: rows without a sequence.
@@ -52,8 +53,9 @@ class KVCache:
         *,
         enable_prefix_caching: bool,
         end_token_ids: Iterable[int] = (),
+        store: Callable[[list[tuple[int, int]], int], None],
     ) -> None:
-        self.tables, self.copies = tables, copies
+        self.tables, self.copies, self._store = tables, copies, store
         self.prefixes = PrefixCache(tables, enable_prefix_caching, end_token_ids)
         self.free_rows = list(range(tables.num_rows - 1, -1, -1))
         self.slots = tables.lifetimes.slots
@@ -207,6 +209,17 @@ class KVCache:
             self.copies.note(sequence, [int(self.copies.residency.first[line]) for line in self.copies.lines([row])])
             self.copies.promise_tails(sequence)
             self.copies.limit()
+
+    def accept(self, sequence: Sequence, end: int) -> None:
+        """Note that the tokens up to `end` have their KV, as a step that was read has computed more than was sure.
+
+        In offload mode a block that is full by that is copied to the host beside the steps.
+        """
+        if self.tables.is_offload and any(sequence.num_computed // size != end // size for size in self.sizes):
+            pairs = [pair for of_group in self.take_promised(sequence, end) for pair in of_group]
+            if pairs:
+                self._store(pairs, self.tables.lifetimes.begin([on_gpu for on_gpu, _ in pairs]))
+        self.commit(sequence, end)
 
     def leave_windows(self, sequence: Sequence) -> bool:
         """Give back the blocks that no later token of the sequence sees. Return whether there are any.

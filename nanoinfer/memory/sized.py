@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from nanoinfer.common.speculation import MAX_LINES
 from nanoinfer.common.units import GIB
 from nanoinfer.config import EngineConfig
 from nanoinfer.devices.base import Device
@@ -20,6 +21,10 @@ def sized_plan(
     """Return the plan of a prefill step without a pool: all weights are on the GPU, and `slot_rows` as with slots."""
     layout, max_model_len = spec.layout, config.max_model_len or spec.max_position
     max_num_seqs = config.max_num_seqs or (256 if budget_bytes >= 32 * GIB else 64)
+    num_slots = min(max_num_seqs, config.state_slots or max_num_seqs)
+    if config.speculative_config is not None:  # drafted tokens lie in rows of their own
+        wanted = max_num_seqs * (1 + config.speculative_config["num_speculative_tokens"])
+        max_num_seqs = max(max_num_seqs, min(MAX_LINES, wanted))
     max_blocks = spec.kv_groups.most_blocks(max_model_len)
     blocks_per_slot = min(slot_bytes // layout.part_bytes, max_blocks * max_num_seqs)
     resident = config.resident_kv_limit
@@ -31,7 +36,7 @@ def sized_plan(
         blocks_per_slot=blocks_per_slot,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
-        num_state_slots=min(max_num_seqs, config.state_slots or max_num_seqs),
+        num_state_slots=num_slots,
         max_num_batched_tokens=max_num_batched_tokens,
         step_unit=spec.step_unit,
         is_taken_as_needed=device.is_host,

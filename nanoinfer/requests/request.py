@@ -274,6 +274,8 @@ class Request:
             total_time=time.perf_counter() - self.arrival if self.is_finished else None,
             num_prompt_tokens=len(self.prompt_token_ids),
             num_cached_tokens=max(sequence.num_cached for sequence in self.sequences),
+            num_drafted_tokens=sum(sequence.num_drafted for sequence in self.sequences),
+            num_accepted_tokens=sum(sequence.num_accepted for sequence in self.sequences),
             num_generated_tokens=generated,
             kv_resident_share=resident / read if read else 1.0,
             streamed_bytes=sum(one.streamed_bytes + one.fetched_bytes for one in self.sequences),

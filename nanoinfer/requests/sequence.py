@@ -72,6 +72,8 @@ class Sequence:
     num_blocks_read: int = 0  # full blocks that its steps read, counted in each step
     num_resident_read: int = 0  # the part of `num_blocks_read` that lay on the GPU
     copy_wait_seconds: float = 0.0  # estimate
+    num_drafted: int = 0  # tokens that were guessed and computed beside the last one
+    num_accepted: int = 0  # those of them that were right
     num_reserved_host: int = 0  # host blocks reserved at admission and not allocated yet
     kept_blocks: list[int] | None = None
     kept_state: list[int] = field(default_factory=list)

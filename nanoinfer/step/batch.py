@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 S = TypeVar("S")  # a sequence: what that is, only the side that plans steps knows
@@ -29,9 +30,17 @@ class Batch(Generic[S]):
     Attributes:
         sequences: those of the chunks, then those of `decoding`.
         sampled: the sequences that get a token, in the order of `StepPlan.sampled_rows`.
+        drafts: tokens that may come next of some of those in `decoding`. Each is a row of the step, behind all others.
     """
 
     chunks: list[PrefillChunk[S]]
     decoding: list[S]
     sequences: list[S]
     sampled: list[S]
+    drafts: dict[S, list[int]] = field(default_factory=dict)
+
+    def lines(self) -> Iterator[tuple[S, int, int]]:
+        """Yield each drafted token, in the order of the rows: (sequence, its number behind the last token, token)."""
+        for sequence in self.decoding if self.drafts else ():
+            for number, token_id in enumerate(self.drafts.get(sequence, ()), 1):
+                yield sequence, number, token_id

@@ -19,6 +19,7 @@ from engines import (
     outcome,
     random_prompts,
 )
+from guessing import guess
 from request_helpers import play_at_random
 from simulated import SimulatedRuntime
 
@@ -83,6 +84,7 @@ def draw_engine(generator: random.Random, path, seed: int) -> LLMEngine:
         ring_slot_bytes=generator.choice([1, 2, 3]) * LAYER_BLOCK_BYTES,
         num_ring_slots=generator.choice([2, 3, 4]),
         resident_kv_limit=generator.choice([None, None, 0, 3 * BLOCK_BYTES, 9 * BLOCK_BYTES]),
+        speculative_config=generator.choice([None, dict(method="suffix", num_speculative_tokens=seed % 9 + 1)]),
     )
 
 
@@ -100,6 +102,8 @@ def test_every_request_gets_what_it_gets_alone(path_of, group, fuzz):
         path = path_of(family, **SMALL, **fields)
         requests, oracle = draw_requests(generator, seed), Oracle(path)
         engine = draw_engine(generator, path, seed)
+        if engine.drafts:
+            guess(engine, make_engine(path, max_model_len=256, max_num_seqs=2), requests, random.Random(seed))
         added, aborted = play_at_random(engine, requests, generator, comes=0.3, is_aborted=0.02, is_switched=0.03)
         for number, (request, pair) in enumerate(zip(added, requests, strict=True)):
             found = outcome(request)

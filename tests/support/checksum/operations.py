@@ -75,7 +75,9 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, **options) -
     return rms_norm(x, torch.cat((weight, bias)), eps, **options)
 
 
-def norm_rope_store(qkv, weights, steps, table, positions, kv, slots, q, *, q_scales=None, part=None) -> None:
+def norm_rope_store(
+    qkv, weights, steps, table, positions, kv, slots, q, *, q_scales=None, part=None, gates=None
+) -> None:
     """Keys and queries say which layer and position they are of: the layer by the weights of its norms."""
     of_layer = np.zeros(1, np.uint64)
     for weight in filter(torch.is_tensor, weights or ()):
@@ -98,7 +100,9 @@ def norm_rope_store(qkv, weights, steps, table, positions, kv, slots, q, *, q_sc
                 mixing.note("write", part)
 
 
-def expert_mlp(x, ids, weights, table, experts, activation, first_half, shared=None, experts_read=None) -> Tensor:
+def expert_mlp(
+    x, ids, weights, table, experts, activation, first_half, shared=None, experts_read=None, gate=None
+) -> Tensor:
     """Each chosen expert adds to its half, in whatever order, the row mixed with the bytes of its run in the pool."""
     found, of_x, of_weights = np.zeros((2, len(x)), np.uint64), sums(x), sums(weights[..., None])
     numbers = [number for number in ids.unique().tolist() if number >= 0 and table[number] >= 0]
@@ -109,7 +113,7 @@ def expert_mlp(x, ids, weights, table, experts, activation, first_half, shared=N
         own = tagged(of_x[rows] ^ of_weights[rows, places] ^ expert_sum(experts, int(table[number])), activation.name)
         found[int(number >= first_half), rows] += own
     if shared is not None:
-        found = tagged(found ^ sums(shared), "shared")
+        found = tagged(found ^ sums(shared) if gate is None else found ^ sums(shared) ^ sums(gate), "shared")
     return row_of(None, tagged(found, "experts"), x.shape[1])
 
 

@@ -1,0 +1,175 @@
+"""Drafts: tokens that are guessed and computed beside the one that is known, and taken where they were right.
+
+A drafted token is a line of the step's batch, in a row of the device that no sequence has: with the block table of its
+sequence, its length and its place in the noise. So its logits are those that the sequence would have without drafts,
+to the bit, if all tokens before it are right; and the host takes what was sampled behind it if it is what was sampled
+before it. What was guessed wrong leaves no trace: its KV is overwritten by the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from nanoinfer.common.speculation import MAX_LINES
+from nanoinfer.engine.planner import StepPlanner
+from nanoinfer.engine.suffixes import SuffixDrafter
+from nanoinfer.kv.cache import KVCache
+from nanoinfer.requests.request import Request
+from nanoinfer.requests.sequence import Sequence, SequenceState
+from nanoinfer.step.batch import Batch
+from nanoinfer.step.executor import SampledToken
+from nanoinfer.step.memory_plan import MemoryPlan
+
+MAX_PAUSE, MAX_PAUSE_STREAMING = 64, 4
+"""Steps after which a sequence looks for a draft again that had none, or a wrong one: to look takes the host, which
+otherwise plans a step while the one before runs. Where a step brings KV or weights that time is little."""
+
+
+class Drafter(Protocol):
+    """Guesses tokens."""
+
+    def propose(self, sequence_id: int, token_ids: list[int], most: int) -> list[int]:
+        """Return up to `most` tokens that may come next. The tokens begin with those of the sequence's last call."""
+
+    def keep(self, sequence_ids: set[int]) -> None:
+        """Forget all but these sequences."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory that it takes."""
+
+
+@dataclass
+class _Pace:
+    """How much a sequence drafts.
+
+    Attributes:
+        length: the most tokens of its next draft.
+        num_wrong: drafts in a row that brought nothing.
+        pause: steps until it looks for a draft again.
+    """
+
+    length: int
+    num_wrong: int = 0
+    pause: int = 0
+
+
+class Drafts:
+    """Chooses which tokens are drafted in a step, and counts what was taken.
+
+    Args:
+        config: `EngineConfig.speculative_config`, checked.
+        max_splits: splits that one decode step may attend to.
+        plan: says whether weights pass to the GPU in each step.
+
+    Attributes:
+        drafter: guesses.
+        num_drafted, num_accepted, num_passes: tokens that were guessed, and taken; rows' steps that had a draft.
+    """
+
+    def __init__(self, config: dict[str, Any], kv_cache: KVCache, max_splits: int, plan: MemoryPlan) -> None:
+        self.drafter: Drafter = SuffixDrafter()
+        self._most = config["num_speculative_tokens"]
+        self._kv_cache, self._max_splits, self._streams = kv_cache, max_splits, plan.passing_bytes > 0
+        self._paces: dict[int, _Pace] = {}
+        self.num_drafted = self.num_accepted = self.num_passes = 0
+
+    def are_wanted(self, sequences: Iterable[Sequence]) -> bool:
+        """Whether any of the running sequences looks for a draft next, for which all of its tokens must be known."""
+        wanted = False
+        for sequence in sequences:
+            if sequence.state is SequenceState.DECODE and _may_draft(sequence):
+                pace = self._pace(sequence)
+                pace.pause = max(0, pace.pause - 1)
+                wanted |= not pace.pause
+        return wanted
+
+    def add(self, batch: Batch[Sequence]) -> Batch[Sequence]:
+        """Return a decode step with drafts, as many as there is room for; they are given up before any row waits."""
+        if batch.chunks:
+            return batch
+        kv_cache, drafts = self._kv_cache, {}
+        left = min(MAX_LINES - len(batch.decoding), len(kv_cache.free_rows))
+        splits = self._max_splits - kv_cache.num_reserved_splits
+        for sequence in batch.decoding:
+            if sequence.num_pending or not _may_draft(sequence) or (pace := self._pace(sequence)).pause:
+                continue
+            of_line = kv_cache.tables.num_splits(sequence.max_num_tokens)
+            most = min(pace.length, left, splits // of_line, sequence.max_num_tokens - sequence.num_tokens - 1)
+            found = self.drafter.propose(sequence.sequence_id, sequence.token_ids, most) if most > 0 else []
+            room = kv_cache.max_chunk(sequence, sequence.num_tokens + len(found) - sequence.num_computed)
+            found = found[: max(0, sequence.num_computed + room - sequence.num_tokens)]
+            if not found:
+                self._note(sequence, 0, 0)
+                continue
+            kv_cache.grow(sequence, sequence.num_tokens + len(found))
+            drafts[sequence] = found
+            left, splits = left - len(found), splits - of_line * len(found)
+        return replace(batch, drafts=drafts) if drafts else batch
+
+    def count(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+        """Note what became of a sequence's draft."""
+        if not num_drafted:
+            return
+        sequence.num_drafted += num_drafted
+        sequence.num_accepted += num_accepted
+        self.num_drafted += num_drafted
+        self.num_accepted += num_accepted
+        self.num_passes += 1
+        self._note(sequence, num_drafted, num_accepted)
+
+    def _note(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+        pace = self._pace(sequence)
+        if num_accepted:
+            pace.num_wrong = pace.pause = 0
+            grown = 2 * num_accepted if num_accepted == num_drafted else num_accepted + 1
+            pace.length = min(self._most, max(2, grown))
+            return
+        pace.num_wrong += 1
+        pace.length = max(1, pace.length // 2) if num_drafted else pace.length
+        streams = self._streams or self._kv_cache.copies.residency.num_streamed > 0
+        pace.pause = min(2 ** min(pace.num_wrong, 16), MAX_PAUSE_STREAMING if streams else MAX_PAUSE)
+
+    def _pace(self, sequence: Sequence) -> _Pace:
+        return self._paces.setdefault(sequence.sequence_id, _Pace(self._most))
+
+    def keep(self, sequences: Iterable[Sequence]) -> None:
+        """Forget all sequences but these, which have not ended."""
+        kept = {sequence.sequence_id for sequence in sequences}
+        self.drafter.keep(kept)
+        self._paces = {number: pace for number, pace in self._paces.items() if number in kept}
+
+
+def take_results(
+    request: Request,
+    sequence: Sequence,
+    results: list[SampledToken],
+    draft: list[int],
+    planner: StepPlanner,
+    times: tuple[float, float],
+) -> int:
+    """Have a sequence take what was sampled behind its last token, and behind each drafted token as long as these were
+    right and it has not ended. Return how many drafted tokens were right.
+
+    times: when the step was read, and when it was made.
+    """
+    num_right = 0
+    for place, (token_id, logprobs, error) in enumerate(results):
+        if place:
+            if sequence.finish_reason is not None or sequence.token_ids[-1] != draft[place - 1]:
+                break
+            planner.accept(sequence)
+            num_right += 1
+        if error is not None:
+            raise error
+        request.take(sequence, token_id, logprobs, *times)
+    return num_right
+
+
+def _may_draft(sequence: Sequence) -> bool:
+    """Whether what a sequence samples depends on its logits, its seed and how many tokens it has sampled alone."""
+    params = sequence.params
+    plain = params.repetition_penalty == 1 and not (params.presence_penalty or params.frequency_penalty)
+    return plain and sequence.limits is None and sequence.matcher is None and sequence.thinking is None

@@ -1,0 +1,223 @@
+"""Drafts change no token and no log-probability, whatever is guessed, and leave no trace where they are wrong."""
+
+import random
+
+import pytest
+import state_family
+from engines import (
+    LAYER_BLOCK_BYTES,
+    SMALL,
+    assert_pools_as_before,
+    make_engine,
+    outcome,
+    random_prompts,
+    run,
+    switching,
+)
+from guessing import guess
+from simulated import RaceError, SimulatedRuntime
+
+from nanoinfer import SamplingParams
+from nanoinfer.engine.suffixes import LONG, SHORT, SuffixIndex
+
+SUFFIX = dict(method="suffix", num_speculative_tokens=5)
+OFFLOAD = dict(enable_cpu_offload=True, num_ring_slots=2, ring_slot_bytes=2 * LAYER_BLOCK_BYTES)
+ENGINES = {
+    "resident": dict(resident_kv_limit=None),
+    "offload": OFFLOAD,
+    "some blocks stay": OFFLOAD | dict(resident_kv_limit=None, num_gpu_blocks_override=30),
+    "gives way": dict(num_gpu_blocks_override=20, max_model_len=160),
+    "weights stream": OFFLOAD | dict(resident_weights_limit=0, block_size=32, ring_slot_bytes=2**15),
+}
+FAMILIES = {
+    "qwen3": SMALL,
+    "gemma3": dict(sliding_window=24),
+    "gpt_oss": dict(sliding_window=24),
+    "qwen3_moe": {},
+    "gemma4_moe": {},
+}
+
+
+def requests_of(seed: int) -> list[tuple[list[int], SamplingParams]]:
+    """Greedy and sampled, with all that may differ between rows that draft and those that do not."""
+    kinds = [
+        dict(temperature=0),
+        dict(temperature=0.9, top_p=0.9),
+        dict(temperature=0.7, min_tokens=20, stop_token_ids=[5, 9]),
+        dict(temperature=0.9, n=2),
+        dict(temperature=0, presence_penalty=0.7),
+        dict(temperature=0.9, logit_bias={7: 3.0}),
+    ]
+    prompts = random_prompts(len(kinds), 40, 90, seed)
+    common = dict(seed=seed, max_tokens=40, ignore_eos=True, logprobs=2)
+    return [(prompt, SamplingParams(**common | kind)) for prompt, kind in zip(prompts, kinds, strict=True)]
+
+
+def check(path, seed: int, runtime=None, at_step=None, **arguments):
+    """Compare an engine that drafts from what comes, right and wrong, with one that does not."""
+    requests = requests_of(seed)
+    common = dict(max_num_seqs=4) | {
+        name: arguments[name] for name in ("max_model_len", "kv_cache_dtype", "block_size") if name in arguments
+    }
+    engine = make_engine(path, runtime, speculative_config=SUFFIX, **common | arguments)
+    wanted = guess(engine, make_engine(path, **common), requests, random.Random(seed))
+    assert run(engine, *map(list, zip(*requests, strict=True)), at_step) == wanted
+    assert_pools_as_before(engine)
+    return engine
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.sampled(
+    "qwen3-resident", "gemma3-offload", "gpt_oss-some blocks stay", "qwen3_moe-gives way", "gemma4_moe-weights stream",
+    "gemma3-gives way",
+)  # fmt: skip
+def test_any_draft_gives_the_bits_of_none(path_of, family, name):
+    engine = check(path_of(family, **FAMILIES[family]), 1, **ENGINES[name])
+    drafts, stats = engine.drafts, engine.stats()
+    assert 0 < drafts.num_accepted < drafts.num_drafted
+    assert (stats["num_preemptions"] > 0) == (name == "gives way") and (stats["streamed_bytes"] > 0) == (
+        name not in ("resident", "gives way")
+    )
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "k8v4", "int4"])
+@pytest.mark.filterwarnings("ignore:small models lose much")
+def test_codes_of_what_was_wrong_leave_no_trace(path_of, kv_cache_dtype):
+    check(path_of("qwen3", head_dim=32), 2, kv_cache_dtype=kv_cache_dtype, **OFFLOAD)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.sampled("3")
+def test_every_order_of_streams_and_switches_give_the_same_bits(path_of, seed):
+    modes = {7: "resident", 15: "offload", 22: "resident", 30: "offload"}
+    arguments = OFFLOAD | dict(num_gpu_blocks_override=90, resident_kv_limit=None)
+    check(path_of("qwen3", **SMALL), seed, SimulatedRuntime(seed), switching(modes), **arguments)
+
+
+def test_a_block_that_drafts_have_filled_is_read_when_it_was_written(path_of, monkeypatch):
+    """It is copied behind the step that filled it, and the next one reads it from the host."""
+    dropped = {"ring.fill_after_write_through": 0, "write_through.after_kv_is_written": 0}
+    for rule in dropped:
+        for seed in range(40):
+            try:
+                check(path_of("qwen3", **SMALL), seed, SimulatedRuntime(seed, rule), **OFFLOAD)
+            except (RaceError, AssertionError, ValueError, IndexError, OverflowError):
+                dropped[rule] += 1
+                break
+    assert all(dropped.values()), dropped
+
+
+def test_an_exception_in_a_step_with_drafts_harms_no_other_request(path_of, monkeypatch):
+    path, requests = path_of("qwen3", **SMALL), requests_of(4)[:3]
+    engine = make_engine(path, speculative_config=SUFFIX, max_num_seqs=2, **OFFLOAD)
+    wanted = guess(engine, make_engine(path), requests, random.Random(4))
+    added = [engine.add_request(str(i), *request) for i, request in enumerate(requests)]
+    while not engine.drafts.num_accepted:
+        engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.planner, "accept", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                engine.step()
+    while engine.has_work:
+        engine.step()
+    found = [outcome(request) for request in added]
+    for one, other in zip(found, wanted, strict=True):
+        assert one == other or {reason for _, _, reason in one} == {"abort"}
+    assert found[2] == wanted[2]
+    assert_pools_as_before(engine)
+
+
+def test_text_that_repeats_itself_takes_fewer_steps(path_of):
+    """The suffix drafter by itself: tiny models repeat what they say."""
+    path, (prompt,) = path_of("qwen3", **SMALL), random_prompts(1, 40, 40)
+    params, steps = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True, logprobs=1), []
+    plain, engine = make_engine(path), make_engine(path, speculative_config=SUFFIX, max_num_seqs=1)
+    outcomes = [run(one, [prompt], [params], lambda *_: steps.append(one)) for one in (plain, engine)]
+    assert outcomes[0] == outcomes[1] and steps.count(engine) < steps.count(plain)
+    assert engine.drafts.num_accepted > 5 and engine.drafts.drafter.num_bytes == 0
+
+
+def test_a_request_says_what_was_drafted_and_taken(path_of):
+    engine = make_engine(path_of("qwen3", **SMALL), speculative_config=SUFFIX)
+    (prompt,) = random_prompts(1, 40, 40)
+    request = engine.add_request("0", prompt, SamplingParams(temperature=0, max_tokens=150, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+    metrics = request.output().metrics
+    assert (metrics.num_drafted_tokens, metrics.num_accepted_tokens) == (
+        engine.drafts.num_drafted, engine.drafts.num_accepted,
+    )  # fmt: skip
+    assert metrics.num_accepted_tokens > 0 and metrics.num_generated_tokens == 150
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ("suffix", "speculative_config='suffix' is not valid: give"),
+        (dict(method="eagle"), "has method='eagle', and there are suffix, ngram"),
+        (dict(method="suffix", model="x"), "names 'model', and no second model drafts here"),
+        (dict(method="suffix", num_speculative_token=3), "has 'num_speculative_token' .did you mean 'num_spec"),
+        (dict(method="suffix", num_speculative_tokens=0), "has num_speculative_tokens=0: give 1 to 16"),
+    ],
+)  # fmt: skip
+def test_what_is_not_there_is_refused(path_of, given, message):
+    with pytest.raises(ValueError, match=message):
+        make_engine(path_of("qwen3", **SMALL), speculative_config=given)
+
+
+def test_vllms_ngram_is_taken(path_of):
+    given = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=4, prompt_lookup_min=2)
+    engine = make_engine(path_of("qwen3", **SMALL), speculative_config=given)
+    assert engine.config.speculative_config == dict(method="suffix", num_speculative_tokens=3)
+
+
+def test_layers_with_states_do_not_draft_yet(tmp_path):
+    with state_family.registered():
+        with pytest.raises(ValueError, match="speculative_config is not supported for StatesForCausalLM, whose layers"):
+            make_engine(state_family.write_model(tmp_path), load_format="dummy", speculative_config=SUFFIX)
+
+
+# The index
+
+
+def naive(tokens: list[int], length: int) -> int | None:
+    """The newest place behind the last `length` tokens, before the end."""
+    end = len(tokens)
+    return next((at for at in range(end - 1, length - 1, -1) if tokens[at - length : at] == tokens[-length:]), None)
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.sampled("0", "1", "2")
+def test_what_is_guessed_stood_behind_the_longest_stretch(seed):
+    """Or nothing is guessed, where another stretch has taken the place in the table: that is seldom."""
+    generator, index, tokens, num_found, num_missed = random.Random(seed), SuffixIndex(), [], 0, 0
+    for _ in range(60):
+        begin = generator.randrange(len(tokens) + 1)
+        again, few = tokens[begin : begin + generator.randint(1, 40)], [generator.randrange(4)]
+        tokens += generator.choice([again, few, 3 * [generator.randrange(50_000)]])
+        most = generator.randint(1, 8)
+        found = index.guess(tokens, most)
+        assert index.num_bytes <= 32 * (len(tokens) + 120)
+        place = naive(tokens, LONG) or naive(tokens, SHORT)
+        if place is None:
+            assert not found
+        elif not found:
+            num_missed += 1
+        else:
+            num_found += 1
+            assert len(found) <= most
+            places = [at for at in range(SHORT, len(tokens)) if tokens[at - SHORT : at] == tokens[-SHORT:]]
+            ends = [(tokens[at:] * most)[: len(found)] for at in places]
+            assert found in ends
+    assert num_found > 8 * num_missed
+
+
+def test_a_long_prompt_is_taken_in_slices(monkeypatch):
+    monkeypatch.setattr("nanoinfer.engine.suffixes.SLICE", 100)
+    generator, index = random.Random(0), SuffixIndex()
+    tokens = [generator.randrange(1000) for _ in range(350)]
+    tokens += tokens[40:80]
+    found = [index.guess(tokens, 4) for _ in range(4)]
+    assert found == [[], [], [], tokens[80:84]]
