@@ -24,7 +24,7 @@ QUESTIONS = [
     ("serve several at once", "serve m --parallel 4", "did you mean --max-num-seqs?"),
     ("load from the hub", "chat -hf org/name-GGUF", "give the model without an option: a name such as qwen3-8b"),
     ("give an image", "generate m x --image cat.png", "models here read text only"),
-    ("use a draft model", "serve m --model-draft d", "there is no speculative decoding"),
+    ("use a draft model", "serve m --model-draft d", "no second model drafts"),
     ("use a grammar", "generate m x --grammar g", "structured_outputs"),
     ("stop at a text", "generate m x --reverse-prompt User:", "did you mean --stop?"),
     ("stretch the context", "serve m --rope-scale 4", "did you mean --hf-overrides?"),

@@ -35,6 +35,8 @@ WRITERS = {
     "num_reserved_host": "nanoinfer/kv/cache.py",
     "kept_blocks": "nanoinfer/kv/mover.py",
     "kept_state": "nanoinfer/kv/mover.py",
+    "num_drafted": "nanoinfer/engine/drafts.py",
+    "num_accepted": "nanoinfer/engine/drafts.py",
     "snapshot_ends": "nanoinfer/kv/snapshots.py",
     "num_published": "nanoinfer/kv/prefix_cache.py",
     "digests": "nanoinfer/kv/prefix_cache.py",

@@ -138,7 +138,9 @@ class StepPlanner:
 
     def accept(self, sequence: Sequence) -> None:
         """Note that the token drafted next for a sequence was right, and was taken: its KV is that of its place."""
-        self._kv_cache.accept(sequence, sequence.num_tokens)
+        if self._kv_cache.tables.is_offload:
+            self._kv_cache.store_filled(sequence, sequence.num_tokens)
+        self._kv_cache.commit(sequence, sequence.num_tokens)
         sequence.num_tokens += 1
         # The device knows neither its length nor its token, nor how many were sampled.
         self.versions[sequence.row], self._settings_of[sequence.row] = UNKNOWN, UNKNOWN

@@ -210,16 +210,12 @@ class KVCache:
             self.copies.promise_tails(sequence)
             self.copies.limit()
 
-    def accept(self, sequence: Sequence, end: int) -> None:
-        """Note that the tokens up to `end` have their KV, as a step that was read has computed more than was sure.
-
-        In offload mode a block that is full by that is copied to the host beside the steps.
-        """
-        if self.tables.is_offload and any(sequence.num_computed // size != end // size for size in self.sizes):
+    def store_filled(self, sequence: Sequence, end: int) -> None:
+        """Have the blocks copied to the host, in offload mode, that are full with `end` tokens, whose KV was computed."""
+        if any(sequence.num_computed // size != end // size for size in self.sizes):
             pairs = [pair for of_group in self.take_promised(sequence, end) for pair in of_group]
             if pairs:
                 self._store(pairs, self.tables.lifetimes.begin([on_gpu for on_gpu, _ in pairs]))
-        self.commit(sequence, end)
 
     def leave_windows(self, sequence: Sequence) -> bool:
         """Give back the blocks that no later token of the sequence sees. Return whether there are any.

@@ -128,7 +128,7 @@ def test_documents_have_the_names_that_are_shown():
         ("--no-webui", "is not supported: there is no web page: nanoinfer chat is in the terminal"),
         ("--format", "is not supported: a request to nanoinfer serve may have response_format"),
         ("-cnv", "is not supported: nanoinfer chat MODEL is a conversation"),
-        ("--model-draft", "is not supported: there is no speculative decoding"),
+        ("--model-draft", "is not supported: no second model drafts"),
         # Ollama
         ("--num-ctx", "did you mean --max-model-len?"),
         ("--num-gpu", "is not supported: what does not fit on the GPU streams"),

@@ -83,7 +83,7 @@ def test_numbers_of_tokens_may_be_given_as_on_the_command_line():
         (dict(resident_weights_limit="many"), "resident_weights_limit='many'"),
         (dict(cpu_offload_gb=0, resident_weights_limit=0), "resident_weights_limit=0 has .*, and cpu_offload_gb=0 has"),
         (dict(swap_space=16), "swap_space=16 is not supported, but for 0: host_memory_limit"),
-        (dict(speculative_config={"model": "x"}), "speculative_config={'model': 'x'} is not supported: there is no"),
+        (dict(speculative_config={"model": "x"}), "speculative_config names 'model', and no second model drafts here"),
         (dict(tokenizer="/nowhere", skip_tokenizer_init=False), "tokenizer '/nowhere' cannot be loaded"),
     ],
 )
