@@ -211,7 +211,7 @@ class KVCache:
             self.copies.limit()
 
     def store_filled(self, sequence: Sequence, end: int) -> None:
-        """Have the blocks copied to the host, in offload mode, that are full with `end` tokens, all of them computed."""
+        """Have the blocks copied to the host, in offload mode, that `end` tokens fill, all of them computed."""
         if any(sequence.num_computed // size != end // size for size in self.sizes):
             pairs = [pair for of_group in self.take_promised(sequence, end) for pair in of_group]
             if pairs:
