@@ -77,7 +77,7 @@ class EngineConfig:
             limit, cut to what fits into memory; -1 is the same, as in vLLM.
         max_num_seqs: the most sequences that run at once. None: 256, or 64 if the budget is below 32 GiB.
         state_slots: of a model whose layers keep a state beside attention, how many sequences may have one at a time:
-            others wait. None: `max_num_seqs`.
+            others wait. None: `max_num_seqs`, or as many as take a sixteenth of the budget, an eighth from 32 GiB on.
         max_num_batched_tokens: the most tokens of one prefill step, which bounds the working memory. None: at most 8192
             on CUDA and 2048 on the CPU, fewer where requests are done sooner with the memory that this leaves.
         gpu_memory_utilization: share of the GPU's memory to use when no limit is given; never more than is free then.

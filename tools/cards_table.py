@@ -37,6 +37,10 @@ class Row(NamedTuple):
 TABLES = {
     "cards": (
         *(
+            Row(f"{name}, int4, int8 head", name.lower(), "int4", head_quantization="int8")
+            for name in ("Qwen3.5-9B", "Qwen3.6-27B", "Qwen3.6-35B-A3B", "Qwen3-Coder-Next")
+        ),
+        *(
             Row(f"Gemma 4 {name}, int4, int8 head", f"gemma-4-{name.lower()}", "int4", head_quantization="int8")
             for name in ("E2B", "E4B", "12B", "26B-A4B", "31B")
         ),

@@ -25,6 +25,8 @@ SHAPES = (
     "lfm2-24b-a2b",
     "gpt-oss-20b",
     "qwen3-30b-a3b",
+    "qwen3.6-35b-a3b",
+    "qwen3-coder-next",
     "mixtral-8x7b",
     "gpt-oss-120b",
     "glm-4.5-air",

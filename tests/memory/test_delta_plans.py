@@ -54,3 +54,14 @@ def test_what_cards_run_with_few_bits(shape, gib, context, most):
     is_sparse = shape.endswith(("a3b", "next"))
     assert is_sparse or not step.memory.streamed_bytes, "weights are streamed, which have room"
     assert (step.memory.num_expert_slots > 0) == is_sparse
+
+
+@pytest.mark.parametrize(
+    "shape, gib, slots",
+    [("qwen3.6-27b", 8, 4), ("qwen3.6-27b", 24, 10), ("qwen3.6-35b-a3b", 8, 8), ("lfm2-1.2b", 8, 64)],
+)
+def test_states_take_a_small_share_of_a_card_unless_more_are_asked_for(shape, gib, slots):
+    """Of 64 sequences they would be most of a small card."""
+    assert forecast(shape, gib, 4096, **LEAST).step().memory.num_state_slots == slots
+    assert forecast(shape, gib, 4096, **LEAST, state_slots=2).step().memory.num_state_slots == 2
+    assert forecast(shape, gib, 4096, **LEAST, max_num_seqs=3).step().memory.num_state_slots == 3
