@@ -12,7 +12,7 @@ ARGS ?=
 # Processes that run tests.
 JOBS ?= 2
 
-.PHONY: setup lint test test-near tools-test fuzz amd-test templates-test gguf-test fleet-test lm-eval-test bench gpu-test gpu-bench clean
+.PHONY: setup lint test test-near tools-test fuzz amd-test templates-test gguf-test fleet-test page-test lm-eval-test bench gpu-test gpu-bench clean
 
 setup: $(STAMP)
 
@@ -67,6 +67,13 @@ gguf-test: $(STAMP)
 fleet-test: $(STAMP)
 	$(PIP) install -q -c constraints.txt -e '.[test,ray]'
 	FLEET=1 $(TEST_ENV) $(VENV)/bin/python -m pytest tests/fleet -W ignore::DeprecationWarning $(ARGS)
+
+# The page in Debian's chromium, which is installed where there is none. PICTURES=DIR keeps what it looks like.
+page-test: $(STAMP)
+	$(PIP) install -q playwright==1.65.2 axe-playwright-python==0.1.8
+	command -v chromium || command -v chromium-browser || command -v google-chrome || \
+		{ apt-get update -q && apt-get install -y -q --no-install-recommends chromium fonts-dejavu-core; }
+	PAGE=1 $(TEST_ENV) $(VENV)/bin/python -m pytest tests/page $(ARGS)
 
 # lm-evaluation-harness, in an environment of its own, against a server with the packaged model: minutes.
 lm-eval-test: $(STAMP)

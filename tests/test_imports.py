@@ -120,7 +120,7 @@ def test_no_test_module_imports_another():
 
 
 def test_tests_mirror_the_folders():
-    others = {"tests", "gpu", "offload", "tools", "examples", "fleet"}
+    others = {"tests", "gpu", "offload", "tools", "examples", "fleet", "page"}
     folders = {path.parent.name for path in (ROOT / "tests").rglob("test_*.py")} - others
     assert folders <= {path.name for path in (ROOT / "nanoinfer").iterdir()}
 

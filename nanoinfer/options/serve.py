@@ -49,6 +49,10 @@ def add_arguments(parser: Parser) -> None:
         help="refuse fields of requests with names that no API has (default: ignore them, with a line in the log)",
     )  # fmt: skip
     clients.add_argument(
+        "--page", action=argparse.BooleanOptionalAction, default=True,
+        help="a page at / with a chat and a picture of what the engine does",
+    )  # fmt: skip
+    clients.add_argument(
         "--compute-ahead", action=argparse.BooleanOptionalAction, default=True,
         help="while there are no requests, compute what a conversation's next prompt begins with: the last answer",
     )  # fmt: skip

@@ -59,6 +59,7 @@ def create_app(
     special_tokens: str = "control",
     tool_call_parser: str = "auto",
     reasoning_parser: str = "auto",
+    page: bool = True,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> Starlette:
     """Make the application for an engine that was started, and that the caller closes.
@@ -72,6 +73,7 @@ def create_app(
         images: what becomes of images in a conversation: "refuse", or "replace": a text stands in their place.
         special_tokens: what texts in a conversation are that look like special tokens: these ("control"), or "text".
         tool_call_parser, reasoning_parser: as of `AnswerFormat.of`.
+        page: whether there is a page at `/`.
         sleep: waits for so many seconds between two looks at whether a stream is silent.
     """
     metrics = ServerMetrics(engine)
@@ -100,6 +102,10 @@ def create_app(
         *_health_routes(engine, metrics),
         *watching_routes(engine),
     ]
+    if page:
+        from nanoinfer.serve.page_files import page_routes  # whose files nothing else needs
+
+        routes += page_routes()
     for route in routes:
         route.methods.discard("HEAD")  # which Starlette adds to GET
     app = Starlette(routes=routes)

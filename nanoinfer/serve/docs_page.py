@@ -23,6 +23,7 @@ DOCS_HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsaf
 
 # Path: method, what it does, the model of its request.
 ENDPOINTS: dict[str, tuple[str, str, type[Body] | None]] = {
+    "/": ("GET", "A page with a chat and a picture of what the engine does, unless it was left out.", None),
     "/v1/chat/completions": ("POST", "Completes a conversation, through the model's chat template.", ChatRequest),
     "/v1/completions": ("POST", "Completes text or token ids.", CompletionRequest),
     "/v1/responses": ("POST", "OpenAI's Responses API; nothing is kept between requests.", ResponsesRequest),

@@ -21,7 +21,7 @@ from nanoinfer.serve.gate import allowed_origins
 _OF_ENGINE = ("max_queue", "max_queue_bytes", "max_step_seconds", "compute_ahead")
 _OF_APP = (
     "served_model_names", "api_key", "allowed_origins", "body_timeout", "strict", "images", "special_tokens",
-    "tool_call_parser", "reasoning_parser",
+    "tool_call_parser", "reasoning_parser", "page",
 )  # fmt: skip
 
 
@@ -44,6 +44,7 @@ class ServerSettings:
     special_tokens: str
     tool_call_parser: str
     reasoning_parser: str
+    page: bool
     max_queue: int
     max_queue_bytes: int
     max_step_seconds: float

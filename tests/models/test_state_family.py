@@ -37,6 +37,7 @@ def test_every_mode_has_the_bits_of_a_sequence_alone(path, name):
     assert (stats["num_preemptions"] > 0) == (name == "gives way")
     assert (stats["streamed_bytes"] > 0) == (name == "offload")
     assert engine.runner.spec.state_bytes >= STATE_BYTES
+    assert stats["state_slots_total"] == engine.plan.num_state_slots > 0 == stats["state_slots_used"]
     assert_pools_as_before(engine)
 
 

@@ -54,6 +54,7 @@ def test_stats_metrics_and_what_is_published_have_what_is_declared(path):
     wanted = {one.metric + {COUNTER: "_total", HISTOGRAM: "_count"}.get(one.kind, "") for one in FIGURES if one.metric}
     # Those with labels come with their first sample.
     assert {PREFIX + name for name in wanted} <= names
+    assert figures["state_slots_total"] == 0, "no layer of this model keeps states"
     assert metrics[PREFIX + "generation_tokens_total"] == 3 == figures["num_generated_tokens"]
 
 
