@@ -136,11 +136,13 @@ class Activations:
 
         def end_attention(layer: int, tensors: StepTensors) -> None:
             shape = spec.layers[spec.attention_layers[layer]].shape
-            q, out = tensors.attention_rows(spec.attention_of[layer], tokens)
-            if q.shape != out.shape:  # the piece before is left out here, and the last one was of another shape
-                q = None
+            attention = spec.attention_of[layer]
+            # The piece before is left out here, and the last one was of another shape, or ended at no attention.
+            if tensors.q is None or tensors.q.shape[1:] != (attention.num_q_heads, attention.head_dim):
                 tensors.drop_q()
-                tensors.q = q = torch.zeros_like(out)
+                like = tensors.attention.new_zeros(())
+                tensors.q = like.expand(tokens, attention.num_q_heads, attention.head_dim).contiguous()
+            q, out = tensors.attention_rows(attention, tokens)
             extra = spec.windows[layer], sinks[layer], own[layer]
             resources.backends[shape].prefill(q, by_shape[shape], key_range, states[shape], out, *extra)
 

@@ -1,5 +1,6 @@
 """The prefill step that an engine runs when it starts, to measure it."""
 
+import pytest
 import torch
 from engines import make_engine
 from tiny_models import make_checkpoint
@@ -43,3 +44,11 @@ def test_queries_have_the_shape_of_their_layer_where_the_piece_before_was_left_o
         Activations(resources, memory_before=0).run_each_kind()
     assert {of_spec for *_, of_spec in seen} == {(4, 16), (4, 32)}
     assert all(q == out == of_spec for q, out, of_spec in seen)
+
+
+@pytest.mark.parametrize("family", ["lfm2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next"])
+def test_pieces_that_end_at_no_attention_are_run_by_themselves(path_of, family):
+    """Of layers that keep states and have experts: what follows begins at an attention whose queries nobody made."""
+    engine = make_engine(path_of(family, num_layers=12))
+    with torch.inference_mode():
+        Activations(engine.runner.decode_program.resources, memory_before=0).run_each_kind()
