@@ -7,14 +7,14 @@ documents and the page read this table; nobody else says what a figure means.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cache
 from operator import attrgetter
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from nanoinfer.engine.meter import DecodeTimes
 from nanoinfer.models.base import SparseSpec
-from nanoinfer.models.expert_slots import SlotCounts
 
+_getter = cache(attrgetter)
 Engine = Any  # an `LLMEngine`, whose file imports `stats.py`, which imports this one
 
 
@@ -34,8 +34,9 @@ class Reading:
         self.meter, self.times, self.recent = engine.meter, engine.meter.times, recent or engine.meter.times
         self.cache, self.sparse = engine.kv_cache, engine.executor.spec.sparse
         self.gpu, self.host = self.cache.tables.gpu_blocks, self.cache.tables.lifetimes.host_blocks
-        self.counted = engine.executor.counters()
-        self.slots = SimpleNamespace(**slot_figures(self.counted.slots))
+        self.counted = engine.executor.counters(by_layer=not is_quick)
+        self.expert_hits, to_slots, to_spare, self.expert_evictions = self.counted.slot_totals
+        self.expert_fetches = to_slots + to_spare
         self.blocks = self.meter if is_quick else self.cache.copies
         num_borrowed = len(self.host.borrowed)
         self.host_total, self.host_used = self.host.num_blocks + num_borrowed, self.host.num_used + num_borrowed
@@ -70,7 +71,7 @@ class Figure(NamedTuple):
         return self.read is None or isinstance(self.read, str) and self.read.startswith("server.")
 
     def value(self, reading: Reading) -> Any:
-        return attrgetter(self.read)(reading) if isinstance(self.read, str) else self.read(reading)
+        return (_getter(self.read) if isinstance(self.read, str) else self.read)(reading)
 
 
 COUNTER, GAUGE, DETAIL, FACT, HISTOGRAM = "counter", "gauge", "detail", "fact", "histogram"
@@ -175,14 +176,15 @@ FIGURES = tuple(Figure(*row) for row in (
     ("prefill_experts_read", COUNTER, "experts", "Experts that prefill steps chose, over layers and steps.",
      "meter.prefill_experts_read"),
     ("expert_hits", COUNTER, "experts", "Chosen experts that steps of few rows found in a slot on the GPU; 0: there "
-     "are no slots.", "slots.expert_hits", "expert_hits"),
-    ("expert_fetches", COUNTER, "experts", "Chosen experts that were brought from host memory.", "slots.expert_fetches",
+     "are no slots.", "expert_hits", "expert_hits"),
+    ("expert_fetches", COUNTER, "experts", "Chosen experts that were brought from host memory.", "expert_fetches",
      "expert_fetches"),
     ("expert_evictions", COUNTER, "experts", "Experts that were put out of a slot for another.",
-     "slots.expert_evictions", "expert_evictions"),
-    ("expert_hit_rate", GAUGE, "share", "Share of the chosen experts that was in a slot.", "slots.expert_hit_rate"),
+     "expert_evictions", "expert_evictions"),
+    ("expert_hit_rate", GAUGE, "share", "Share of the chosen experts that was in a slot.",
+     lambda r: r.expert_hits / max(1, r.expert_hits + r.expert_fetches)),
     ("expert_fetched_bytes", COUNTER, "bytes", "The part of streamed_bytes that are such experts.",
-     "slots.expert_fetched_bytes", "expert_fetched_bytes"),
+     "meter.fetched_bytes", "expert_fetched_bytes"),
     ("computed_ahead_tokens", COUNTER, "tokens", "Tokens computed ahead, of prompts that may come.",
      "server.ahead.num_tokens", "computed_ahead_tokens"),
     ("computed_ahead_left_out", COUNTER, "prompts", "Prompts that may come, of which a part was not computed ahead: "
@@ -257,16 +259,4 @@ def experts_read(sparse: SparseSpec | None, times: DecodeTimes) -> dict[str, flo
     return {
         "experts_read_per_layer": per_step / sparse.num_layers if sparse else 0.0,
         "expert_bytes_per_step": per_step * sparse.bytes_per_expert if sparse else 0.0,
-    }
-
-
-def slot_figures(layers: list[SlotCounts]) -> dict[str, Any]:
-    """Return how many of the chosen experts were found on the GPU, and what was brought; zeros without slots."""
-    hits, fetches = sum(one.hits for one in layers), sum(one.to_slots + one.to_spare for one in layers)
-    return {
-        "expert_hits": hits,
-        "expert_fetches": fetches,
-        "expert_evictions": sum(one.evictions for one in layers),
-        "expert_hit_rate": hits / max(1, hits + fetches),
-        "expert_fetched_bytes": sum(one.fetched_bytes for one in layers),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nanoinfer.common.units import GIB, format_size
-from nanoinfer.engine.figures import ENGINES, Reading, slot_figures, values
+from nanoinfer.engine.figures import ENGINES, Reading, values
 from nanoinfer.engine.meter import DecodeTimes
 
 # Share of the time; what waits for experts less than this has other things to mend.
@@ -96,8 +96,8 @@ def bound_line(engine: Engine, before: DecodeTimes | None = None) -> str:
     if times.copy_seconds or times.fetch_seconds:
         waited = times.wait_fraction * times.seconds
         link = f" (link busy {times.link_busy_fraction:.0%} of the time, {waited:.2f} s waited for copies)"
-    experts, found = "", slot_figures(engine.executor.counters().slots)
-    if found["expert_hits"] + found["expert_fetches"]:
-        experts = f"; {found['expert_hit_rate']:.0%} of the chosen experts were on the GPU since the start, and "
-        experts += f"{found['expert_fetched_bytes'] / GIB:,.1f} GiB were brought there"
+    experts, (hits, to_slots, to_spare, _) = "", engine.executor.counters().slot_totals
+    if chosen := hits + to_slots + to_spare:
+        experts = f"; {hits / chosen:.0%} of the chosen experts were on the GPU since the start, and "
+        experts += f"{engine.meter.fetched_bytes / GIB:,.1f} GiB were brought there"
     return f"bound by {times.bound}{link}: {advice(engine, times)}{experts}"

@@ -70,7 +70,7 @@ class LocalExecutor(Executor):
     def timeline(self) -> Timeline | None:
         return Timeline(self.runner.runtime)
 
-    def counters(self) -> ExecutorCounters:
+    def counters(self, by_layer: bool = False) -> ExecutorCounters:
         runner = self.runner
         copied, decoded = runner.offload.counters, runner.decode_program.counters
         prefill = runner.prefill_program.pieces.counters
@@ -86,7 +86,8 @@ class LocalExecutor(Executor):
             padded_rows=decoded.padded_rows,
             graph_bytes=0 if runner.graph_memory is None else runner.graph_memory[1] - runner.graph_memory[0],
             products_in_own_tiles={shape: counts for shape, counts in runner.product_checks.items() if counts},
-            slots=runner.model.streamed.slot_counts(runner.read_back.slot_counts),
+            slot_totals=runner.read_back.slot_totals,
+            slots=runner.model.streamed.slot_counts(runner.read_back.slot_counts) if by_layer else [],
             has_host_memory=runner.offload.host.arena is not None,
         )
 

@@ -142,6 +142,11 @@ class ReadBack:
         count = partial(self._count_experts, counts)
         return PendingTokens(tokens_host, lines, values, ids, prompts, done, self._fault, count)
 
+    @property
+    def slot_totals(self) -> tuple[int, int, int, int]:
+        """The sums of `slot_counts` over all layers."""
+        return tuple(map(sum, zip((0,) * 4, *(layer for one in self.slot_counts for layer in one), strict=True)))
+
     def _count_experts(self, counts: Sequence[torch.Tensor]) -> tuple[int, int]:
         """Return what copies of the counts say: how many experts were read, and the bytes that came one by one."""
         if not counts:

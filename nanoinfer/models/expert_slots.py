@@ -33,10 +33,6 @@ class SlotCounts(NamedTuple):
     evictions: int
     stride: int
 
-    @property
-    def fetched_bytes(self) -> int:
-        return (self.to_slots + self.to_spare) * self.stride
-
 
 class SlotSet:
     """The pool of layers whose experts are runs of one length.

@@ -40,7 +40,9 @@ class ExecutorCounters:
         graph_replays, eager_steps, padded_rows: as in `DecodeCounters`.
         graph_bytes: of device memory that all captures took.
         products_in_own_tiles: shape of a product -> the numbers of rows at which the library has other bits.
-        slots: of each layer with slots, what was found there and what was brought, up to the newest step that was read.
+        slot_totals: of all layers with slots the numbers of hits, of experts that were brought to slots and to spare
+            runs, and of evictions, up to the newest step that was read.
+        slots: if they are asked for, the same of each layer with slots.
         has_host_memory: whether the host pool was opened.
     """
 
@@ -55,6 +57,7 @@ class ExecutorCounters:
     padded_rows: int = 0
     graph_bytes: int = 0
     products_in_own_tiles: dict[str, list[int]] = field(default_factory=dict)
+    slot_totals: tuple[int, int, int, int] = (0, 0, 0, 0)
     slots: list[SlotCounts] = field(default_factory=list)
     has_host_memory: bool = False
 
@@ -195,8 +198,8 @@ class Executor(ABC):
         """Forget all steps, and what the host believes the device holds, after an exception."""
 
     @abstractmethod
-    def counters(self) -> ExecutorCounters:
-        """Return what was counted so far."""
+    def counters(self, by_layer: bool = False) -> ExecutorCounters:
+        """Return what was counted so far. by_layer: with what takes longer, for each layer."""
 
     @abstractmethod
     def close(self) -> None:

@@ -17,7 +17,8 @@ from nanoinfer.step.plan import PromptChunk, StepPlan
     [
         None, True, -7, 2**70, 0.1, float("inf"), "ü", [], [1, [2.5]], (1, (2, "x")), {3, 4}, {1: "a", (2, 3): None},
         {"dict": 1, "array": [2]}, TokenLimits(bias=((3, 0.5),), words=((1, 2),)), RowSampling(seed=2**63 - 1),
-        ExecutorCounters(slots=[SlotCounts(0, 1, 2, 3, 4, 5)], products_in_own_tiles={"q": [1, 2]}),
+        ExecutorCounters(slot_totals=(1, 2, 3, 4), slots=[SlotCounts(0, 1, 2, 3, 4, 5)]),
+        ExecutorCounters(products_in_own_tiles={"q": [1, 2]}),
     ],
     ids=repr,
 )  # fmt: skip
