@@ -140,14 +140,6 @@ PUBLISHED = {
             out_hidden_size=4096, patch_size=16, spatial_merge_size=2, temporal_patch_size=2,
         ),
     ),
-    "Qwen/Qwen3.6-35B-A3B": dict(
-        architectures=["Qwen3_5MoeForConditionalGeneration"], image_token_id=248056, model_type="qwen3_5_moe",
-        text_config=_qwen3_5(
-            2048, 40, 16, 2, model_type="qwen3_5_moe_text", moe_intermediate_size=512, num_experts=256,
-            num_experts_per_tok=8, router_aux_loss_coef=0.001, shared_expert_intermediate_size=512,
-        ),
-        tie_word_embeddings=False, vision_config=dict(depth=27, hidden_size=1152, model_type="qwen3_5_moe"),
-    ),
     "zai-org/GLM-4.5-Air": dict(
         architectures=["Glm4MoeForCausalLM"], attention_bias=True, attention_dropout=0.0,
         eos_token_id=[151329, 151336, 151338], first_k_dense_replace=1, head_dim=128, hidden_act="silu",
