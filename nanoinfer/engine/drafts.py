@@ -22,7 +22,7 @@ from nanoinfer.step.batch import Batch
 from nanoinfer.step.executor import SampledToken
 from nanoinfer.step.memory_plan import MemoryPlan
 
-MAX_PAUSE, MAX_PAUSE_STREAMING = 64, 4
+MAX_PAUSE, MAX_PAUSE_STREAMING = 32, 2
 """Steps after which a sequence looks for a draft again that had none, or a wrong one: to look takes the host, which
 otherwise plans a step while the one before runs. Where a step brings KV or weights that time is little."""
 

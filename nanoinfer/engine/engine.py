@@ -48,7 +48,8 @@ class LLMEngine:
     Attributes:
         on_logits: called for each step that samples, with the sequences that get a token and their logits,
             [len(sequences), vocab_size], for work on the compute stream between the layers and the sampling. It may
-            change the logits there. None: no call.
+            change the logits there. Behind all of them each sequence comes again for each of its drafted tokens, in
+            their order. None: no call.
         samples_late: call `on_logits` and launch the sampling only when the tokens of the step before were read, so
             that what is uploaded may depend on them. The layers run meanwhile. Of the sequences some may have ended
             with the token just read; theirs will be dropped. A step with a grammar does so in any case.
@@ -251,7 +252,8 @@ class LLMEngine:
         return launched
 
     def _sample(self, step: LaunchedStep) -> None:
-        on_logits = None if self.on_logits is None else partial(self.on_logits, step.batch.sampled)
+        lines = [*step.batch.sampled, *(sequence for sequence, *_ in step.batch.lines())]
+        on_logits = None if self.on_logits is None else partial(self.on_logits, lines)
         masks, failed = self.masks.make(step.batch.sampled)
         for sequence, error in failed:
             self._outputs += self.work.requests[sequence.request_id].fail(error, sequence)
