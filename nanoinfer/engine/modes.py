@@ -93,6 +93,7 @@ class Modes:
                     f"holds: raise host_memory_limit, or lower max_model_len to {held}"
                 )
             )
+        self._mover.prepare_snapshots()
         self._executor.capture(self.may_spill)
 
     def check(self, mode: str, running: list[Sequence], waiting: Iterable[Sequence]) -> None:

@@ -214,6 +214,11 @@ class Mover:
             del self._awaited[sequence]
         return sequence not in self._awaited
 
+    def prepare_snapshots(self) -> None:
+        """Have memory pinned for the first snapshot in resident mode before it is wanted: else that prompt has none."""
+        if self._cache.prefixes.snapshots is not None and not self._tables.is_offload:
+            self._ask_for(self._tables.blocks_of_state)
+
     def keep_snapshot(self, sequence: Sequence) -> bool:
         """Have the state of a sequence copied to the host if it is to be kept for others, and there is room. Return
         whether the sequence has to wait for that."""

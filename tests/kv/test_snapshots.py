@@ -142,6 +142,13 @@ def test_snapshots_take_no_more_than_their_share_and_those_found_last_stay(path,
     assert_pools_as_before(engine)
 
 
+def test_memory_for_the_first_snapshot_is_asked_for_when_the_engine_starts(path):
+    """Pinned later, it would not be there when the first prompt's is to be kept."""
+    with_cache, without = engine_of(path), engine_of(path, enable_prefix_caching=False)
+    assert with_cache.kv_cache.tables.lifetimes.host_blocks.num_free >= 3
+    assert without.kv_cache.tables.lifetimes.host_blocks.num_blocks == 0
+
+
 def test_without_host_memory_nothing_is_kept_and_nothing_fails(path, alone):
     engine, (prompt,) = engine_of(path, host_memory_limit=2 * BLOCK_BYTES), random_prompts(1, 200, 200)
     assert [add(engine, prompt) for _ in range(2)] == [(alone(prompt, GREEDY), 0)] * 2
