@@ -100,10 +100,10 @@ def computed_in_halves(engine: LLMEngine) -> Iterator[Counter]:
         cut = -(-size // 512) * 256 if size >= 512 else -(-size // 32) * 16
         for some in (slice(cut), slice(cut, None)):
             rows = torch.cat((gate_up[:size][some], gate_up[size:][some]))
-            if x.is_cpu:
+            if not module.operations.has_activation(module.activation.name, x):
                 both = exact.linear(x.float(), rows.float(), row_sizes=[len(rows) // 2] * 2).to(x.dtype)
                 hidden = gated(*both.chunk(2, 1), module.activation)
-            else:  # in 16 bits; in float32 its kernel sums in another order than the library
+            else:  # a kernel's, in 16 bits; in float32 it sums in another order than the library
                 hidden = module.operations.linear(x, rows, activation=module.activation.name)
             found.append(module.operations.wide_linear(hidden, down[:, some].clone()))
         counts["shared"] += int(found[1].count_nonzero())
