@@ -90,7 +90,7 @@ class Drafts:
         """Return a decode step with drafts, as many as there is room for; they are given up before any row waits."""
         if batch.chunks:
             return batch
-        kv_cache, drafts = self._kv_cache, {}
+        kv_cache, drafts, masks = self._kv_cache, {}, {}
         left = min(MAX_LINES - len(batch.decoding), len(kv_cache.free_rows))
         splits = self._max_splits - kv_cache.num_reserved_splits
         for sequence in batch.decoding:
@@ -99,15 +99,19 @@ class Drafts:
             of_line = kv_cache.tables.num_splits(sequence.max_num_tokens)
             most = min(pace.length, left, splits // of_line, sequence.max_num_tokens - sequence.num_tokens - 1)
             found = self.drafter.propose(sequence.sequence_id, sequence.token_ids, most) if most > 0 else []
+            if found and sequence.matcher is not None:
+                masks[sequence] = sequence.matcher.ahead(*sequence.output, found)
+                found = found[: len(masks[sequence])]
             room = kv_cache.max_chunk(sequence, sequence.num_tokens + len(found) - sequence.num_computed)
             found = found[: max(0, sequence.num_computed + room - sequence.num_tokens)]
             if not found:
+                masks.pop(sequence, None)
                 self._note(sequence, 0, 0)
                 continue
             kv_cache.grow(sequence, sequence.num_tokens + len(found))
             drafts[sequence] = found
             left, splits = left - len(found), splits - of_line * len(found)
-        return replace(batch, drafts=drafts) if drafts else batch
+        return replace(batch, drafts=drafts, draft_masks=masks) if drafts else batch
 
     def count(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """Note what became of a sequence's draft."""
@@ -169,7 +173,8 @@ def take_results(
 
 
 def _may_draft(sequence: Sequence) -> bool:
-    """Whether what a sequence samples depends on its logits, its seed and how many tokens it has sampled alone."""
+    """Whether what a sequence samples depends on its logits, its seed, how many tokens it has sampled and its grammar
+    alone, whose masks are made in time."""
     params = sequence.params
     plain = params.repetition_penalty == 1 and not (params.presence_penalty or params.frequency_penalty)
-    return plain and sequence.limits is None and sequence.matcher is None and sequence.thinking is None
+    return plain and sequence.limits is None and sequence.thinking is None and not sequence.is_masked_aside

@@ -8,6 +8,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 
 from nanoinfer.config import EngineConfig
@@ -257,6 +258,8 @@ class LLMEngine:
         masks, failed = self.masks.make(step.batch.sampled)
         for sequence, error in failed:
             self._outputs += self.work.requests[sequence.request_id].fail(error, sequence)
+        if of_drafts := self.masks.of_drafts(step.batch):
+            masks = np.stack(of_drafts if masks is None else [*masks, *of_drafts])
         self.executor.sample(step.number, masks, on_logits)
         step.is_sampled = True
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from nanoinfer.requests.sequence import Sequence
+from nanoinfer.step.batch import Batch
 from nanoinfer.structured.matcher import mask_of
 
 # More are slower: 64 masks took 8.6 ms with 8 threads and 13.8 with 32 on 16 processors (tools/gpu_structured.py).
@@ -61,6 +62,14 @@ class MaskMaker:
         if ends:
             lines = np.stack(ends) if lines is None else np.concatenate((lines, ends))
         return lines, failed
+
+    def of_drafts(self, batch: Batch[Sequence]) -> list[np.ndarray]:
+        """Return lines as `make` does, of the drafted tokens of a batch: their places come behind `sampled`."""
+        found, numbers = [], {sequence: iter(masks) for sequence, masks in batch.draft_masks.items()}
+        for place, (sequence, *_) in enumerate(batch.lines(), len(batch.sampled)):
+            if sequence in numbers:
+                found.append(np.concatenate(([place], next(numbers[sequence])[: self._num_words]), dtype=np.int32))
+        return found
 
     def begin(self, sequences: Iterable[Sequence]) -> None:
         """Begin the masks that are made aside, of sequences whose tokens were all read."""

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+import numpy as np
+
 S = TypeVar("S")  # a sequence: what that is, only the side that plans steps knows
 
 
@@ -31,6 +33,7 @@ class Batch(Generic[S]):
         sequences: those of the chunks, then those of `decoding`.
         sampled: the sequences that get a token, in the order of `StepPlan.sampled_rows`.
         drafts: tokens that may come next of some of those in `decoding`. Each is a row of the step, behind all others.
+        draft_masks: of those with a grammar, which tokens may come behind each of these.
     """
 
     chunks: list[PrefillChunk[S]]
@@ -38,6 +41,7 @@ class Batch(Generic[S]):
     sequences: list[S]
     sampled: list[S]
     drafts: dict[S, list[int]] = field(default_factory=dict)
+    draft_masks: dict[S, list[np.ndarray]] = field(default_factory=dict)
 
     def lines(self) -> Iterator[tuple[S, int, int]]:
         """Yield each drafted token, in the order of the rows: (sequence, its number behind the last token, token)."""

@@ -83,6 +83,30 @@ class Matcher:
         if not words.any():
             raise ValueError("structured_outputs: no token of this model goes on from here; the text so far is cut off")
 
+    def ahead(self, token_ids: Sequence[int], begin: int, draft: Sequence[int]) -> list[np.ndarray]:
+        """Return the mask behind each token of a draft, as far as the grammar takes these and does not end: each
+        [words of `grammar.known`] int32. The matcher stays where it is.
+
+        token_ids, begin: as for `read`.
+        """
+        state, masks = self.read(token_ids, begin).deep_copy(), []
+        num_read = self._num_read
+        try:
+            for token_id in draft[: state.validate_tokens(list(draft))]:
+                state.consume_tokens([token_id])
+                if state.is_stopped() or state.is_error():
+                    break
+                words = np.zeros(self.grammar.num_words, dtype=np.int32)
+                state.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+                self._num_read += 1
+                self.narrow(words[: len(self.grammar.known)])
+                masks.append(words[: len(self.grammar.known)])
+        except ValueError:
+            pass  # nothing may come behind this token: whoever takes it is told
+        finally:
+            self._num_read = num_read
+        return masks
+
     def _check(self) -> None:
         if self._state.is_error():
             reason = self._state.get_error().split("\n")[0]

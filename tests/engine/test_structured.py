@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 import pytest
 import torch
 from engines import COMMON, assert_pools_as_before, make_engine, outcome, random_prompts, read_at_once, run
+from guessing import Guessing
 from interrupts import Tracer
 from prefill_graphs import WarmUpRuntime
 from request_helpers import Script, play, shrink_gpu_pool
@@ -115,6 +116,22 @@ def test_finished_answers_have_their_form_and_every_mode_gives_the_bits_of_a_req
             assert reason != "stop" or is_answer(text_of(engine, tokens), schema), (text_of(engine, tokens), schema)
     assert reasons["stop"] > 4 and set(reasons) <= {"stop", "length"}
     engine.close()
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("variant", ["resident", "offload"])
+@pytest.mark.sampled("resident-0", "offload-1")
+def test_drafts_under_a_grammar_give_the_bits_of_none(path, wanted, variant, seed):
+    """Right ones, wrong ones, and ones that the grammar forbids in their midst."""
+    schemas, params, outcomes = wanted(seed)
+    speculation = dict(method="suffix", num_speculative_tokens=4)
+    engine = make_engine(path, **ARGUMENTS | VARIANTS[variant], speculative_config=speculation)
+    texts = [[*prompt, *tokens] for prompt, found in zip(PROMPTS, outcomes, strict=True) for tokens, *_ in found]
+    engine.drafts.drafter = Guessing(random.Random(seed), texts)
+    assert played(engine, params).outcomes == outcomes
+    with_form = [request for request, schema in enumerate(schemas) if schema is not None]
+    assert with_form and 0 < engine.drafts.num_accepted < engine.drafts.num_drafted
+    assert_pools_as_before(engine)
 
 
 def test_rows_beside_keep_their_bits_and_a_batch_without_a_form_is_launched_as_ever(engine, wanted):
