@@ -79,6 +79,11 @@ class Picture:
             hits = now["prefix_cache_hit_tokens"]
             text = f"{hits / queried:.0%} of the prompts' tokens so far{parted}"
             rows.append(("prefix cache", bar(hits, queried), text))
+        if drafted := now["num_drafted_tokens"]:
+            accepted = now["num_accepted_tokens"]
+            rows.append(
+                ("drafts", bar(accepted, drafted), f"{accepted / drafted:.0%} of the guessed tokens were right")
+            )
         if now.get("is_computing_ahead"):
             rows.append(("ahead", "", "what runs is computed ahead, for prompts that may come"))
         rows.append(("bound by", "", now["bound"]))

@@ -49,6 +49,9 @@ def test_the_picture_has_states_and_rates_between_two_looks(engine, figures):
         "num_generated_tokens": 60,
         "streamed_bytes": figures["streamed_bytes"] + 3 * 10**9,
     }
+    assert "drafts" not in first
+    picture.update(figures | {"num_generated_tokens": 30, "num_drafted_tokens": 8, "num_accepted_tokens": 2}, 11.0)
+    assert "25% of the guessed tokens were right" in drawn(picture)
     picture.update(figures | {"num_generated_tokens": 30}, 12.0)
     picture.update(later, 14.0, step_seconds=3.0)
     text = drawn(picture)

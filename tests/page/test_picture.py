@@ -67,6 +67,16 @@ def test_blocks_that_stream_and_a_switch_are_seen(path, opened, picture):
         assert float(counted.inner_text().split()[0].replace(",", "")) > 0
 
 
+def test_drafts_are_seen_where_there_are_some(path, opened):
+    with site(path, max_model_len=1024, speculative_config={"method": "suffix"}) as made:
+        page = opened(made)
+        wait_for(page, "Tokens", "^0 a second")
+        assert said(page, "Drafts") == ""
+        running = complete(made, 200, prompt=40)
+        wait_for(page, "Drafts", r"^[1-9]\d* % of [1-9]\d* guessed tokens were right")
+        running.join()
+
+
 def test_experts_in_slots_and_brought_are_seen(tmp_path, opened, picture):
     path = make_checkpoint("qwen3_moe", tmp_path)
     with site(path, skip_tokenizer_init=True, expert_slots=3, max_model_len=1024) as made:

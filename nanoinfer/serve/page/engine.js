@@ -214,6 +214,11 @@ function draw() {
       `so far${parted}; ${number(now.computed_ahead_tokens)} tokens computed ahead`,
       [["held", queried ? now.prefix_cache_hit_tokens / queried : 0]]);
   }
+  if (now.num_drafted_tokens) {
+    const right = now.num_accepted_tokens / now.num_drafted_tokens;
+    row(speed, "drafts", "Drafts", `${share(right)} of ${number(now.num_drafted_tokens)} guessed tokens were right; ` +
+      `${number(rates.num_accepted_tokens || 0, 1)} a second`, [["held", right]]);
+  }
   for (const one of cells.values()) one.row.hidden = !one.used;
   if (byId("figures").closest("details").open) drawFigures();
   age();
