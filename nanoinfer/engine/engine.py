@@ -332,13 +332,19 @@ class LLMEngine:
 
     def stats(self) -> dict[str, int | float | str | list[str]]:
         """Return counters since the engine was made, and the state of both pools; `statistics` says which."""
-        with self.changing():
-            self.kv_cache.tables.lifetimes.host_blocks.wait_for(0, may_wait=False)
-            self.mover.transfers.advance()
-            self.mover.transfers.let_go()
-            self.kv_cache.tables.lifetimes.reclaim()
-            self.executor.drop_prefetch(self.kv_cache.tables.lifetimes.take_gone())
+        self.give_back()
         return statistics(self)
+
+    def give_back(self) -> bool:
+        """Give back the blocks whose copies have run, as steps do; return whether no copies are left to wait for."""
+        lifetimes, transfers = self.kv_cache.tables.lifetimes, self.mover.transfers
+        with self.changing():
+            lifetimes.host_blocks.wait_for(0, may_wait=False)
+            transfers.advance()
+            transfers.let_go()
+            lifetimes.reclaim()
+            self.executor.drop_prefetch(lifetimes.take_gone())
+        return transfers.is_idle and not (lifetimes.num_deferred_gpu or lifetimes.num_deferred_host)
 
     def start_trace(self) -> None:
         """Time every stream in every step until `stop_trace`. This slows the steps down a little."""

@@ -11,7 +11,7 @@ from functools import cache
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from nanoinfer.engine.meter import DecodeTimes
+from nanoinfer.engine.meter import DecodeTimes, StepMeter
 from nanoinfer.models.base import SparseSpec
 
 _getter = cache(attrgetter)
@@ -37,7 +37,7 @@ class Reading:
         self.counted = engine.executor.counters(by_layer=not is_quick)
         self.expert_hits, to_slots, to_spare, self.expert_evictions = self.counted.slot_totals
         self.expert_fetches = to_slots + to_spare
-        self.blocks = self.meter if is_quick else self.cache.copies
+        self.blocks = (self.meter if self.scheduler.running else StepMeter) if is_quick else self.cache.copies
         num_borrowed = len(self.host.borrowed)
         self.host_total, self.host_used = self.host.num_blocks + num_borrowed, self.host.num_used + num_borrowed
         self.host_share = self.host_used / self.host_total if self.host_total else None

@@ -269,7 +269,8 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 
 def _paths(app: Starlette) -> list[str]:
-    return sorted({route.path for route in app.routes if "{" not in route.path})
+    """Return the paths of the API, which the page's is none of."""
+    return sorted({route.path for route in app.routes if "{" not in route.path and route.path != "/"})
 
 
 async def _unexpected_error(request: Request, _: Exception) -> Response:

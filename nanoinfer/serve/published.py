@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 from nanoinfer.engine.figures import PUBLISHED, Reading, values
 from nanoinfer.engine.meter import DecodeTimes
 
+logger = logging.getLogger("nanoinfer.serve")
 LEAST_SECONDS = 0.2
 """Between two publications."""
 _RECENT_SECONDS = 5.0
@@ -26,7 +28,8 @@ class Published(NamedTuple):
 
 
 class Publisher:
-    """Reads the figures between two steps, from counts that run along: no lock is entered and no device waited for.
+    """Reads the figures between two steps, from counts that run along: while there is work no lock is entered, and no
+    device is waited for.
 
     Who wants one asks, and gets it at the end of the step that runs, or of a later one: they are at least
     `LEAST_SECONDS` apart. All methods are called on the engine's thread.
@@ -67,7 +70,12 @@ class Publisher:
         if not self._asked:
             return
         if self.seconds_left == 0:
-            self._make(self._clock())
+            try:
+                self._make(self._clock())
+            except Exception as error:  # the engine goes on without who reads
+                logger.exception("the figures cannot be read")
+                self.fail(error)
+                return
         waiting, self._asked = self._asked, []
         for future, known in waiting:
             if self.newest.number <= known:
@@ -85,7 +93,9 @@ class Publisher:
     def _make(self, now: float) -> None:
         while len(self._times) > 1 and self._times[1][0] < now - _RECENT_SECONDS:
             self._times.popleft()
-        times, self.is_stale = copy.copy(self._engine.meter.times), False
+        # Where no step will do it, what the last ones have freed is given back here: perhaps not all of it yet.
+        is_settled = self._engine.has_work or self._engine.give_back()
+        times, self.is_stale = copy.copy(self._engine.meter.times), not is_settled
         recent = times.since(self._times[0][1]) if self._times else times
         self._times.append((now, times))
         reading = Reading(self._engine, recent, self._server, is_quick=True)

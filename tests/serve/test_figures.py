@@ -70,8 +70,8 @@ def publisher(monkeypatch):
     clock, made = Clock(), []
     monkeypatch.setattr(published, "PUBLISHED", [])
     monkeypatch.setattr(published, "Reading", lambda engine, recent, server, is_quick: made.append((clock.now, recent)))
-    engine = SimpleNamespace(meter=SimpleNamespace(times=DecodeTimes()))
-    return Publisher(engine, None, clock), engine.meter, clock, made
+    engine = SimpleNamespace(meter=SimpleNamespace(times=DecodeTimes()), has_work=True)
+    return Publisher(engine, None, clock), engine, clock, made
 
 
 def test_figures_are_read_at_most_so_often_and_only_while_somebody_asks(publisher):
@@ -115,10 +115,35 @@ def test_who_asks_while_nothing_happens_has_what_is_true_or_waits(publisher):
         last.result(0)
 
 
+def test_while_nothing_runs_blocks_are_given_back_until_all_are(publisher):
+    publisher, engine, clock, made = publisher
+    left = [True, False, False]  # whether all is given back, the last first
+    engine.has_work, engine.give_back = False, lambda: left.pop()
+    publisher.ask(None)
+    publisher.publish()
+    for number in (1, 2):
+        assert publisher.is_stale and publisher.seconds_left is None
+        later = publisher.ask(number)
+        clock.now += 1
+        publisher.publish()
+        assert later.result(0).number == number + 1
+    assert not publisher.is_stale and not left
+
+
+def test_figures_that_cannot_be_read_are_the_readers_loss_alone(publisher):
+    publisher, engine, _, _ = publisher
+    engine.meter = None
+    asked = publisher.ask(None)
+    publisher.publish()
+    with pytest.raises(AttributeError):
+        asked.result(0)
+    assert publisher.seconds_left is None
+
+
 def test_shares_of_time_are_those_of_the_last_seconds(publisher):
-    publisher, meter, clock, made = publisher
+    publisher, engine, clock, made = publisher
     for second in range(10):
-        clock.now, publisher.is_stale, meter.times.seconds = 100.0 + second, True, float(second)
+        clock.now, publisher.is_stale, engine.meter.times.seconds = 100.0 + second, True, float(second)
         publisher.ask(None)
         publisher.publish()
     assert [recent.seconds for _, recent in made] == [0, 1, 2, 3, 4, 5, 6, 6, 6, 6]
@@ -133,6 +158,7 @@ def test_readers_enter_no_lock_and_count_no_blocks(path, monkeypatch):
                 raise AssertionError("a reader did this")
 
             monkeypatch.setattr(served.engine, "changing", refused)
+            monkeypatch.setattr(served.engine, "give_back", lambda: True)
             for name in ("num_resident", "num_streamed"):
                 monkeypatch.setattr(GPUCopies, name, property(refused))
             try:
@@ -141,3 +167,17 @@ def test_readers_enter_no_lock_and_count_no_blocks(path, monkeypatch):
                 monkeypatch.undo()
 
     assert asyncio.run(ask())[PREFIX + "generation_tokens_total"] == 3
+
+
+@pytest.mark.parametrize("mode", ["resident", "offload"])
+def test_nothing_is_held_in_the_figures_of_an_idle_server(path, mode):
+    async def ask():
+        async with serving(path, enable_cpu_offload=mode == "offload", enable_prefix_caching=False) as served:
+            await served.complete(list(range(20, 80)), max_tokens=40)
+            await served.wait_until(lambda served: not served.engine.has_work)
+            return (await served.async_engine.figures()).figures
+
+    figures = asyncio.run(ask())
+    names = ("gpu_blocks_used", "host_blocks_used", "kv_blocks_resident", "kv_blocks_streamed", "num_running")
+    assert {name: figures[name] for name in names} == dict.fromkeys(names, 0)
+    assert (figures["streamed_bytes"] > 0) == (mode == "offload")
