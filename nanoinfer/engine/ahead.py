@@ -6,7 +6,6 @@ import itertools
 from dataclasses import dataclass
 
 from nanoinfer.engine.engine import LLMEngine
-from nanoinfer.kv.prefix_cache import taken
 from nanoinfer.memory.streamed import streamed_bytes
 from nanoinfer.requests.request import Request
 from nanoinfer.sampling_params import SamplingParams
@@ -138,9 +137,7 @@ class Ahead:
         with engine.changing():
             found = engine.kv_cache.prefixes.find(sequence)
             num_unwanted = pool.num_unwanted
-            for blocks, below in zip(found.blocks, found.below, strict=True):
-                pool.release(taken(blocks))
-                tables.lifetimes.host_blocks.release(taken(below))
+            found.let_go(tables)
         if not tables.is_offload:
             return num_blocks + len(tables.groups) <= num_unwanted  # one more in each group for its end
         if pool.num_blocks < pool.num_possible:

@@ -153,7 +153,7 @@ class Admission:
             num_room = num_host if tables.is_offload else self._mover.num_missing(sequence) + num_spare
             return NO_HITS, _Wanted(num_room, num_host, num_blocks, sequence.num_tokens - sequence.num_computed, None)
         room, hits = self._room, cache.prefixes.find(sequence)
-        end, needed, found, below, *_ = hits
+        end, needed, found, *_ = hits
         num_missing = (num_full if tables.is_offload else num_blocks) - sum(
             len(taken(blocks)) if groups[number].window is None else sum(pool.references(b) == 1 for b in taken(blocks))
             for number, blocks in enumerate(found)
@@ -164,10 +164,7 @@ class Admission:
             int((table[number, :, places.start : places.stop] == np.array(blocks, dtype=float)).any(axis=0).sum())
             for number, (places, blocks) in enumerate(zip(needed, found, strict=True))
         )
-        for blocks, of_host in zip(found, below, strict=True):
-            pool.release(taken(blocks))
-            tables.lifetimes.host_blocks.release(taken(of_host))
-        tables.lifetimes.host_blocks.release(hits.state)
+        hits.let_go(tables)
         num_tokens = sequence.num_tokens - end
         next_key = cache.prefixes.key_behind(sequence, end)
         return hits, _Wanted(num_room, num_full - num_shared, num_blocks - num_shared, num_tokens, next_key)

@@ -41,6 +41,14 @@ class Hits(NamedTuple):
     state: list[int] = []
     num_known: int = 0
 
+    def let_go(self, tables: BlockTables) -> None:
+        """Give back what `PrefixCache.find` has taken up."""
+        (_, pool), host_blocks = tables.home, tables.lifetimes.host_blocks
+        for blocks, below in zip(self.blocks, self.below, strict=True):
+            pool.release(taken(blocks))
+            host_blocks.release(taken(below))
+        host_blocks.release(self.state)
+
 
 def taken(blocks: Iterable[int | None]) -> list[int]:
     """Return the blocks that are there."""

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import state_family
 from engines import SMALL, assert_pools_as_before, make_engine, random_prompts, run
 from simulated import SimulatedRuntime
 from tiny_models import make_checkpoint
@@ -60,6 +61,21 @@ def test_the_next_turn_finds_its_beginning_and_has_the_bits_of_a_cold_start(path
         computed += len(prompt) // 16 * 16 - asked // 16 * 16
         assert ahead.num_tokens == computed and not ahead.num_left_out
     assert_pools_as_before(engine)
+
+
+def test_of_states_it_takes_up_none_for_good(tmp_path):
+    with state_family.registered():
+        engine = make_engine(state_family.write_model(tmp_path), load_format="dummy", max_num_batched_tokens=200)
+        first, message, message_later = random_prompts(3, 90, 90, seed=6)
+        ahead, prompt = Ahead(engine), first
+        run(engine, [first], [PARAMS])
+        for said in (message, message_later):
+            prompt = prompt + said
+            ahead.offer(prompt)
+            compute(engine, ahead)
+        assert found_by(engine, prompt)[0] == 256
+        assert ahead.num_tokens and not ahead.num_left_out
+        assert_pools_as_before(engine)
 
 
 @pytest.mark.parametrize("num_steps", range(3))
