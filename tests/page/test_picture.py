@@ -54,7 +54,7 @@ def test_blocks_that_stream_and_a_switch_are_seen(path, opened, picture):
         wait_for(page, "Batch", r"^[1-4] of at most \d+ sequences run")
         wait_for(page, "KV blocks that a step reads", r"resident, [1-9]\d* through the ring")
         assert "offload mode" in page.locator("#age").inner_text(), "the switch was not seen"
-        wait_for(page, "Copies", r"^0\.0*[1-9]|^[1-9]")
+        wait_for(page, "↑ Copies", r"^0\.0*[1-9]|^[1-9]")
         wait_for(page, "Tokens", r"^[1-9]")
         until(page, "document.querySelectorAll('#plots polyline').length >= 3")
         picture(page, "streaming")
@@ -107,7 +107,7 @@ def test_a_link_and_each_replica_of_a_fleet_are_seen(served, opened, picture):
     page = opened(served)
     page.route("**/engine", answer)
     page.reload()
-    wait_for(page, "Link to the GPU", r"^[4-6]\.?\d* GB/s of 50, busy 90 %.*these bytes allow [3-5]\d\d tokens")
+    wait_for(page, "↑ Link to the GPU", r"^[4-6]\.?\d* GB/s of 50, busy 90 %.*these bytes allow [3-5]\d\d tokens")
     assert said(page, "KV blocks that a step reads").startswith("10 resident, 30 through the ring of")
     assert page.locator("#picture h3").all_inner_texts() == ["GPU", "Between them", "Host memory", "Speed"]
     picture(page, "link")

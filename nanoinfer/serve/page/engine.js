@@ -233,11 +233,11 @@ function drawLink(facts, now, rates) {
   if (most !== null) {
     const floor = streamed && rates.num_generated_tokens
       ? `; at its full speed these bytes allow ${number(most / streamed * rates.num_generated_tokens)} tokens a second` : "";
-    row(link, "rate", "Link to the GPU", `${number(streamed / 1e9, 2)} GB/s of ${number(most / 1e9)}, busy ` +
+    row(link, "rate", "↑ Link to the GPU", `${number(streamed / 1e9, 2)} GB/s of ${number(most / 1e9)}, busy ` +
       `${share(now.link_busy_fraction)} of the decode steps' time${floor}`, [["stream", streamed / most]]);
-    row(link, "written", "Link to the host", `${number((rates.written_bytes || 0) / 1e9, 2)} GB/s`,
+    row(link, "written", "↓ Link to the host", `${number((rates.written_bytes || 0) / 1e9, 2)} GB/s`,
       [["stream", (rates.written_bytes || 0) / most]]);
-  } else row(link, "rate", "Copies", `${number(streamed / 1e9, 3)} GB/s`);
+  } else row(link, "rate", "↑ Copies", `${number(streamed / 1e9, 3)} GB/s`);
   if (full || most !== null) {
     row(link, "ring", "KV blocks that a step reads", `${number(now.kv_blocks_resident)} resident, ` +
       `${number(now.kv_blocks_streamed)} through the ring of ${size(facts.ring_bytes)}`,
