@@ -86,7 +86,8 @@ class Picture:
             )
         if now.get("is_computing_ahead"):
             rows.append(("ahead", "", "what runs is computed ahead, for prompts that may come"))
-        rows.append(("bound by", "", now["bound"]))
+        is_prefill = rate.get("prefill_seconds", 0.0) > rate.get("decode_seconds", 0.0)
+        rows.append(("bound by", "", "prefill" if is_prefill else now["bound"]))
         return rows
 
     def _blocks(self, name: str, tier: str) -> _Row:

@@ -176,8 +176,8 @@ INSTEAD: dict[str, str] = by_name(
         "repeat_last_n": "penalties count the whole prompt and output: leave it out",
         "offline": "set the environment variable HF_HUB_OFFLINE=1",
         "list_devices": "nanoinfer doctor says what this machine has",
-        "webui ui webui_config path": "there is no web page: nanoinfer chat is in the terminal, and Open WebUI and "
-        "others are clients of the server",
+        "webui ui webui_config path": "the server has a page of its own at /, which --no-page leaves out, and "
+        "others such as Open WebUI are its clients",
         "slots": "/metrics says what runs and waits: leave it out",
         "models_dir models_max models_preset": "a server has one model: nanoinfer serve MODEL",
         "middleware root_path": "put a proxy that does it before the server",

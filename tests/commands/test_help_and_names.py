@@ -125,7 +125,7 @@ def test_documents_have_the_names_that_are_shown():
         ("--slot-save-path", "is not supported: the prefix cache lies in memory"),
         ("--mirostat", "is not supported: there is no such sampler: give temperature, top_p, top_k or min_p"),
         ("--offline", "is not supported: set the environment variable HF_HUB_OFFLINE=1"),
-        ("--no-webui", "is not supported: there is no web page: nanoinfer chat is in the terminal"),
+        ("--no-webui", "is not supported: the server has a page of its own at /, which --no-page leaves out"),
         ("--format", "is not supported: a request to nanoinfer serve may have response_format"),
         ("-cnv", "is not supported: nanoinfer chat MODEL is a conversation"),
         ("--model-draft", "is not supported: no second model drafts"),

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -61,7 +62,9 @@ def test_the_picture_has_states_and_rates_between_two_looks(engine, figures):
     picture.update(later, 14.0)
     assert "15.0/s out" in drawn(picture), "the same figures again are no new rate"
     picture.update(later, 15.0)
-    assert "0.0/s out" in drawn(picture)
+    assert "0.0/s out" in drawn(picture) and not re.search("bound by +prefill", drawn(picture))
+    picture.update(later | {"prefill_seconds": later["prefill_seconds"] + 1}, 16.0)
+    assert re.search("bound by +prefill", drawn(picture))
 
 
 def test_bars_are_as_long_as_shares():

@@ -202,6 +202,7 @@ function take(mine, choice) {
 }
 
 function show() {
+  if (running === null && document.activeElement === byId("stop")) byId("text").focus();
   byId("send").hidden = running !== null;
   byId("stop").hidden = running === null;
   byId("messages").setAttribute("aria-busy", String(running !== null));

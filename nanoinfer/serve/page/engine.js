@@ -206,7 +206,8 @@ function draw() {
   const speed = box("speed", "Speed");
   row(speed, "out", "Tokens", `${number(rates.num_generated_tokens || 0, 1)} a second out; of prompts ` +
     `${number(rates.num_prefill_tokens || 0, 1)} computed, ${number(rates.prefix_cache_hit_tokens || 0, 1)} found in the cache`);
-  row(speed, "bound", "Bound by", `${now.bound} (decode steps of the last seconds)`);
+  const isPrefill = (rates.prefill_seconds || 0) > (rates.decode_seconds || 0);
+  row(speed, "bound", "Bound by", isPrefill ? "prefill" : `${now.bound} (decode steps of the last seconds)`);
   const queried = now.prefix_cache_queried_tokens;
   if (facts.caches_prefixes) {
     const parted = now.prefix_parted_last ? `; a prompt parted from a recent one at token ${number(now.prefix_parted_last)}` : "";
