@@ -153,9 +153,11 @@ def take_results(
     draft: list[int],
     planner: StepPlanner,
     times: tuple[float, float],
-) -> int:
+) -> tuple[int, Exception | None]:
     """Have a sequence take what was sampled behind its last token, and behind each drafted token as long as these were
-    right and it has not ended. Return how many drafted tokens were right.
+    right and it has not ended. Return how many drafted tokens were right, and why the completion has failed, if it has.
+
+    What goes wrong while the KV of a drafted token is taken is raised: it concerns more than this completion.
 
     times: when the step was read, and when it was made.
     """
@@ -166,10 +168,13 @@ def take_results(
                 break
             planner.accept(sequence)
             num_right += 1
-        if error is not None:
-            raise error
-        request.take(sequence, token_id, logprobs, *times)
-    return num_right
+        try:
+            if error is not None:
+                raise error
+            request.take(sequence, token_id, logprobs, *times)
+        except Exception as failure:
+            return num_right, failure
+    return num_right, None
 
 
 def _may_draft(sequence: Sequence) -> bool:

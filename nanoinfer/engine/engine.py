@@ -289,14 +289,16 @@ class LLMEngine:
                 if sequence.finish_reason is not None:
                     continue
                 request, times = self.work.requests[sequence.request_id], (read, step.made or read)
+                num_right, failure = take_results(request, sequence, results, draft, self.planner, times)
+                if draft:
+                    self.drafts.count(sequence, len(draft), num_right)
+                    self.meter.num_decode_tokens += num_right
                 try:
-                    num_right = take_results(request, sequence, results, draft, self.planner, times)
-                    if draft:
-                        self.drafts.count(sequence, len(draft), num_right)
-                        self.meter.num_decode_tokens += num_right
+                    if failure is not None:
+                        raise failure
                     output = request.stream_output(sequence)
-                except Exception as failure:
-                    self._outputs += request.fail(failure, sequence)
+                except Exception as error:
+                    self._outputs += request.fail(error, sequence)
                     continue
                 self._outputs.append(output)
         self.masks.begin(step.batch.sampled)

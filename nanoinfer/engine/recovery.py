@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -104,13 +105,14 @@ class Work:
         built.executor.settle()
         step, self.in_flight = self.in_flight, None
         if step is not None and is_sound:
+            # To take a drafted token takes blocks, and who has which is not known before all is rebuilt.
+            step.batch = replace(step.batch, drafts={})
             try:
                 self._read_tokens(step)
             except Exception:
                 self.at_risk = [*self.at_risk, *step.batch.sampled]
         if not is_sound:
-            begun = (s for s in self.sequences if s.state is not SequenceState.WAITING or s.kept_blocks is not None)
-            self.at_risk = list(begun)
+            self.at_risk = [one for one in self.sequences if _has_begun(one)]
         for sequence in self.at_risk:
             request = self.requests.get(sequence.request_id)
             if request is not None and sequence in request.sequences:  # not a later request of the same name
@@ -128,3 +130,9 @@ class Work:
         self.at_risk = []
         self._is_recovering = False
         self.is_whole = True
+
+
+def _has_begun(sequence: Sequence) -> bool:
+    """Whether anything was computed of a sequence, or found. Who was let in and not to the end waits, with a row."""
+    has_any = sequence.row is not None or sequence.kept_blocks is not None
+    return has_any or sequence.state is not SequenceState.WAITING

@@ -129,6 +129,64 @@ def test_an_exception_in_a_step_with_drafts_harms_no_other_request(path_of, monk
     assert_pools_as_before(engine)
 
 
+class Right(random.Random):
+    """Has all be drafted that may be, and nothing that is wrong."""
+
+    def randint(self, least, most):
+        return most
+
+    def choice(self, kinds):
+        return kinds[0]
+
+
+def test_what_fails_while_a_drafted_token_is_taken_is_not_of_its_request_alone(path_of, monkeypatch):
+    """Blocks were taken that nobody knows of: all is made whole again."""
+    engine, takes = make_engine(path_of("qwen3", **SMALL), speculative_config=SUFFIX, max_num_seqs=2, **OFFLOAD), []
+    guess(engine, make_engine(path_of("qwen3", **SMALL)), requests_of(4)[:2], Right())
+    take_host, accept = engine.kv_cache.take_host, engine.planner.accept
+
+    def broken(*arguments):
+        taken = take_host(*arguments)
+        if takes:
+            raise MemoryError("out of luck")
+        return taken
+
+    def accepting(sequence):
+        takes.append(sequence)
+        accept(sequence)
+        takes.clear()
+
+    for i, request in enumerate(requests_of(4)[:2]):
+        engine.add_request(str(i), *request)
+    with monkeypatch.context() as patch, pytest.raises(MemoryError, match="out of luck"):
+        patch.setattr(engine.kv_cache, "take_host", broken)
+        patch.setattr(engine.planner, "accept", accepting)
+        while engine.has_work:
+            engine.step()
+    while engine.has_work:
+        engine.step()
+    assert_pools_as_before(engine)
+
+
+def test_a_switch_that_is_interrupted_while_drafts_are_in_flight_loses_no_block(path_of, monkeypatch):
+    path, requests = path_of("qwen3", **SMALL), requests_of(4)[:3]
+    engine = make_engine(path, speculative_config=SUFFIX, max_num_seqs=4, **OFFLOAD)
+    wanted = guess(engine, make_engine(path), requests, Right())
+    added = [engine.add_request(str(i), *request) for i, request in enumerate(requests)]
+    num_interrupted, lifetimes = 0, engine.kv_cache.tables.lifetimes
+    while engine.has_work:
+        engine.step()
+        if engine.mode == "offload" and engine.work.in_flight is not None and engine.work.in_flight.batch.drafts:
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(lifetimes, "release_host", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+                engine.switch_mode("resident")
+            assert engine.mode == "resident"
+            engine.switch_mode("offload")
+            num_interrupted += 1
+    assert [outcome(request) for request in added] == wanted and num_interrupted > 5
+    assert_pools_as_before(engine)
+
+
 def test_text_that_repeats_itself_takes_fewer_steps(path_of):
     """The suffix drafter by itself: tiny models repeat what they say."""
     path, (prompt,) = path_of("qwen3", **SMALL), random_prompts(1, 40, 40)

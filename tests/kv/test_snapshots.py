@@ -188,6 +188,25 @@ def test_an_abort_leaves_the_slot_to_the_copy_and_the_snapshot_to_others(path, a
     assert_pools_as_before(engine)
 
 
+def test_who_was_let_in_when_a_recovery_was_interrupted_does_not_go_on_without_its_state(path, alone, monkeypatch):
+    engine, (prompt,) = engine_of(path), random_prompts(1, 150, 150)
+    add(engine, prompt)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    request = engine.add_request("again", prompt, GREEDY)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(engine.mover, "forget", interrupted)
+        patch.setattr(engine.executor, "settle", interrupted)
+        engine.step()
+    while engine.has_work:
+        engine.step()
+    (found,) = outcome(request)
+    assert found in alone(prompt, GREEDY) or found[2] == "abort"
+    assert_pools_as_before(engine)
+
+
 def draw_requests(generator, seed):
     """Prompts of a tree that branches anywhere, some of whose nodes come again and again."""
     beginnings = [[]]
