@@ -7,7 +7,6 @@ import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -26,55 +25,80 @@ MOST_WATCHERS = 64
 _SECONDS = 1.0  # between events while no figures come, as in a long step
 
 
-def watching_routes(engine: AsyncEngine, seconds: float = _SECONDS) -> list[Route]:
-    num_watchers = 0
+class Watchers:
+    """Hands what the engine publishes to all who watch: it is asked and written out once, however many they are."""
 
-    def shown(published: Published) -> dict[str, Any]:
-        return {
-            "number": published.number,
-            "age": round(time.monotonic() - published.time, 3),
-            "step_seconds": round(engine.step_seconds, 3),
-            "figures": published.figures,
-        }
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine, self.number = engine, 0
+        self._asking: asyncio.Task | None = None  # while somebody watches
+        self._newest: Published | None = None
+        self._text = ""  # of its figures, as JSON
+        self._failure: ApiError | None = None
+
+    async def events(self, seconds: float) -> AsyncIterator[bytes]:
+        """Yield an event for each publication, and one after so many seconds without any."""
+        self.number += 1
+        if self._asking is None:
+            self._newest, self._next = None, asyncio.get_running_loop().create_future()
+            self._asking = asyncio.create_task(self._ask())
+        known = 0
+        try:
+            while not self._engine.is_draining:
+                if self._failure is not None:
+                    yield f"event: error\ndata: {self._failure.body().decode()}\n\n".encode()
+                    return
+                if self._newest is not None and self._newest.number > known:
+                    known = self._newest.number
+                    yield self._event("figures", self._text)
+                    continue
+                if not (await asyncio.wait({self._next}, timeout=seconds))[0] and self._newest is not None:
+                    yield self._event("waiting", "null")
+        finally:
+            self.number -= 1
+            if not self.number:
+                self._asking.cancel()
+                self._asking = None
+
+    async def _ask(self) -> None:
+        try:
+            while True:
+                self._newest = await self._engine.figures(self._newest and self._newest.number)
+                self._text = json.dumps(self._newest.figures)
+                self._tell()
+        except ApiError as error:
+            self._failure = error
+            self._tell()
+
+    def _tell(self) -> None:
+        told, self._next = self._next, asyncio.get_running_loop().create_future()
+        told.set_result(None)
+
+    def _event(self, name: str, figures: str) -> bytes:
+        age, step_seconds = _times(self._engine, self._newest)
+        numbers = f'"number": {self._newest.number}, "age": {age}, "step_seconds": {step_seconds}'
+        return f'event: {name}\ndata: {{{numbers}, "figures": {figures}}}\n\n'.encode()
+
+
+def watching_routes(engine: AsyncEngine, seconds: float = _SECONDS) -> list[Route]:
+    watchers = Watchers(engine)
 
     async def once(_: Request) -> Response:
-        return JSONResponse(
-            {
-                "declared": DECLARED,
-                "replicas": [{"name": "", "facts": engine.facts, **shown(await engine.figures())}],
-            }
-        )
+        published = await engine.figures()
+        age, step_seconds = _times(engine, published)
+        shown = dict(number=published.number, age=age, step_seconds=step_seconds, figures=published.figures)
+        return JSONResponse({"declared": DECLARED, "replicas": [{"name": "", "facts": engine.facts, **shown}]})
 
     async def follow(_: Request) -> Response:
-        if num_watchers >= MOST_WATCHERS:
-            raise OverloadedError(f"{num_watchers} clients watch this server, which is the most: close some pages")
-        return _Events(events(await engine.figures()))
-
-    async def events(published: Published) -> AsyncIterator[bytes]:
-        nonlocal num_watchers
-        num_watchers += 1
-        waiting: asyncio.Future | None = None
-        try:
-            yield _event("figures", shown(published))
-            while not engine.is_draining:
-                waiting = waiting or asyncio.ensure_future(engine.figures(published.number))
-                if (await asyncio.wait({waiting}, timeout=seconds))[0]:
-                    published, waiting = waiting.result(), None
-                    yield _event("figures", shown(published))
-                else:
-                    yield _event("waiting", {**shown(published), "figures": None})
-        except ApiError as error:
-            yield _event("error", json.loads(error.body()))
-        finally:
-            num_watchers -= 1
-            if waiting is not None:
-                waiting.cancel()
+        if watchers.number >= MOST_WATCHERS:
+            raise OverloadedError(f"{watchers.number} clients watch this server, which is the most: close some pages")
+        await engine.figures()  # raises where there will be none
+        return _Events(watchers.events(seconds))
 
     return [Route("/engine", once), Route("/engine/events", follow)]
 
 
-def _event(name: str, value: dict[str, Any]) -> bytes:
-    return f"event: {name}\ndata: {json.dumps(value)}\n\n".encode()
+def _times(engine: AsyncEngine, published: Published) -> tuple[float, float]:
+    return round(time.monotonic() - published.time, 3), round(engine.step_seconds, 3)
 
 
 class _Events(StreamingResponse):

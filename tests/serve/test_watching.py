@@ -1,7 +1,6 @@
 """What the engine does, over HTTP: once and as events, also while a step runs, and only with the key."""
 
 import asyncio
-import contextlib
 import json
 
 import pytest
@@ -75,6 +74,33 @@ def test_figures_once_and_as_events(path):
     asyncio.run(work())
 
 
+def test_the_engine_is_asked_once_however_many_watch(path):
+    async def work():
+        async with serving(path) as served:
+            asked, figures = [], served.async_engine.figures
+
+            async def counted(known=None):
+                asked.append(known)
+                return await figures(known)
+
+            served.async_engine.figures = counted
+            watchers = [Watcher(served.app) for _ in range(8)]
+            firsts = [(await watcher.next("figures"))[1]["number"] for watcher in watchers]
+            await served.complete([20, 21], max_tokens=5)
+            seen = [(await watcher.next("figures"))[1] for watcher in watchers]
+            assert len({one["number"] for one in seen}) == len(set(firsts)) == 1 and seen[0]["number"] > firsts[0]
+            assert [one for one in asked if one is not None] == list(range(firsts[0], firsts[0] + len(asked) - 9)), (
+                asked
+            )
+            for watcher in watchers:
+                await watcher.leave()
+            again = Watcher(served.app)
+            assert (await again.next("figures"))[1]["figures"]["num_generated_tokens"] == 5
+            await again.leave()
+
+    asyncio.run(work())
+
+
 def test_the_age_is_told_while_a_step_runs(path, monkeypatch):
     async def work():
         async with serving(path) as served:
@@ -120,12 +146,19 @@ def test_a_key_a_most_and_an_end(path, monkeypatch):
             await watchers[0].leave()
             again = Watcher(served.app, key)
             await again.next()
-            served.async_engine.close()
+
+            def lost():
+                raise SystemExit("the device is lost")
+
+            served.engine.step = lost
+            await served.client.post("/v1/completions", json=dict(prompt=[20]), headers={"x-api-key": "secret"})
             name, event = "", {}
-            with contextlib.suppress(asyncio.TimeoutError):
-                while name != "error":
-                    name, event = await again.next()
+            while name != "error":
+                name, event = await again.next()
             assert event["error"]["code"] == "engine_dead" and again.status == 200
             await again.task
+            late = Watcher(served.app, key)
+            await late.task
+            assert late.status == 503
 
     asyncio.run(work())
