@@ -3,18 +3,22 @@
 import asyncio
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from engines import make_engine
 from serving import make_served_checkpoint, metrics_of, serving
 
-from nanoinfer.engine.figures import COUNTER, ENGINES, FIGURES, HISTOGRAM, PUBLISHED
+from nanoinfer import SamplingParams
+from nanoinfer.engine.figures import COUNTER, ENGINES, FIGURES, HISTOGRAM, PUBLISHED, Reading, values
 from nanoinfer.engine.meter import DecodeTimes
 from nanoinfer.kv.gpu_copies import GPUCopies
 from nanoinfer.serve import published
 from nanoinfer.serve.metrics import PREFIX
 from nanoinfer.serve.published import LEAST_SECONDS, Publisher
+from nanoinfer.serve.served_requests import ServedRequests
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -181,3 +185,23 @@ def test_nothing_is_held_in_the_figures_of_an_idle_server(path, mode):
     names = ("gpu_blocks_used", "host_blocks_used", "kv_blocks_resident", "kv_blocks_streamed", "num_running")
     assert {name: figures[name] for name in names} == dict.fromkeys(names, 0)
     assert (figures["streamed_bytes"] > 0) == (mode == "offload")
+
+
+def test_reading_takes_as_many_calls_whatever_runs_and_however_large_the_pools_are(path):
+    def num_calls(num_rows, num_blocks):
+        engine = make_engine(path, enable_cpu_offload=True, num_gpu_blocks_override=num_blocks)
+        server = ServedRequests(engine, 100)
+        for row in range(num_rows):
+            engine.add_request(str(row), [5 + row] * 40, SamplingParams(max_tokens=20, ignore_eos=True))
+        while len(engine.scheduler.running) < num_rows or engine.scheduler.running[-1].num_tokens < 44:
+            engine.step()
+        values(PUBLISHED, Reading(engine, server=server, is_quick=True))
+        calls = []
+        sys.setprofile(lambda frame, event, argument: calls.append(event))
+        try:
+            values(PUBLISHED, Reading(engine, server=server, is_quick=True))
+        finally:
+            sys.setprofile(None)
+        return len(calls)
+
+    assert num_calls(1, 40) == num_calls(6, 400) > len(PUBLISHED)
