@@ -111,5 +111,5 @@ def test_sparse_shapes_are_those_with_experts():
     assert {name for name in SHAPES if has_experts(name)} == {
         "tiny-sparse", "qwen3-30b-a3b", "qwen3-coder-30b-a3b", "gpt-oss-20b", "gpt-oss-120b", "glm-4.5-air",
         "mixtral-8x7b", "olmoe-7b", "gemma-4-26b-a4b", "lfm2-8b-a1b",
-        "lfm2-24b-a2b",
+        "lfm2-24b-a2b", "lfm2.5-8b-a1b", "qwen3.6-35b-a3b", "qwen3-coder-next",
     }  # fmt: skip

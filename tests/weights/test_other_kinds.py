@@ -40,7 +40,7 @@ def test_a_lora_adapter_is_told_from_a_checkpoint(content, base, tmp_path):
         ("DeepseekV3ForCausalLM", "it needs multi-head latent attention (MLA), which is not here yet; give one that"),
         (
             "Qwen2VLForConditionalGeneration",
-            "it takes more than text, and only of Gemma 3 and 4, Mistral 3 and Llava the",
+            "it takes more than text, and only of Gemma 3 and 4, Qwen3.5, Mistral 3 and Llava the",
         ),
         ("T5ForConditionalGeneration", "it needs an encoder, which is not here yet; give one that runs here, such as "),
         (
