@@ -122,7 +122,9 @@ class StepPlanner:
             gone_host_blocks=gone,
         )
         changes = chunks or len(changed) or sampling or write_through or gone or promoted is not None
-        self.last = None if changes else (plan, decoding, tables.versions.sum())
+        # A block that a drafted token has begun is there already when the step behind the full one reads it.
+        fills = any(np.any(ends % size == 0) for size in kv_cache.sizes)
+        self.last = None if changes or fills else (plan, decoding, tables.versions.sum())
         return plan
 
     def end_step(self, batch: Batch[Sequence], plan: StepPlan) -> None:

@@ -7,6 +7,7 @@ import state_family
 from engines import (
     LAYER_BLOCK_BYTES,
     SMALL,
+    VOCAB,
     assert_pools_as_before,
     make_engine,
     outcome,
@@ -137,6 +138,24 @@ class Right(random.Random):
 
     def choice(self, kinds):
         return kinds[0]
+
+
+@pytest.mark.parametrize("name", ["resident", "offload"])
+def test_a_block_that_a_wrong_draft_has_taken_is_begun_without_one(path_of, name, monkeypatch):
+    """The row then begins a block and has gained none: its last plan is not that of the next step all the same."""
+    path, (prompt,) = path_of("qwen3", **SMALL), random_prompts(1, 40, 40)
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, logprobs=1)
+    engine = make_engine(path, speculative_config=SUFFIX, max_num_seqs=1, **ENGINES[name])
+    drafted = []
+
+    def propose(_, token_ids, most):
+        drafted.append(len(token_ids) % 16 in (12, 13))
+        return [-token_ids[-1] % VOCAB] * most if drafted[-1] else []
+
+    monkeypatch.setattr(engine.drafts.drafter, "propose", propose)
+    monkeypatch.setattr("nanoinfer.engine.drafts.MAX_PAUSE", 1)
+    assert run(engine, [prompt], [params]) == run(make_engine(path), [prompt], [params])
+    assert any(drafted) and engine.drafts.num_accepted == 0
 
 
 def test_what_fails_while_a_drafted_token_is_taken_is_not_of_its_request_alone(path_of, monkeypatch):
