@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from serving import make_served_checkpoint
 
-from nanoinfer.commands import bench, recall, serve
+from nanoinfer.commands import bench, recall, serve, top
 from nanoinfer.commands import main as cli
 from nanoinfer.gguf.sources import PACKAGES
 from nanoinfer.serve.fields import Fields, parse
@@ -35,7 +35,7 @@ SMALL = {
 }  # fmt: skip
 ALWAYS = {
     "generate": ["-n", "2"], "quantize": [], "chat": ["--max-model-len", "256"], "serve": ["--port", "0"],
-    "verify": ["--context", "512", "--output-len", "4"], "doctor": [],
+    "verify": ["--context", "512", "--output-len", "4"], "doctor": [], "top": ["--interval", "0.01"],
     "bench": ["--context", "40", "--output-len", "4", "--mode", "resident", "--no-progress"],
     "bench latency": ["--input-len", "20", "--output-len", "4", "--num-iters", "1", "--shape", "tiny"],
     "bench throughput": ["--input-len", "20", "--output-len", "4", "--num-prompts", "2", "--shape", "tiny"],
@@ -80,6 +80,7 @@ def quick(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(serve, "_serve", lambda server, listener: None)
     monkeypatch.setattr(serve, "_run_replicas", lambda options: 0 if serve.replicas_of(options) else 1)
+    monkeypatch.setattr(top.Looks, "look", lambda looks: "nobody answers here")
     monkeypatch.setattr(check, "make_runs", lambda *given: make_runs(*given)[:1])
     monkeypatch.setattr(recall, "checkpoint_sha256", lambda path: None)
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
@@ -96,7 +97,7 @@ def small(words: list[str], model: str) -> list[str]:
             found[place + 1] = SMALL[word]
         if re.fullmatch(r"MODEL|smollm2|Qwen/\S+|qwen3-\S+|model\.gguf", word) and words[place - 1] != "--out":
             found[place] = found[place] if words[place - 1] == "--shape" else model
-    device = [] if "--device" in words or name in ("list", "completion") else ["--device", "cpu"]
+    device = [] if "--device" in words or name in ("list", "completion", "top") else ["--device", "cpu"]
     return [*found, *device, *ALWAYS.get(name, [])]
 
 
