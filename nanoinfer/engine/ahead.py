@@ -64,7 +64,7 @@ class Ahead:
         self._waiting = [one for one in self._waiting if one != wanted[: len(one)]]
         if wanted and self._engine.config.caches_prefixes:
             self._waiting.append(wanted)
-        del self._waiting[: -self._engine.plan.max_num_seqs]
+        del self._waiting[: -self._engine.plan.max_running]
 
     def begin(self) -> bool:
         """Queue the next part as a request of the engine, which has no work; return whether there is one."""

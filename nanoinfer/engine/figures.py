@@ -226,7 +226,7 @@ FIGURES = tuple(Figure(*row) for row in (
 FACTS = tuple(Figure(name, FACT, *row) for name, *row in (
     ("model", "", "What was loaded.", lambda r: str(r.engine.config.model)),
     ("is_host", "", "Whether the CPU computes: there is no GPU then, and no link.", "engine.executor.is_host"),
-    ("max_num_seqs", "sequences", "Sequences that run at once at most.", "plan.max_num_seqs"),
+    ("max_num_seqs", "sequences", "Sequences that run at once at most.", "plan.max_running"),
     ("max_model_len", "tokens", "Tokens of a prompt with its output at most.", "plan.max_model_len"),
     ("max_num_batched_tokens", "tokens", "Tokens of a prefill step at most.", "plan.max_num_batched_tokens"),
     ("block_size", "tokens", "Tokens of a KV block.", "engine.config.block_size"),

@@ -85,7 +85,7 @@ class Modes:
                 self._require_host_pool([])
             except (MemoryError, PinError) as error:
                 self._note(error)
-        elif self._config.enable_cpu_offload == "auto" and not self._tables.all_rows_fit:
+        elif self._config.enable_cpu_offload == "auto" and not self._tables.all_sequences_fit:
             held = self.max_sequence_tokens("offload")
             self._note(
                 ValueError(

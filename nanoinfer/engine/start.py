@@ -189,7 +189,7 @@ def may_spill(config: EngineConfig, plan: MemoryPlan, tables: BlockTables) -> bo
     mode that does not come back.
     """
     holds_longest = most_resident_blocks(plan, tables) <= plan.num_host_blocks
-    return config.enable_cpu_offload == "auto" and not tables.all_rows_fit and holds_longest
+    return config.enable_cpu_offload == "auto" and not tables.all_sequences_fit and holds_longest
 
 
 def most_resident_blocks(plan: MemoryPlan, tables: BlockTables) -> int:

@@ -36,7 +36,7 @@ def advice(engine: Engine, times: DecodeTimes) -> str:
         per_step = (times.streamed_bytes - times.fetched_bytes) / times.num_streaming_steps
         gbps = times.streamed_bytes / times.streaming_seconds / 1e9
         weights = engine.plan.streamed_bytes
-        fewer = "run fewer sequences at once or " if engine.plan.max_num_seqs > 1 else ""
+        fewer = "run fewer sequences at once or " if engine.plan.max_running > 1 else ""
         limit = "gpu_memory_limit" if engine.config.resident_kv_limit is None else "resident_kv_limit"
         what = "KV"
         if weights:
@@ -65,7 +65,7 @@ def notes(engine: Engine) -> list[str]:
     """Return one sentence for each setting that had no effect."""
     config, found = engine.config, []
     counted, on_gpu = engine.executor.counters(), "" if engine.executor.is_host else " on the GPU"
-    if config.enable_cpu_offload == "auto" and engine.kv_cache.tables.all_rows_fit:
+    if config.enable_cpu_offload == "auto" and engine.kv_cache.tables.all_sequences_fit:
         found.append(f'enable_cpu_offload="auto" has no effect: all that can run at once fits{on_gpu}')
     # What is streamed beside weights is not counted apart.
     may_be_weights = counted.streamed_bytes or engine.plan.streamed_bytes

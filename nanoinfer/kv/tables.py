@@ -57,9 +57,10 @@ class BlockTables:
         return self.gpu.shape[1]
 
     @property
-    def all_rows_fit(self) -> bool:
-        """Whether the GPU pool holds all rows, however long they grow."""
-        return self.num_rows * self.groups.most_blocks(self._max_model_len) <= self.gpu_blocks.num_blocks
+    def all_sequences_fit(self) -> bool:
+        """Whether the GPU pool holds as many sequences as may run, however long they grow."""
+        num_running = min(self.num_rows, self.lifetimes.slots.num_blocks)
+        return num_running * self.groups.most_blocks(self._max_model_len) <= self.gpu_blocks.num_blocks
 
     def num_to_begin(self, sequence: Sequence) -> int:
         """Return the GPU blocks that a sequence must find to begin in resident mode with its tokens so far.

@@ -260,13 +260,15 @@ def _run(
 
 def why_no_step(llm: LLM, lengths: list[int], output_len: int) -> str:
     """Say what kept the sequences from decoding all at once, and what to do."""
-    batch, max_num_seqs = len(lengths), llm.engine.plan.max_num_seqs
+    batch, plan = len(lengths), llm.engine.plan
     if output_len == 1:
         return "no decode step to time: the prefill gives the first token, so give an output length of at least 2"
-    if batch > max_num_seqs:
-        return f"{batch} sequences never decode at once: max_num_seqs is {max_num_seqs}, raise it"
+    if batch > plan.max_running:
+        lacks_slots = llm.engine.executor.spec.state_bytes and plan.max_running < plan.max_num_seqs
+        name = "state_slots" if lacks_slots else "max_num_seqs"
+        return f"{batch} sequences never decode at once: {name} is {plan.max_running}, raise it"
     tier, limit = ("host", "host") if llm.mode == "offload" else ("gpu", "GPU")
-    num_blocks, groups = llm.stats()[f"{tier}_blocks_total"], llm.engine.plan.groups
+    num_blocks, groups = llm.stats()[f"{tier}_blocks_total"], plan.groups
     count = groups.most_full if tier == "host" else groups.most_blocks
     needed = sum(count(length + output_len) for length in lengths)
     if needed > num_blocks:

@@ -85,8 +85,8 @@ class Forecast:
     def report(self) -> str:
         """Return a table, or what to do if the model does not fit."""
         lines = [f"{self.model}, {self.batch} x {self.context:,} tokens"]
-        if self.fits and self.memory.max_num_seqs > self.batch:
-            lines[0] += f", of up to {self.memory.max_num_seqs} sequences at once"
+        if self.fits and self.memory.max_running > self.batch:
+            lines[0] += f", of up to {self.memory.max_running} sequences at once"
         if self.fits:
             lines += [""] + self._table()
         else:

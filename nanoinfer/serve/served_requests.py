@@ -52,7 +52,7 @@ class ServedRequests:
     """
 
     def __init__(self, engine: LLMEngine, max_queue: int) -> None:
-        self._engine, self._max_queue, self._num_places = engine, max_queue, engine.plan.max_num_seqs
+        self._engine, self._max_queue, self._num_places = engine, max_queue, engine.plan.max_running
         self.count_queued()
         self.calls: list[tuple] = []
         self.on_finished: Callable[[EndedRequest], None] = lambda ended: None

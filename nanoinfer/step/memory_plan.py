@@ -76,6 +76,11 @@ class MemoryPlan:
     is_taken_as_needed: bool = False
 
     @property
+    def max_running(self) -> int:
+        """Sequences that run at once at most. Rows beyond these are for drafted tokens, or lack a slot for states."""
+        return min(self.max_num_seqs, self.num_state_slots)
+
+    @property
     def fixed_bytes(self) -> int:
         """All but the KV pool and the partials that grow with it."""
         buffers = self.workspace_bytes + self.library_bytes + self.graph_bytes

@@ -32,7 +32,7 @@ def small_engine(
     pools = dict(num_gpu_blocks_override=num_gpu_blocks + 1, host_memory_limit=num_host_blocks * BLOCK_BYTES)
     engine = make_engine(path, SimulatedRuntime(seed), enable_cpu_offload=mode, **pools, **(ARGUMENTS | arguments))
     tables = engine.kv_cache.tables
-    assert tables.gpu_blocks.num_blocks == num_gpu_blocks or tables.all_rows_fit
+    assert tables.gpu_blocks.num_blocks == num_gpu_blocks or tables.all_sequences_fit
     return engine
 
 

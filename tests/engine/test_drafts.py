@@ -19,7 +19,9 @@ from guessing import guess
 from simulated import RaceError, SimulatedRuntime
 
 from nanoinfer import SamplingParams
+from nanoinfer.engine.figures import FACTS, Reading, values
 from nanoinfer.engine.suffixes import LONG, SHORT, SuffixIndex
+from nanoinfer.serve.served_requests import ServedRequests
 
 SUFFIX = dict(method="suffix", num_speculative_tokens=5)
 OFFLOAD = dict(enable_cpu_offload=True, num_ring_slots=2, ring_slot_bytes=2 * LAYER_BLOCK_BYTES)
@@ -214,6 +216,13 @@ def test_text_that_repeats_itself_takes_fewer_steps(path_of):
     outcomes = [run(one, [prompt], [params], lambda *_: steps.append(one)) for one in (plain, engine)]
     assert outcomes[0] == outcomes[1] and steps.count(engine) < steps.count(plain)
     assert engine.drafts.num_accepted > 5 and engine.drafts.drafter.num_bytes == 0
+
+
+def test_rows_for_drafts_are_no_places_for_sequences(path_of):
+    common = dict(enable_cpu_offload="auto", max_num_seqs=2, num_gpu_blocks_override=49)
+    engine = make_engine(path_of("qwen3", **SMALL), speculative_config=SUFFIX, **common)
+    assert engine.kv_cache.tables.num_rows == 12 and engine.kv_cache.tables.all_sequences_fit
+    assert values(FACTS, Reading(engine))["max_num_seqs"] == -ServedRequests(engine, max_queue=3).num_queued == 2
 
 
 def test_a_request_says_what_was_drafted_and_taken(path_of):

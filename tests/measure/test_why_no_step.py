@@ -12,7 +12,7 @@ from offload import KVGroups, KVKind
 def test_blocks_are_counted_in_every_group_of_its_size_and_behind_windows_none(mode, needed):
     """100 tokens are 4 blocks of 32, of which 3 are full, and 7 of 16, of which a window of 20 sees at most 3."""
     kinds = [KVKind(None, 32), KVKind(None, 16, 1), *[KVKind(20, 16, 1)] * 2]
-    plan = SimpleNamespace(max_num_seqs=4, groups=KVGroups.of(kinds))
+    plan = SimpleNamespace(max_running=4, groups=KVGroups.of(kinds))
     assert [(group.window, group.block_size) for group in plan.groups] == [(None, 32), (None, 16), (20, 16), (20, 16)]
     stats = dict(gpu_blocks_total=needed - 1, host_blocks_total=needed - 1)
     engine = SimpleNamespace(plan=plan, config=SimpleNamespace(block_size=32))
