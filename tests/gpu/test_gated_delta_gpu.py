@@ -23,10 +23,11 @@ CASES = pytest.mark.parametrize(
     [
         (REAL, torch.bfloat16),
         (DeltaHeads(2, 6, 64, 64, is_tiled=True), torch.bfloat16),
+        (DeltaHeads(2, 6, 64, 64, is_tiled=True), torch.float16),
         (DeltaHeads(1, 3, 24, 40), torch.float16),
         (SHARED, torch.float32),
     ],
-    ids=["as in models", "tiled", "odd", "float32"],
+    ids=["as in models", "tiled", "tiled float16", "odd", "float32"],
 )
 
 

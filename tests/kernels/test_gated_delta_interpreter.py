@@ -9,8 +9,11 @@ triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
     pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
 
+import triton.language as tl
+
 from nanoinfer.kernels import fused, reference
 from nanoinfer.kernels.delta import gated_delta
+from nanoinfer.kernels.delta.gates import exp, parts_of
 from nanoinfer.kernels.delta.heads import DeltaHeads
 
 ODD = DeltaHeads(1, 3, 24, 40)  # no powers of two, and a tile that is cut
@@ -24,6 +27,40 @@ def test_the_kernels_compute_what_a_scan_does(heads):
 
 def test_in_float16_beta_and_results_are_rounded():
     check_against_a_scan(fused, SHARED, torch.float16)
+
+
+@triton.jit
+def exp_kernel(x, out, size: tl.constexpr):
+    at = tl.arange(0, size)
+    tl.store(out + at, exp(tl.load(x + at)))
+
+
+def test_an_exp_errs_by_less_than_its_last_bit():
+    x = torch.cat([-torch.logspace(-8, 2.1, 4093), torch.tensor([0.0, 20.0, torch.nan])])
+    found = torch.empty_like(x)
+    exp_kernel[(1,)](x, found, len(x))
+    wanted = x.double().exp()
+    unit = torch.exp2(wanted.log2().floor() - 23).clamp_min(2.0**-149)
+    assert ((found.double() - wanted).abs() <= unit)[:-1].all() and found[-1].isnan()
+    assert found[-3] == 1.0
+
+
+@triton.jit
+def parts_kernel(x, out, size: tl.constexpr):
+    at = tl.arange(0, size)
+    first, second, third = parts_of(tl.load(x + at))
+    tl.store(out + at, first)
+    tl.store(out + size + at, second)
+    tl.store(out + 2 * size + at, third)
+
+
+def test_three_parts_are_a_float32():
+    x = drawn(4096) * torch.logspace(-30, 30, 4096)
+    x[0] = torch.nan
+    parts = torch.empty(3, len(x), dtype=torch.bfloat16)
+    parts_kernel[(1,)](x, parts, len(x))
+    assert torch.equal(parts.double().sum(0)[1:], x.double()[1:]) and parts[:, 0].sum().isnan()
+    assert (parts[1].abs() <= parts[0].abs() / 2**8)[1:].all()
 
 
 def test_three_parts_of_bfloat16_have_all_bits_of_a_state():

@@ -76,6 +76,8 @@ def compile_only(kernel, grid):
         # A product that runs on while the registers of its left operand are written is wrong: triton-lang/triton#9433.
         takes_registers = re.search("warp_group_dot .* : tensor<", found.asm["ttgir"])
         assert not takes_registers or not re.search("pendings = [1-9]", found.asm["ttgir"]), kwargs
+        # ptxas loses where operands of Hopper's own instructions are, of which this loop has a hundred.
+        assert kernel.__name__ != "delta_scan_kernel" or "warp_group_dot" not in found.asm["ttgir"], kwargs
         # Only what Hopper has for tiles of 64 rows keeps the order of columns in operands of a whole block.
         is_whole = kwargs.get("WHOLE") or (kernel.__name__ == "packed_linear_kernel" and args[1] is not None)
         assert not is_whole or "versionMajor = 3" in found.asm["ttgir"], kwargs

@@ -8,7 +8,17 @@ inverse depends on keys and gates alone: `inverse` makes it, and `scan` multipli
 import triton
 import triton.language as tl
 
-from nanoinfer.kernels.delta.gates import beta, decay, key_head_of, product, scale_of_key, scale_of_query
+from nanoinfer.kernels.delta.gates import (
+    beta,
+    decay,
+    exact_dot,
+    exp,
+    key_head_of,
+    parts_of,
+    product_of_parts,
+    scale_of_key,
+    scale_of_query,
+)
 from nanoinfer.kernels.launch.pdl import let_next_in, wait_for_inputs
 
 
@@ -33,7 +43,8 @@ def delta_chunks_kernel(
     decay_bias,  # [VALUE_HEADS]
     ends,  # [N] int32
     chunks,  # [n] int32
-    pairs,  # [n, VALUE_HEADS, 2, CHUNK, CHUNK] float32: A, queries by keys times decays
+    systems,  # [n, VALUE_HEADS, 3, CHUNK, CHUNK] float32, the memory of pairs: A is the first of three
+    pairs,  # [n, VALUE_HEADS, 6, CHUNK, CHUNK] bfloat16: the last three are parts of queries by keys times decays
     factors,  # [n, VALUE_HEADS, 5, CHUNK] float32, of keys that find, queries, keys that are written; decays; beta
     mixed_stride,
     decay_stride,
@@ -44,7 +55,6 @@ def delta_chunks_kernel(
     IS_TILED: tl.constexpr,
     BLOCK_K: tl.constexpr,
     CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr,
     WIDENS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -62,7 +72,7 @@ def delta_chunks_kernel(
     large, small = decays(tl.where(is_live, step, 0.0))
     much = tl.load(beta_in + token * beta_stride + head, mask=is_live, other=0.0)
     much = tl.where(is_live, beta(much, mixed), 0.0)
-    since, last = tl.exp(large + small), order == CHUNK - 1
+    since, last = exp(large + small), order == CHUNK - 1
     until_end = (tl.sum(tl.where(last, large, 0.0)) - large) + (tl.sum(tl.where(last, small, 0.0)) - small)
 
     inside = is_live[:, None] & (key < KEY_SIZE)[None, :]
@@ -74,14 +84,26 @@ def delta_chunks_kernel(
     at = factors + place * 5 * CHUNK + order
     tl.store(at, since * of_key)
     tl.store(at + CHUNK, since * of_query)
-    tl.store(at + 2 * CHUNK, tl.exp(until_end) * of_key)
+    tl.store(at + 2 * CHUNK, exp(until_end) * of_key)
     tl.store(at + 3 * CHUNK, since)
     tl.store(at + 4 * CHUNK, much)
     is_before = order[:, None] > order[None, :]
     between = (large[:, None] - large[None, :]) + (small[:, None] - small[None, :])
-    between = tl.exp(tl.where(is_before, between, 0.0)) * of_key[None, :]
-    by_keys = product(k, k.T, PRECISION, WIDENS) * between
-    by_queries = product(q, k.T, PRECISION, WIDENS) * between
-    at = pairs + place.to(tl.int64) * 2 * CHUNK * CHUNK + order[:, None] * CHUNK + order[None, :]
-    tl.store(at + CHUNK * CHUNK, tl.where(order[:, None] >= order[None, :], by_queries * of_query[:, None], 0.0))
-    tl.store(at, tl.where(is_before, by_keys * (of_key * much)[:, None], 0.0))
+    between = exp(tl.where(is_before, between, 0.0)) * of_key[None, :]
+    if mixed.dtype.element_ty == tl.bfloat16:
+        by_keys, by_queries = exact_dot(k, k.T, WIDENS), exact_dot(q, k.T, WIDENS)
+    else:
+        k1, k2, k3 = parts_of(k.to(tl.float32))
+        q1, q2, q3 = parts_of(q.to(tl.float32))
+        by_keys = product_of_parts(k1, k2, k3, k1.T, k2.T, k3.T, WIDENS)
+        by_queries = product_of_parts(q1, q2, q3, k1.T, k2.T, k3.T, WIDENS)
+    by_keys, by_queries = by_keys * between, by_queries * between
+    place, at = place.to(tl.int64), order[:, None] * CHUNK + order[None, :]
+    tl.store(systems + place * 3 * CHUNK * CHUNK + at, tl.where(is_before, by_keys * (of_key * much)[:, None], 0.0))
+    by_queries = tl.where(order[:, None] >= order[None, :], by_queries * of_query[:, None], 0.0)
+    first, second, third = parts_of(by_queries)
+    pairs += (place * 6 + 3) * CHUNK * CHUNK
+    tl.store(pairs + at, first)
+    tl.store(pairs + CHUNK * CHUNK + at, second)
+    if mixed.dtype.element_ty != tl.bfloat16:
+        tl.store(pairs + 2 * CHUNK * CHUNK + at, third)

@@ -21,11 +21,11 @@ from nanoinfer.kernels.layer.state_runs import CHUNK, StateRuns
 ROWS = 32, 4
 """128 bytes of each key."""
 CHUNK_WARPS, INVERSE_WARPS = 4, 2
-SCANS = {torch.bfloat16: (32, 4, 2)}
-WIDE_SCAN = 16, 4, 1
-"""Of other dtypes, whose products take more registers and more shared memory."""
-MEMORY_AHEAD = 96 * 1024
-"""Bytes of shared memory that a program may take where the next chunk loads while one is computed."""
+SCANS = {torch.bfloat16: (16, 4, 2)}
+WIDE_SCAN = 16, 8, 2
+"""Of other dtypes, whose products take more registers."""
+MEMORY_AHEAD = {2: 96 * 1024, 4: 128 * 1024}
+"""By the bytes of a value: what a program must be able to take for the next chunk to load while one is computed."""
 
 
 def gated_delta(
@@ -80,23 +80,23 @@ def _prompts(gates: tuple[Tensor, ...], state: Tensor, runs: StateRuns, out: Ten
     in float32, so no bit depends on that."""
     mixed = gates[0]
     most, count = min(PIECE, len(runs.chunks)), heads.num_value_heads
-    pairs = torch.empty(most, count, 2, CHUNK, CHUNK, dtype=torch.float32, device=mixed.device)
+    pairs = torch.empty(most, count, 6, CHUNK, CHUNK, dtype=torch.bfloat16, device=mixed.device)
+    systems = pairs.view(torch.float32)
     factors = torch.empty(most, count, 5, CHUNK, dtype=torch.float32, device=mixed.device)
     tile, num_warps, num_stages = SCANS.get(mixed.dtype, WIDE_SCAN)
     tile = min(tile, max(16, next_power_of_2(heads.value_size)))
     strides, target = [one.stride(0) for one in gates[:3]], target_of(mixed.device)
-    if target.program_memory < MEMORY_AHEAD:
+    if target.program_memory < MEMORY_AHEAD[mixed.element_size()]:
         num_stages = 1  # of the same bits: a chunk is loaded when it is needed
-    # Products of float32 as exact as a processor's, but for the last bits; others of NVIDIA's would be of 10 bits.
-    how = dict(CHUNK=CHUNK, PRECISION="tf32x3" if target.has_instructions else "ieee", WIDENS=not target.is_compiled)
+    how = dict(CHUNK=CHUNK, WIDENS=not target.is_compiled)
     shared = _sizes(heads) | how | launch_options(mixed)
     shared["BLOCK_K"] = max(16, shared["BLOCK_K"])
     for some in runs.chunks.split(PIECE):
         delta_chunks_kernel[(count, len(some))](
-            *gates, runs.ends, some, pairs, factors, *strides, num_warps=CHUNK_WARPS, **shared
+            *gates, runs.ends, some, systems, pairs, factors, *strides, num_warps=CHUNK_WARPS, **shared
         )  # fmt: skip
         delta_inverse_kernel[(count, len(some))](
-            some, pairs, factors, num_warps=INVERSE_WARPS, **launch_options(mixed)
+            some, systems, pairs, factors, num_warps=INVERSE_WARPS, **launch_options(mixed)
         )  # fmt: skip
         delta_scan_kernel[(count * triton.cdiv(heads.value_size, tile), len(some))](
             mixed, state, *runs[:3], some, pairs, factors, out, len(some), mixed.stride(0), state.stride(0),

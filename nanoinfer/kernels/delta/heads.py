@@ -38,4 +38,4 @@ class DeltaHeads(NamedTuple):
 
 def gated_delta_bytes(num_tokens: int, heads: DeltaHeads) -> int:
     """Return what a layer takes beside its inputs and outputs for a step of prompts: every token may be one's last."""
-    return min(PIECE, num_tokens) * heads.num_value_heads * (2 * CHUNK + 5) * CHUNK * 4
+    return min(PIECE, num_tokens) * heads.num_value_heads * (3 * CHUNK + 5) * CHUNK * 4

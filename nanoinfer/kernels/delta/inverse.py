@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from nanoinfer.kernels.delta.gates import parts_of
 from nanoinfer.kernels.launch.pdl import let_next_in, wait_for_inputs
 
 
@@ -17,10 +18,19 @@ def product(a, b):
     return tl.dot(a, b, input_precision="ieee")
 
 
+@triton.jit
+def store_parts(at, block):
+    first, second, third = parts_of(block)
+    tl.store(at, first)
+    tl.store(at + 64 * 64, second)
+    tl.store(at + 2 * 64 * 64, third)
+
+
 @triton.jit(do_not_specialize_on_alignment=["chunks"])
 def delta_inverse_kernel(
     chunks,  # [n] int32
-    pairs,  # [n, value heads, 2, 64, 64] float32: the first of two is A, and becomes (I + A)^-1 times beta
+    systems,  # [n, value heads, 3, 64, 64] float32, the memory of pairs: the first of three is A
+    pairs,  # [n, value heads, 6, 64, 64] bfloat16: the first three become parts of (I + A)^-1 times beta
     factors,  # [n, value heads, 5, 64] float32: the last one is beta
     PDL: tl.constexpr,
 ):
@@ -36,7 +46,7 @@ def delta_inverse_kernel(
     if begin < 0:
         return
     order = tl.arange(0, 16)
-    at = pairs + place * 2 * 64 * 64
+    at = systems + place * 3 * 64 * 64
     number, row, column = tl.arange(0, 4)[:, None, None], order[None, :, None], order[None, None, :]
     below = tl.load(at + (number * 16 + row) * 64 + number * 16 + column)
     blocks = tl.where(row == column, 1.0, tl.zeros_like(below))
@@ -60,14 +70,25 @@ def delta_inverse_kernel(
     i30 = -product(i33, product(a30, i00) + product(a31, i10) + product(a32, i20))
     beta = factors + (place * 5 + 4) * 64 + order
     first, second, third = tl.load(beta)[None, :], tl.load(beta + 16)[None, :], tl.load(beta + 32)[None, :]
+    fourth = tl.load(beta + 48)[None, :]
+    at, nothing = pairs + place * 6 * 64 * 64 + order[:, None] * 64 + order[None, :], tl.zeros([16, 16], tl.float32)
     tl.debug_barrier()  # a late thread may not have read what another one writes
-    tl.store(at, i00 * first)
-    tl.store(at + step, i10 * first)
-    tl.store(at + 2 * step, i20 * first)
-    tl.store(at + 3 * step, i30 * first)
-    tl.store(at + step + 16, i11 * second)
-    tl.store(at + 2 * step + 16, i21 * second)
-    tl.store(at + 3 * step + 16, i31 * second)
-    tl.store(at + 2 * step + 32, i22 * third)
-    tl.store(at + 3 * step + 32, i32 * third)
-    tl.store(at + 3 * step + 48, i33 * tl.load(beta + 48)[None, :])
+    store_parts(at, i00 * first)
+    store_parts(at + 16, nothing)
+    store_parts(at + 32, nothing)
+    store_parts(at + 48, nothing)
+    at += step
+    store_parts(at, i10 * first)
+    store_parts(at + 16, i11 * second)
+    store_parts(at + 32, nothing)
+    store_parts(at + 48, nothing)
+    at += step
+    store_parts(at, i20 * first)
+    store_parts(at + 16, i21 * second)
+    store_parts(at + 32, i22 * third)
+    store_parts(at + 48, nothing)
+    at += step
+    store_parts(at, i30 * first)
+    store_parts(at + 16, i31 * second)
+    store_parts(at + 32, i32 * third)
+    store_parts(at + 48, i33 * fourth)

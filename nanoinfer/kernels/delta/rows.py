@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from nanoinfer.kernels.delta.gates import beta, decay, key_head_of, scale_of_key, scale_of_query
+from nanoinfer.kernels.delta.gates import beta, decay, exp, key_head_of, scale_of_key, scale_of_query
 from nanoinfer.kernels.launch.pdl import let_next_in, wait_for_inputs
 
 
@@ -57,7 +57,7 @@ def delta_rows_kernel(
     q, k = q * scale_of_query(q, KEY_SIZE), k * scale_of_key(k)
     at_value = inputs + 2 * KEY_HEADS * KEY_SIZE + head * VALUE_SIZE + value
     v = tl.load(at_value, mask=has_value, other=0.0).to(tl.float32)
-    now *= tl.exp(decay(tl.load(decay_in + row * decay_stride + head), rate, bias))
+    now *= exp(decay(tl.load(decay_in + row * decay_stride + head), rate, bias))
     written = (v - tl.sum(now * k[:, None], axis=0)) * beta(tl.load(beta_in + row * beta_stride + head), mixed)
     now += k[:, None] * written[None, :]
     read = tl.sum(now * q[:, None], axis=0)

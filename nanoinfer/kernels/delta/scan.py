@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from nanoinfer.kernels.delta.gates import key_head_of, product
+from nanoinfer.kernels.delta.gates import exact_dot, key_head_of, parts_of, product, product_of_parts
 from nanoinfer.kernels.launch.pdl import let_next_in, wait_for_inputs
 
 
@@ -15,7 +15,7 @@ def delta_scan_kernel(
     begins,
     ends,
     chunks,  # [n] int32
-    pairs,  # as `delta_chunks_kernel` leaves them
+    pairs,  # as `delta_chunks_kernel` and `delta_inverse_kernel` leave them
     factors,
     out,  # [N, VALUE_HEADS, VALUE_SIZE]
     num_chunks,  # n
@@ -29,7 +29,6 @@ def delta_scan_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr,
     WIDENS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -67,18 +66,30 @@ def delta_scan_kernel(
         v = tl.load(here + to_values + at_value, mask=has_out, other=0.0).to(tl.float32)
         index = ((first + number) * VALUE_HEADS + head).to(tl.int64)
         at_factor = factors + index * 5 * CHUNK + order
-        pair = pairs + index * 2 * CHUNK * CHUNK
-        found = product(k, now, PRECISION, WIDENS) * tl.load(at_factor)[:, None]
-        written = product(tl.load(pair + at_pair), v - found, PRECISION, WIDENS)
-        read = product(q, now, PRECISION, WIDENS) * tl.load(at_factor + CHUNK)[:, None]
-        read += product(tl.load(pair + CHUNK * CHUNK + at_pair), written, PRECISION, WIDENS)
+        pair, size = pairs + index * 6 * CHUNK * CHUNK + at_pair, CHUNK * CHUNK
+        one, two, three = parts_of(now)
+        found = product(k, one, two, three, WIDENS) * tl.load(at_factor)[:, None]
+        if mixed.dtype.element_ty == tl.bfloat16:
+            read = exact_dot(q, two, WIDENS) + exact_dot(q, one, WIDENS)
+        else:
+            read = product(q, one, two, three, WIDENS)
+        read *= tl.load(at_factor + CHUNK)[:, None]
+        one, two, three = parts_of(v - found)
+        a, b, c = tl.load(pair), tl.load(pair + size), tl.load(pair + 2 * size)
+        written = product_of_parts(a, b, c, one, two, three, WIDENS)
+        one, two, three = parts_of(written)
+        a, b = tl.load(pair + 3 * size), tl.load(pair + 4 * size)
+        if mixed.dtype.element_ty == tl.bfloat16:  # two parts of what is rounded to one
+            read += exact_dot(b, one, WIDENS) + exact_dot(a, two, WIDENS) + exact_dot(a, one, WIDENS)
+        else:
+            read += product_of_parts(a, b, tl.load(pair + 5 * size), one, two, three, WIDENS)
         tl.store(
             out + (token.to(tl.int64) * VALUE_HEADS + head) * VALUE_SIZE + at_out,
             read.to(out.dtype.element_ty),
             mask=has_out,
         )
         # The sum is rounded as others are; matrix units, adding to it, would cut it off.
-        written *= tl.load(at_factor + 2 * CHUNK)[:, None]
-        now = now * tl.load(factors + (index * 5 + 4) * CHUNK - 1) + product(k.T, written, PRECISION, WIDENS)
+        one, two, three = parts_of(written * tl.load(at_factor + 2 * CHUNK)[:, None])
+        now = now * tl.load(factors + (index * 5 + 4) * CHUNK - 1) + product(k.T, one, two, three, WIDENS)
     tl.debug_barrier()  # a late thread may not have read what another one writes
     tl.store(place, now, mask=has_key[:, None] & has_value[None, :])
