@@ -78,8 +78,8 @@ def exact_dot(a, b, WIDENS: tl.constexpr):
     """Return a @ b of bfloat16, each product exact: the interpreter has none, and takes float32.
 
     Where b is narrow, its columns are the rows of the product. Hopper's own matrix instructions take 64 rows; so these
-    are those of all NVIDIA's GPUs, with operands in registers. For Hopper's the compiler (ptxas of CUDA 12.8) keeps
-    where operands are in uniform registers, of which the scan needs more than there are: some shapes read elsewhere.
+    are those of all NVIDIA's GPUs, with operands in registers. With Hopper's, as Triton 3.6 and ptxas of CUDA 12.8
+    compile the scan, some shapes read shared memory outside of the program's; why is not known.
     """
     if WIDENS:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
