@@ -164,13 +164,11 @@ class LLMEngine:
 
     def _advance(self) -> None:
         before = self.work.in_flight
-        if (
-            before is not None
-            and self.drafts
-            and (before.batch.drafts or self.drafts.are_wanted(self.scheduler.running))
-        ):
-            self._take(before)  # what may come next follows from all tokens so far
-            before = None
+        if before is not None and self.drafts:
+            are_wanted = self.drafts.are_wanted(self.scheduler.running)  # it counts steps, so it is asked in each
+            if are_wanted or before.batch.drafts:
+                self._take(before)  # what may come next follows from all tokens so far
+                before = None
         batch = self._schedule()
         if batch is None:
             if before is not None:

@@ -224,13 +224,14 @@ class Mover:
         whether the sequence has to wait for that."""
         if sequence.row is None or not self._cache.prefixes.is_state_wanted(sequence):
             return False
-        num_wanted = self._tables.blocks_of_state
-        self._cache.prefixes.snapshots.make_room()
+        num_wanted, blocks = self._tables.blocks_of_state, self._blocks
+        if self._tables.is_offload and num_wanted > min(self._cache.num_unpromised_host, blocks.num_free):
+            return False
+        self._cache.prefixes.snapshots.make_room()  # before memory is asked for
         if not self._tables.is_offload:
             self._ask_for(num_wanted)
-        num_unpromised = self._cache.num_unpromised_host if self._tables.is_offload else self._blocks.num_free
-        if num_wanted > min(num_unpromised, self._blocks.num_free):
-            return False
+            if num_wanted > blocks.num_free:
+                return False
         taken = self._blocks.allocate(num_wanted)
         self._await(sequence, self.transfers.store_state(sequence.state_slot, taken))
         self._cache.prefixes.publish_state(sequence, taken)

@@ -23,8 +23,10 @@ def _state_slots(config: EngineConfig, spec: ModelSpec, budget_bytes: int, max_n
 
     States of 64 sequences of a 27B model with Gated DeltaNet are 9 GiB, whoever runs.
     """
-    if config.state_slots is not None or not spec.state_bytes:
-        return min(max_num_seqs, config.state_slots or max_num_seqs)
+    if not spec.state_bytes:
+        return max_num_seqs
+    if config.state_slots is not None:
+        return min(max_num_seqs, config.state_slots)
     share = budget_bytes // (8 if budget_bytes >= LARGE else 16)
     return min(max_num_seqs, max(LEAST_STATES, share // spec.state_bytes))
 
