@@ -18,12 +18,11 @@ from nanoinfer.engine.masks import MaskMaker
 from nanoinfer.engine.meter import LaunchedStep, StepMeter
 from nanoinfer.engine.modes import Modes
 from nanoinfer.engine.planner import StepPlanner
-from nanoinfer.engine.recovery import Work
+from nanoinfer.engine.recovery import Turns, Work
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.start import build
 from nanoinfer.engine.stats import statistics
 from nanoinfer.engine.trace import Trace
-from nanoinfer.engine.turns import Turns
 from nanoinfer.execution.runner import ModelRunner
 from nanoinfer.outputs import StreamOutput
 from nanoinfer.requests.prompts import Prompt
