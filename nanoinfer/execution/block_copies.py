@@ -12,7 +12,7 @@ from offload.blocks import GPU, HOST, STATES
 
 
 class BlockCopies:
-    """Does to blocks and states what the planning side asks for by their numbers; see `nanoinfer.kv.mover.BlockMemory`.
+    """Does to blocks and slots what the planning side asks for by their numbers (`nanoinfer.step.executor.Executor`).
 
     Args:
         offload: has the host pool, and the streams.

@@ -110,6 +110,14 @@ class ToolReader(Reader):
         text, self._held = self._held[:length], self._held[length:]
         return text
 
+    def _cut_end(self, end: str) -> bool:
+        """Drop blanks and the end tag, or nothing where it is missing; False: more of it may come."""
+        self._held = self._held.lstrip()
+        if end.startswith(self._held) and self._held != end and len(self._held) <= MAX_BLANKS:
+            return False
+        self._held = self._held.removeprefix(end)
+        return True
+
     def _cut_before(self, markers: Collection[str]) -> tuple[str, str | None]:
         """Take the text before the first marker off, and return both; None: no more is known to be before one."""
         hit = first(self._held, markers)

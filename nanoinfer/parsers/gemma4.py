@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from nanoinfer.parsers.base import MAX_BLANKS, num_held
+from nanoinfer.parsers.base import num_held
 from nanoinfer.parsers.json_calls import JsonCallReader
 from nanoinfer.parsers.json_text import MAX_DEPTH, NamedArguments
 
@@ -173,10 +173,8 @@ class Gemma4Reader(JsonCallReader):
 
     def _behind(self) -> bool:
         """The end tag, or whatever comes where it is missing."""
-        self._held = self._held.lstrip()
-        if END.startswith(self._held) and self._held != END and len(self._held) <= MAX_BLANKS:
+        if not self._cut_end(END):
             return False
-        self._held = self._held.removeprefix(END)
         self._step = self._outside
         return True
 

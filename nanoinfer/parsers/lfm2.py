@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nanoinfer.parsers.base import MAX_BLANKS
 from nanoinfer.parsers.json_calls import JsonCallReader
 from nanoinfer.parsers.json_text import JsonCall
 from nanoinfer.parsers.python_arguments import KEYWORD_BEGUN, PythonArguments
@@ -73,10 +72,8 @@ class Lfm2Reader(JsonCallReader):
 
     def _closing(self) -> bool:
         """The end tag, or whatever comes where it is missing."""
-        self._held = self._held.lstrip()
-        if END.startswith(self._held) and self._held != END and len(self._held) <= MAX_BLANKS:
+        if not self._cut_end(END):
             return False
-        self._held = self._held.removeprefix(END)
         self._step = self._outside
         return True
 
