@@ -72,7 +72,8 @@ class StepPlanner:
         lines, tables = list(batch.lines()), kv_cache.tables
         # Drafted tokens lie in rows that no sequence has; what these hold is worthless to whoever gets them.
         spare = kv_cache.free_rows[: len(lines)]
-        owners = np.array([one.row for one in [*decoding, *(one for one, *_ in lines)]], dtype=np.int32)
+        of_rows = [*decoding, *(sequence for sequence, *_ in lines)]
+        owners = np.array([sequence.row for sequence in of_rows], dtype=np.int32)
         rows = np.concatenate([owners[: len(decoding)], np.array(spare, dtype=np.int32)])
         ends = np.array(
             [*(one.num_tokens for one in decoding), *(one.num_tokens + number for one, number, _ in lines)],
@@ -102,7 +103,7 @@ class StepPlanner:
             number=self._number,
             chunks=tuple(map(_prompt_chunk, chunks)),
             rows=rows,
-            state_slots=np.array([one.state_slot for one in [*decoding, *(one for one, *_ in lines)]], dtype=np.int32),
+            state_slots=np.array([sequence.state_slot for sequence in of_rows], dtype=np.int32),
             begins=ends - 1,
             ends=ends,
             gpu_blocks=gpu_blocks,
