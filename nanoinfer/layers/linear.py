@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 
 import torch
@@ -14,6 +14,7 @@ from nanoinfer.kernels.operations import operations_of
 from nanoinfer.layers.formats.base import DENSE, ExpandedFormat, Filling, Formats
 from nanoinfer.layers.formats.parted import merge_formats
 from nanoinfer.layers.norm import RMSNorm, add_and_norm
+from nanoinfer.layers.shard import Held, Shard
 
 HEAD_BLOCK = 2048
 """Where a library multiplies, so many rows of a head are a product of their own, wherever the rows lie: a library
@@ -27,7 +28,10 @@ class Linear(nn.Module):
     weight, [sum(out_features), in_features], and in the bias. A single projection may be given as a number. formats:
     how the projections lie in memory, by these names, or by no name for a single one. cut: its sums have two parts,
     which are cut at this column (`kernels.linear.cuts`); None: they are whole. row_sizes: where a library multiplies,
-    so many neighbouring rows are a product of their own each: what one of two devices may hold. `operations` are those
+    so many neighbouring rows are a product of their own each: what one of two devices may hold. held: of a rank's share
+    of a weight, which it is: by the names of projections, or one for a single projection or for columns, of which the
+    sums are one part; `gather` returns then the parts of all ranks, [ranks, N, num_rows] for [N, num_rows]. The bias of
+    sums in parts is that of the first rank. `operations` are those
     of the device; `library_counts` are the row counts at which its library gives our kernels' bits on CUDA
     (`execution.products`); `scratch` is the buffer that `share_scratch` gives to all modules.
     `multiplies`: whether any product is asked of the module; `has_few_rows`: whether products have few rows.
@@ -35,6 +39,7 @@ class Linear(nn.Module):
 
     multiplies = True
     has_few_rows = False
+    gather: Callable[[Tensor], Tensor] | None = None
 
     def __init__(
         self,
@@ -43,6 +48,7 @@ class Linear(nn.Module):
         *,
         cut: int | None = None,
         row_sizes: Sequence[int] = (),
+        held: Held | Mapping[str, Held] | None = None,
         bias: bool = False,
         dtype: torch.dtype,
         device,
@@ -50,6 +56,8 @@ class Linear(nn.Module):
     ) -> None:
         super().__init__()
         self.cut, self.row_sizes = cut, tuple(row_sizes)
+        self.held = {"": held} if isinstance(held, Held) else held or {}
+        self.is_part = isinstance(held, Held) and held.along == "columns"
         self.merged = out_features if isinstance(out_features, dict) else None
         sizes = self.merged or {"": out_features}
         self.num_rows, self.in_features = sum(sizes.values()), in_features
@@ -57,6 +65,12 @@ class Linear(nn.Module):
         self.operations, self.library_counts, self.scratch = operations_of(device), frozenset(), None
         self.kept_matrix: Tensor | None = None
         self.weights.allocate(self, self.num_rows, in_features, cut=cut, dtype=dtype, device=device)
+        if self.is_part and getattr(self.weights, "column_block", 1) > 1 and in_features % self.weights.column_block:
+            block = self.weights.column_block
+            raise ValueError(
+                f"{in_features} of {held.total} columns would lie on each GPU, and {block} of the weight's format "
+                "belong together: give tensor_parallel_size=1"
+            )
         self.bias = None
         if bias:
             self.bias = nn.Parameter(torch.empty(self.num_rows, dtype=dtype, device=device), requires_grad=False)
@@ -66,7 +80,7 @@ class Linear(nn.Module):
 
         activation: the rows are those of gate, then of up; the result is activation(gate) * up, [N, num_rows / 2].
         """
-        if self.cut is not None:
+        if self.cut is not None or self.is_part:
             assert activation is None, "sums in parts are those of an output"
             total = reduce(torch.add, self.parts(x)).to(x.dtype)
             return total if out is None else out.copy_(total)
@@ -81,11 +95,20 @@ class Linear(nn.Module):
 
     def parts(self, x: Tensor) -> Tensor:
         """Return the product as what `rms_norm` adds in order: [parts, N, num_rows] float32."""
+        if self.is_part:
+            return self.gather(self.own_part(x))
         product = self.weights.product(self, x, in_parts=True)
         if product is not None:
             return product
         counts = self.library_counts
         return self.operations.linear_parts(x, self.weights.matrix(self), self.cut, self.bias, library_counts=counts)
+
+    def own_part(self, x: Tensor) -> Tensor:
+        """Return the part of the sums that this rank has: [N, num_rows] float32."""
+        part = self.weights.wide_product(self, x)
+        if part is None:
+            part = self.operations.wide_linear(x, self.weights.matrix(self))
+        return part if self.bias is None else part.add_(self.bias.float())
 
     def project_add_norm(self, x: Tensor, y: Tensor, norm: RMSNorm | None, behind: RMSNorm | None = None) -> Tensor:
         """Add the projection of y, [N, in_features], to x, [N, num_rows], in place, and return the norm of x.
@@ -108,6 +131,17 @@ class Linear(nn.Module):
             begin += count
         return filled
 
+    def held_views(self) -> dict[str, Held]:
+        """Return which rows or columns of a checkpoint's tensors `checkpoint_views` take, by the same names."""
+        whole = self.held.get("")
+        names = {ending: ending.rpartition(".")[0] for ending in self.checkpoint_views()}
+        found = {ending: self.held.get(name, whole) for ending, name in names.items()}
+        return {
+            ending: held
+            for ending, held in found.items()
+            if held is not None and not (ending.endswith("bias") and held.along == "columns")
+        }
+
     def fill_with_noise(self, generator: torch.Generator) -> None:
         """Fill weight and bias with random values."""
         self.weights.fill_with_noise(self, generator)
@@ -128,6 +162,13 @@ class Head(Linear):
         begins = range(0, num_rows, self.block)
         sizes = tuple(min(self.block, num_rows - begin) for begin in begins)
         super().__init__(in_features, num_rows, row_sizes=sizes, **options)
+
+
+def head_rows(num_rows: int, shard: Shard) -> tuple[int, int]:
+    """Return the rows, [begin, end), that a rank has of a head: whole ones of its blocks."""
+    block = head_block(num_rows)
+    begin, end = shard.even(-(-num_rows // block))
+    return begin * block, min(end * block, num_rows)
 
 
 def head_block(num_rows: int) -> int:

@@ -11,10 +11,13 @@ from nanoinfer.kernels.reference import ACTIVATIONS
 from nanoinfer.layers.formats.base import DENSE, Formats
 from nanoinfer.layers.linear import Linear
 from nanoinfer.layers.norm import RMSNorm
+from nanoinfer.layers.shard import WHOLE, Held, Shard, held_columns, held_rows, joined_rows
 
 
 class MLP(nn.Module):
-    """down(activation(up(x))), whose last sum has two parts (`kernels.linear.cuts`).
+    """down(activation(up(x))), whose last sum has two parts (`kernels.linear.cuts`), or is one rank's part.
+
+    intermediate_size: of the whole MLP, of which a rank has some columns.
 
     Raises:
         ValueError: `activation`, as a config calls it, is not supported.
@@ -33,6 +36,7 @@ class MLP(nn.Module):
         dtype: torch.dtype,
         device,
         formats: Formats = DENSE,
+        shard: Shard = WHOLE,
     ) -> None:
         super().__init__()
         if activation not in ACTIVATIONS:
@@ -41,15 +45,25 @@ class MLP(nn.Module):
                 f"activation {shown(activation)} is not supported{hint}. Supported: {', '.join(ACTIVATIONS)}"
             )
         options, of_down = dict(bias=bias, dtype=dtype, device=device), formats.below("down_proj")
-        cut = columns_cut(intermediate_size, of_down.of("").column_block)
-        self._make_up(hidden_size, divided(intermediate_size, cut), formats, options)
-        self.down_proj = Linear(intermediate_size, hidden_size, cut=cut, formats=of_down, **options)
+        block = of_down.of("").column_block
+        cut, of_rank = columns_cut(intermediate_size, block), {}
+        if shard.is_whole:
+            self._make_up(hidden_size, divided(intermediate_size, cut), None, formats, options)
+        else:
+            begin, end = shard.columns(intermediate_size, block)
+            rows = held_rows(intermediate_size, begin, end)
+            self._make_up(hidden_size, (end - begin,), rows, formats, options)
+            of_rank = dict(held=held_columns(intermediate_size, begin, end), bias=bias and shard.rank == 0)
+            intermediate_size = end - begin
+        self.down_proj = Linear(intermediate_size, hidden_size, cut=cut, formats=of_down, **options | of_rank)
         self.activation = activation
 
-    def _make_up(self, hidden_size: int, sizes: tuple[int, ...], formats: Formats, options: dict) -> None:
-        """sizes: of what `down_proj` takes, before its cut and behind it."""
+    def _make_up(
+        self, hidden_size: int, sizes: tuple[int, ...], held: Held | None, formats: Formats, options: dict
+    ) -> None:
+        """sizes: of what `down_proj` takes, before its cut and behind it; held: which of its rows a rank has."""
         of_up = formats.below("up_proj")
-        self.up_proj = Linear(hidden_size, sum(sizes), row_sizes=sizes, formats=of_up, **options)
+        self.up_proj = Linear(hidden_size, sum(sizes), row_sizes=sizes, held=held, formats=of_up, **options)
 
     def add(
         self, x: Tensor, normed: Tensor, norm: RMSNorm | None, num_live: Tensor, behind: RMSNorm | None = None
@@ -70,9 +84,13 @@ class GatedMLP(MLP):
 
     width = 3
 
-    def _make_up(self, hidden_size: int, sizes: tuple[int, ...], formats: Formats, options: dict) -> None:
+    def _make_up(
+        self, hidden_size: int, sizes: tuple[int, ...], held: Held | None, formats: Formats, options: dict
+    ) -> None:
         gate_up = formats.as_held("gate_up_proj", dict.fromkeys(("gate_proj", "up_proj"), sum(sizes)))
-        self.gate_up_proj = Linear(hidden_size, gate_up, row_sizes=2 * sizes, formats=formats, **options)
+        if held is not None:
+            held = dict.fromkeys(gate_up, held if len(gate_up) > 1 else joined_rows([held, held]))
+        self.gate_up_proj = Linear(hidden_size, gate_up, row_sizes=2 * sizes, held=held, formats=formats, **options)
 
     def hidden(self, x: Tensor) -> Tensor:
         return self.gate_up_proj(x, activation=self.activation)

@@ -13,6 +13,7 @@ import torch
 from nanoinfer.kernels.attention.spec import AttentionSpec
 from nanoinfer.kernels.delta.heads import DeltaHeads
 from nanoinfer.kernels.kv.base import KVFormat
+from nanoinfer.layers.shard import WHOLE, Shard
 from nanoinfer.models.states import STEP_UNIT, RecurrentState, slot_bytes
 from offload import KVGroups, KVKind, KVLayout, KVPlace
 
@@ -102,6 +103,8 @@ class ModelSpec:
     """What is sparse; None: nothing is."""
     attentions: tuple[AttentionSpec, ...]
     """The shapes that attention has in the layers."""
+    shard: Shard = WHOLE
+    """Which of several devices this is for: heads, sizes and bytes are what that one has."""
     gates_attention: bool = False
     """Whether each value of the attention's output is multiplied by a gate, which is made with the queries."""
     vocab_size: int

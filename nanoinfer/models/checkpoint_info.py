@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,22 @@ from nanoinfer.layers.formats.base import CheckpointTensors, Formats
 from nanoinfer.layers.formats.online import Online
 from nanoinfer.layers.formats.registry import formats_of
 from nanoinfer.layers.formats.text_part import long_names
+from nanoinfer.layers.shard import WHOLE, Shard
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a rank holds of a tensor in a file.
+
+    Attributes:
+        shape: of the tensor in the file.
+        dim: along which dimension there is less of it.
+        ranges: what there is, [begin, end) each.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    ranges: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +40,8 @@ class TensorEntry:
     """Where a tensor lies, from the header of its file.
 
     offset: of the tensor's first byte in the file. The values follow without gaps, in row-major order.
+
+    taken: what of the file's tensor this is; None: all.
 
     Of GGUF: block_type: such as "Q4_K", then it is bytes, whose last dimension is a row's; turned, added: as in
     `gguf.names.Part`.
@@ -37,6 +55,7 @@ class TensorEntry:
     block_type: str | None = None
     turned: tuple[int, int] = (0, 0)
     added: float = 0.0
+    taken: Taken | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -45,6 +64,33 @@ class TensorEntry:
     @property
     def end(self) -> int:
         return self.offset + self.num_bytes
+
+    @property
+    def whole(self) -> TensorEntry:
+        """The tensor of the file, of which this is something."""
+        return self if self.taken is None else replace(self, shape=self.taken.shape, taken=None)
+
+    def rows(self, begin: int, end: int) -> TensorEntry:
+        """Return the rows [begin, end) of it, along its first dimension."""
+        shape = (end - begin, *self.shape[1:])
+        if self.taken is not None and self.taken.dim == 0:
+            ranges, first = [], 0
+            for low, high in self.taken.ranges:
+                some = max(begin - first, 0) + low, min(end - first, high - low) + low
+                ranges += [some] * (some[0] < some[1])
+                first += high - low
+            return replace(self, shape=shape, taken=replace(self.taken, ranges=tuple(ranges)))
+        whole = self.shape if self.taken is None else self.taken.shape
+        offset = self.offset + begin * math.prod(whole[1:]) * self.dtype.itemsize
+        taken = self.taken and replace(self.taken, shape=(end - begin, *whole[1:]))
+        return replace(self, shape=shape, offset=offset, taken=taken)
+
+    def runs(self) -> Iterator[tuple[TensorEntry, int]]:
+        """Yield neighbouring rows of the file that are held, if whole rows are, and the first row of each here."""
+        first = 0
+        for begin, end in self.taken.ranges:
+            yield self.whole.rows(begin, end), first
+            first += end - begin
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,6 +103,7 @@ class CheckpointInfo:
         tensors: by their names in the model; None: the files are not there, or not whole, or do not count.
         is_text_part: whether the checkpoint is multimodal, of which the text model is used alone.
         gguf: what the GGUF file says that the checkpoint is; None: it is none.
+        shard: the rank that the model is made for.
         quantised_to: `settings` and `quantization` of an `Online`; None: the weights stay as they are.
     """
 
@@ -65,6 +112,7 @@ class CheckpointInfo:
     tensors: Mapping[str, TensorEntry] | None = None
     is_text_part: bool = False
     gguf: GGUFFile | None = None
+    shard: Shard = WHOLE
     quantised_to: tuple[dict[str, Any], str | None] | None = None
 
     @property

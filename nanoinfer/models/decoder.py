@@ -39,8 +39,9 @@ from nanoinfer.layers.experts import Experts
 from nanoinfer.layers.formats.base import Filling, Renamed, rename
 from nanoinfer.layers.fused_experts import fused_views
 from nanoinfer.layers.layer_inputs import LayerInputs
-from nanoinfer.layers.linear import Embedding, Head, Linear, share_scratch
+from nanoinfer.layers.linear import Embedding, Head, Linear, head_block, head_rows, share_scratch
 from nanoinfer.layers.norm import RMSNorm
+from nanoinfer.layers.shard import Held, held_rows
 from nanoinfer.layers.rope import Context, distinct, longest_contexts, pair_distance, query_scales, rope_table
 from nanoinfer.models.base import AttentionState, ModelSpec
 from nanoinfer.models.checkpoint_info import CheckpointInfo
@@ -112,7 +113,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.spec, self.streamed = spec, StreamedWeights(spec, on_host, device)
         hf_config, formats, held = checkpoint.hf_config, checkpoint.formats, checkpoint.modules
-        traits = self.traits(hf_config)
+        traits, shard = self.traits(hf_config), spec.shard
+        sizes, heads = self.mlp_sizes(hf_config, traits), self.attention_shapes(hf_config)
         options = dict(dtype=spec.dtype, device=device)
         table = dict(is_tied=spec.tied_embeddings, formats=formats.of_embeddings("model.embed_tokens"))
         table |= options | dict(is_on_host=on_host.embeddings or on_host.head and spec.tied_embeddings)
@@ -129,22 +131,29 @@ class Decoder(nn.Module):
         for index, state in enumerate(spec.layers):
             of_layer = Renamed(formats.below(f"model.layers.{index}", held), self.names)
             sparse = traits.sparse if self.is_sparse(hf_config, index) else None
-            own = replace(traits, formats=of_layer, sparse=sparse, intermediate_size=spec.mlp_sizes[index])
+            own = replace(traits, formats=of_layer, sparse=sparse, intermediate_size=sizes[index], shard=shard)
             if isinstance(state, AttentionState):
                 shape = spec.attentions[state.shape]
                 turned = None if traits.interleaved_rope else self.rope_parameters(hf_config)[index]
                 distance = pair_distance(turned, shape.head_dim)
                 own = replace(own, attention=shape, keeps_kv=state.source is None, rope_distance=distance)
+                own = replace(own, heads=heads[state.shape])
             self.layers.append(self.layer_classes[type(state)](spec, own, device=device))
             self.streamed.take_layer(index, self.layers[index])
         self.norm = traits.norm(spec.hidden_size, traits.norm_eps, factor=traits.residual_factor, **options)
+        rows = head_rows(spec.vocab_size, shard)
         if not spec.tied_embeddings:
             where = options | dict(device="cpu" if on_host.head else device)
-            self.lm_head = Head(spec.hidden_size, spec.vocab_size, formats=formats.below("lm_head"), **where)
+            # A rank has its own copy of its rows of a tied head.
+            where["formats"] = table["formats"] if hf_config.tie_word_embeddings else formats.below("lm_head")
+            where |= {} if shard.is_whole else dict(held=held_rows(spec.vocab_size, *rows))
+            block = head_block(spec.vocab_size)
+            self.lm_head = Head(spec.hidden_size, rows[1] - rows[0], block=block, **where)
             self.lm_head.multiplies = not on_host.head
         head = self.embed_tokens if spec.tied_embeddings else self.lm_head
         slices, of_logits = self.streamed.take_head(head), (traits.logits_divisor, traits.logits_softcap)
-        self.logits = Logits(slices, *of_logits, self.streamed.head.bring if on_host.head else None)
+        of_ranks = [head_rows(spec.vocab_size, one) for one in shard.all]
+        self.logits = Logits(slices, of_ranks, shard.rank, *of_logits, self.streamed.head.bring if on_host.head else None)
         share_scratch(self, self.logits.slices, **options)
         self.expert_pools = self.streamed.share_pools(self)
         self._embedding_scale = traits.embedding_scale
@@ -375,6 +384,18 @@ class Decoder(nn.Module):
             filled = dict(own())
             views |= {self.name_in_checkpoint(f"{prefix}.{ending}"): view for ending, view in filled.items()}
         return views
+
+    def held_views(self) -> dict[str, Held]:
+        """Return which rows or columns of a checkpoint's tensors this rank holds, by their names; others are whole."""
+        found = {}
+        for name, module in self.named_modules():
+            if (own := getattr(module, "held_views", None)) is None or module is self:
+                continue
+            prefix = name if name == "lm_head" else f"model.{name}"
+            if isinstance(module, Linear) and module.merged is not None:
+                prefix = prefix.rsplit(".", 1)[0]
+            found |= {self.name_in_checkpoint(f"{prefix}.{ending}"): held for ending, held in own().items()}
+        return found
 
     def name_in_checkpoint(self, name: str) -> str:
         """Return what checkpoints call a module or parameter: "model." and its path, but for `lm_head`."""

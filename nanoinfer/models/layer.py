@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.kernels.attention.spec import AttentionSpec
+from nanoinfer.kernels.attention.spec import AttentionSpec, HeadShape
 from nanoinfer.kernels.delta.heads import DeltaHeads
 from nanoinfer.kernels.experts.routing import GatedActivation
 from nanoinfer.kernels.kv.base import KVPart
@@ -18,6 +18,7 @@ from nanoinfer.layers.formats.base import DENSE, Formats
 from nanoinfer.layers.linear import Linear
 from nanoinfer.layers.mlp import MLP, GatedMLP
 from nanoinfer.layers.norm import RMSNorm
+from nanoinfer.layers.shard import WHOLE, Held, Shard, held_columns, held_rows, joined_rows
 from nanoinfer.models.base import ModelSpec
 
 
@@ -43,7 +44,7 @@ class Traits:
     """A norm of what attention adds to the residual sum, and one of what the MLP adds."""
     mlp: type[MLP] = GatedMLP
     intermediate_size: int = 0
-    """Of its MLP without a router; set for each layer."""
+    """Of its MLP without a router, whole; set for each layer."""
     qkv_bias: bool = False
     output_bias: bool = False
     """Bias of the attention's output projection."""
@@ -92,6 +93,9 @@ class Traits:
     """Factor on what attention and MLP add to the residual sum; the product is rounded. Not with `norms_after`."""
     logits_divisor: float | None = None
     """What the logits are divided by."""
+    shard: Shard = WHOLE
+    """Which of several devices the layer is for; `heads` are those of the whole attention then."""
+    heads: HeadShape | None = None
     formats: Formats = DENSE
     """How a layer's projections lie in memory, by their names below the layer; set for each layer, from the config."""
     logits_softcap: float | None = None
@@ -128,15 +132,25 @@ class Attention(nn.Module):
         made = {"q_proj": width * q_size} | (dict.fromkeys(of_kv, kv_size) if traits.keeps_kv else {})
         qkv = formats.as_held("qkv_proj", made)
         options = dict(dtype=spec.dtype, device=device)
-        q_cut, kv_cut = (head_dim * count for count in heads_cut(self._shape.num_q_heads, self._shape.num_kv_heads))
-        sizes = divided(width * q_size, width * q_cut) + (
-            len(of_kv) * divided(kv_size, kv_cut) if traits.keeps_kv else ()
-        )
-        of_qkv = options | dict(bias=traits.qkv_bias, formats=formats, row_sizes=sizes)
-        self.qkv_proj = Linear(spec.hidden_size, qkv, **of_qkv)
-        cut = q_cut if q_cut < q_size else columns_cut(q_size)  # a single head is divided, too
-        of_output = options | dict(bias=traits.output_bias, formats=formats.below("o_proj"), cut=cut)
-        self.o_proj = Linear(q_size, spec.hidden_size, **of_output)
+        of_qkv, of_output = options | dict(bias=traits.qkv_bias), options | dict(bias=traits.output_bias)
+        self._heads_held = None
+        if traits.shard.is_whole:
+            q_cut, kv_cut = (head_dim * count for count in heads_cut(self._shape.num_q_heads, self._shape.num_kv_heads))
+            sizes = divided(width * q_size, width * q_cut) + (
+                len(of_kv) * divided(kv_size, kv_cut) if traits.keeps_kv else ()
+            )
+            cut = q_cut if q_cut < q_size else columns_cut(q_size)  # a single head is divided, too
+        else:
+            whole, sizes, cut = traits.heads, tuple(made.values()), q_size
+            q_heads, kv_heads = traits.shard.heads(whole.num_q_heads, whole.num_kv_heads)
+            held = dict.fromkeys(made, held_rows(whole.num_kv_heads, *kv_heads, head_dim))
+            held["q_proj"] = held_rows(whole.num_q_heads, *q_heads, width * head_dim)
+            of_qkv |= dict(held=held if qkv == made else {name: joined_rows([*held.values()]) for name in qkv})
+            of_output |= dict(held=held_columns(whole.num_q_heads, *q_heads, head_dim))
+            of_output["bias"] &= traits.shard.rank == 0
+            self._heads_held = held_rows(whole.num_q_heads, *q_heads)
+        self.qkv_proj = Linear(spec.hidden_size, qkv, formats=formats, row_sizes=sizes, **of_qkv)
+        self.o_proj = Linear(q_size, spec.hidden_size, formats=formats.below("o_proj"), cut=cut, **of_output)
         self.q_norm = self.k_norm = None
         if traits.qk_norm is not None:
             sizes = (q_size, kv_size) if traits.qk_norm == "all heads" else (head_dim, head_dim)
@@ -155,6 +169,11 @@ class Attention(nn.Module):
             clip=traits.clip_qkv,
             norms_values=traits.v_norm,
         )
+
+    def held_views(self) -> dict[str, Held]:
+        """Return which query heads the sinks are of, where this is a rank's share."""
+        is_some = self._heads_held is not None and self.sinks is not None
+        return dict(sinks=self._heads_held) if is_some else {}
 
     def project(
         self, normed: Tensor, rope: Tensor | None, q_scales: Tensor | None, positions: Tensor, target: KVSlots
@@ -179,7 +198,7 @@ def make_mlp(spec: ModelSpec, traits: Traits, *, dtype: torch.dtype, device: tor
     options = dict(dtype=dtype, device=device, formats=traits.formats.below("mlp"))
     if traits.sparse is None:
         size = spec.hidden_size, traits.intermediate_size
-        return traits.mlp(*size, traits.activation, bias=traits.mlp_bias, **options)
+        return traits.mlp(*size, traits.activation, bias=traits.mlp_bias, shard=traits.shard, **options)
     activation = traits.sparse.activation or GatedActivation(name=traits.activation)
     return SparseMLP(spec.hidden_size, traits.sparse, activation, **options)
 

@@ -12,6 +12,7 @@ from nanoinfer.kernels.attention.spec import AttentionSpec
 from nanoinfer.layers.experts import Experts, Sparse, SparseMLP
 from nanoinfer.layers.formats.packed import temporary_bytes
 from nanoinfer.layers.linear import Linear, matrix_bytes, scratch_size
+from nanoinfer.layers.shard import Shard
 from nanoinfer.models.base import AttentionState, ModelSpec, SparseSpec
 from nanoinfer.models.checkpoint_info import CheckpointInfo
 from nanoinfer.models.decoder import Decoder
@@ -31,14 +32,18 @@ def spec_of(model_class: type[Decoder], checkpoint: CheckpointInfo, dtype: torch
             for state in model_class.layer_states(hf_config)
         ),
     )
-    traits = model_class.traits(hf_config)
+    traits, shard = model_class.traits(hf_config), checkpoint.shard
+    mlp_sizes = model_class.mlp_sizes(hf_config, traits)
+    if not shard.is_whole:
+        mlp_sizes = tuple(end - begin for begin, end in map(shard.columns, mlp_sizes))
     spec = ModelSpec(
         architecture=architecture,
         layers=layers,
         hidden_size=hf_config.hidden_size,
-        mlp_sizes=model_class.mlp_sizes(hf_config, traits),
+        mlp_sizes=mlp_sizes,
         mlp_width=traits.mlp.width,
-        attentions=tuple(_attentions(model_class, hf_config, traits, architecture, layers, dtype)),
+        attentions=tuple(_attentions(model_class, hf_config, traits, architecture, layers, dtype, shard)),
+        shard=shard,
         gates_attention=traits.attention_gate,
         state_values=model_class.state_values(hf_config),
         delta=None if traits.delta is None else traits.delta.heads,
@@ -50,7 +55,7 @@ def spec_of(model_class: type[Decoder], checkpoint: CheckpointInfo, dtype: torch
         layer_input_size=traits.layer_input_size,
         vocab_size=hf_config.vocab_size,
         **model_class.context_limits(hf_config),
-        tied_embeddings=hf_config.tie_word_embeddings,
+        tied_embeddings=hf_config.tie_word_embeddings and shard.is_whole,
     )
     # Counted, not calculated: the bytes cannot drift from what the constructor allocates.
     shapes_only = model_class(checkpoint, spec, device="meta", max_position=1)
@@ -82,8 +87,9 @@ def _attentions(
     architecture: str,
     layers: Sequence[AttentionState | RecurrentState],
     dtype: torch.dtype,
+    shard: Shard,
 ) -> Iterator[AttentionSpec]:
-    """Yield each shape that attention has in the layers."""
+    """Yield each shape that attention has in the layers, with the heads that a rank has."""
     for shape, (q_heads, kv_heads, dim, has_one_projection) in enumerate(model_class.attention_shapes(hf_config)):
         if dim < 16 or dim > 512 or dim % 16:
             raise ValueError(f"{architecture} has head_dim={dim}: supported are multiples of 16 from 16 to 512")
@@ -93,6 +99,8 @@ def _attentions(
                 "num_attention_heads must be a multiple of num_key_value_heads"
             )
         states = [state for state in layers if isinstance(state, AttentionState) and state.shape == shape]
+        if not shard.is_whole:
+            q_heads, kv_heads = (end - begin for begin, end in shard.heads(q_heads, kv_heads))
         yield AttentionSpec(
             num_q_heads=q_heads,
             num_kv_heads=kv_heads,

@@ -18,7 +18,8 @@ from tqdm import tqdm
 from nanoinfer.layers.experts import Experts
 from nanoinfer.layers.formats.base import Dense, Filling, Stack
 from nanoinfer.layers.linear import Linear
-from nanoinfer.models.checkpoint_info import TensorEntry
+from nanoinfer.layers.shard import Held
+from nanoinfer.models.checkpoint_info import Taken, TensorEntry
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.weights.gguf import as_filled
 from nanoinfer.weights.read import PIECE_BYTES, drop_page_cache, host_buffers, in_file_order, read_tensors
@@ -45,6 +46,7 @@ def fill_from_files(
     Raises:
         ValueError: a file cannot be read to its end, or a tensor's values are not possible. The message names it.
     """
+    entries = of_rank(model, entries)
     read = [entries[name] for name in model.checkpoint_views() if name in entries]
     total = sum(entry.num_bytes for entry in read)
     with (
@@ -65,6 +67,53 @@ def fill_from_files(
             _fill(model.checkpoint_views(group.has), entries, group.device, dict(report=bar.update, buffers=buffers))
             if drops:
                 drop_page_cache(paths)
+
+
+def of_rank(model: Decoder, entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """Return a checkpoint's tensors, of which a rank's model holds some rows or columns.
+
+    Raises:
+        ValueError: what belongs together in a weight's format would lie on two devices.
+    """
+    entries, views = dict(entries), model.checkpoint_views()
+    if model.spec.shard.is_whole:
+        return entries
+    for name in views:  # a rank has its rows of a tied head apart
+        if name not in entries and name.startswith("lm_head."):
+            source = f"model.embed_tokens.{name.removeprefix('lm_head.')}"
+            entries |= {name: entries[source]} if source in entries else {}
+    for name, held in model.held_views().items():
+        if name in entries:
+            entries[name] = _held_of(entries[name], views[name], held)
+    return entries
+
+
+def _held_of(entry: TensorEntry, view: Tensor | Filling, held: Held) -> TensorEntry:
+    """Return what is held of a file's tensor. Its dimension of rows or columns is the one that the view has less of."""
+    shapes = view.shapes if isinstance(view, Filling) else (tuple(view.shape),)
+    for shape in shapes or (entry.shape,):
+        sizes = list(zip(entry.shape, shape, strict=len(entry.shape) == len(shape)))
+        less = [dim for dim, (all_there, own) in enumerate(sizes) if all_there != own]
+        if len(entry.shape) != len(shape) or len(less) > 1:
+            continue
+        if not less:
+            return entry
+        size = entry.shape[less[0]]
+        bounds = [number * size for one in held.ranges for number in one]
+        if any(number % held.total for number in bounds):
+            break
+        bounds = [number // held.total for number in bounds]
+        ranges = tuple(zip(bounds[::2], bounds[1::2], strict=True))
+        heads, head_dim = entry.turned
+        own = tuple(sum(end - begin for begin, end in ranges) if at == less[0] else one for at, one in enumerate(entry.shape))
+        return replace(
+            entry, shape=own, taken=Taken(entry.shape, less[0], ranges),
+            turned=(heads * held.count // held.total, head_dim),
+        )  # fmt: skip
+    raise ValueError(
+        f"{entry.name} in {entry.path} is {list(entry.shape)}, and {held.count} of {held.total} {held.along} cannot be "
+        "taken of it: what belongs together in its format would lie on two GPUs. Give tensor_parallel_size=1"
+    )
 
 
 def _fill(
@@ -220,9 +269,9 @@ def read_rows(entry: TensorEntry, device: torch.device | str, **options) -> Iter
     row_bytes = math.prod(rest) * entry.dtype.itemsize
     step = max(1, _BATCH_BYTES // max(1, row_bytes))
     for begin in range(0, num_rows, step):
-        shape = (min(step, num_rows - begin), *rest)
-        rows = torch.empty(shape, dtype=entry.dtype, device=device)
-        read_tensors([(replace(entry, shape=shape, offset=entry.offset + begin * row_bytes), rows)], **options)
+        some = replace(entry, shape=(num_rows, *rest)).rows(begin, min(begin + step, num_rows))
+        rows = torch.empty(some.shape, dtype=entry.dtype, device=device)
+        read_tensors([(some, rows)], **options)
         yield rows
 
 

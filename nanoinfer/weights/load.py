@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from transformers import PretrainedConfig
 from nanoinfer.common.errors import listed
 from nanoinfer.gguf.shards import read_model
 from nanoinfer.layers.formats.base import FLOATS, Filling
+from nanoinfer.layers.shard import WHOLE
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.models.checkpoint_info import CheckpointInfo, TensorEntry
 from nanoinfer.models.decoder import Decoder
@@ -151,7 +153,11 @@ def load_model(
         fill_with_noise(model, seed, progress)
         return model.eval()
     entries, model_dir = tensors_of(checkpoint), checkpoint.directory
-    check_matches(entries, model_class(checkpoint, spec, device="meta", max_position=1), model_dir)
+    whole, whole_spec = checkpoint, spec
+    if not spec.shard.is_whole:  # what a rank takes of it says less
+        whole = replace(checkpoint, shard=WHOLE)
+        whole_spec = read_spec(whole, spec.dtype)
+    check_matches(entries, model_class(whole, whole_spec, device="meta", max_position=1), model_dir)
     model = model_class(checkpoint, spec, device=device, **options)
     fill_from_files(model, entries, device, progress)
     if checkpoint.is_text_part:

@@ -7,6 +7,7 @@ own stream, so that cores, disk and link work at the same time: about 20 GB/s on
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections import deque
@@ -15,7 +16,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -31,6 +32,8 @@ MAX_THREADS = 8
 _BUFFERS_PER_THREAD = 2
 # What is read though nobody wants it, between neighbours: the shapes of packed weights take 16 bytes.
 _MAX_GAP_BYTES = 64
+# Of rows that are read whole, though some columns of them are wanted.
+_ROWS_BYTES = 64 * 2**20
 # How often the calling thread wakes up to report what was read.
 _REPORT_S = 0.1
 
@@ -74,7 +77,7 @@ def read_tensors(
         ValueError: a file cannot be read, or ends before its tensor does.
     """
     contiguous, strided = [], []
-    for entry, target in targets:
+    for entry, target in _in_runs(targets, dict(num_threads=num_threads, buffers=buffers)):
         assert entry.shape == tuple(target.shape), f"{entry.name}: {entry.shape} into {tuple(target.shape)}"
         if not target.is_contiguous():
             strided.append((target, torch.empty_like(target, memory_format=torch.contiguous_format)))
@@ -100,6 +103,28 @@ def read_tensors(
         target.copy_(values)
 
 
+def _in_runs(
+    targets: Iterable[tuple[TensorEntry, Tensor]], options: dict[str, Any]
+) -> Iterator[tuple[TensorEntry, Tensor]]:
+    """Yield targets of which each is one range of bytes. Of columns whole rows are read, here, some at a time."""
+    for entry, target in targets:
+        if entry.taken is None:
+            yield entry, target
+        elif entry.taken.dim == 0:
+            for run, first in entry.runs():
+                yield run, target[first : first + run.shape[0]]
+        else:
+            row_bytes = math.prod(entry.taken.shape[1:]) * entry.dtype.itemsize
+            step, num_rows = max(1, _ROWS_BYTES // max(1, row_bytes)), entry.shape[0]
+            for begin in range(0, num_rows, step):
+                some = entry.rows(begin, min(begin + step, num_rows))
+                whole = some.whole
+                rows = torch.empty(whole.shape, dtype=entry.dtype, device=target.device)
+                read_tensors([(whole, rows)], **options)
+                held = [rows.narrow(entry.taken.dim, low, high - low) for low, high in entry.taken.ranges]
+                target[begin : begin + some.shape[0]].copy_(torch.cat(held, entry.taken.dim))
+
+
 def in_file_order(entries: Iterable[TensorEntry], device: torch.device | str) -> list[tuple[TensorEntry, Tensor]]:
     """Return targets for tensors, in which `read_tensors` reads neighbours of a file as one, and what lies in between.
 
@@ -111,7 +136,7 @@ def in_file_order(entries: Iterable[TensorEntry], device: torch.device | str) ->
     for entry in sorted(entries, key=lambda entry: (entry.path, entry.offset)):
         gap = entry.offset - end if entry.path == path else -1
         if 0 <= gap <= _MAX_GAP_BYTES and not (size + gap) % entry.dtype.itemsize:
-            layout.append((replace(entry, name="", shape=(gap,), dtype=torch.uint8, offset=end), size))
+            layout.append((replace(entry, name="", taken=None, shape=(gap,), dtype=torch.uint8, offset=end), size))
             size += gap
         else:
             size += -size % 16

@@ -243,6 +243,11 @@ class WeightFormat(Formats):
         """
         return None
 
+    def wide_product(self, module: nn.Module, x: Tensor) -> Tensor | None:
+        """Compute x @ weight.T, not rounded, with this weight as it lies: [N, num_rows] float32; None: the matrix is
+        multiplied with."""
+        return None
+
     def scratch_size(self, module: nn.Module, has_kernels: bool) -> int:
         """Return the elements of the buffer that a product needs for a matrix; 0: no product needs one.
 

@@ -194,6 +194,12 @@ class Packed(ExpandedFormat):
             multiply(some, packed, bias, out=target)
         return out
 
+    def wide_product(self, module: nn.Module, x: Tensor) -> Tensor | None:
+        if not device_of(x.device).is_fused:
+            return None
+        out = torch.empty(len(x), module.num_rows, dtype=torch.float32, device=x.device)
+        return module.operations.packed_linear(x, module.packed, out=out)
+
     def scratch_size(self, module: nn.Module, has_kernels: bool) -> int:
         # The head is the largest matrix by far.
         return 0 if has_kernels and module.has_few_rows else super().scratch_size(module, has_kernels)
