@@ -73,6 +73,9 @@ class EngineConfig:
             generation_config.json; "vllm": SamplingParams.
         device: "auto" (a GPU, if there is one), "cuda", "cuda:1", "cpu", or the name of a device that another package
             brings.
+        tensor_parallel_size: how many GPUs of this machine compute together: 1, 2, 4 or 8. Each has a share of weights
+            and KV cache, a process and a link of its own; memory limits are those of each GPU, but for
+            `host_memory_limit`, which is that of all. 2 give the bits of 1.
         max_model_len: the most tokens of a prompt with its output, such as 32768 or "32k". None: the model's own
             limit, cut to what fits into memory; -1 is the same, as in vLLM.
         max_num_seqs: the most sequences that run at once. None: 256, or 64 if the budget is below 32 GiB.
@@ -143,6 +146,7 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"
     generation_config: str = "auto"
     device: str = "auto"
+    tensor_parallel_size: int = 1
     max_model_len: int | str | None = None
     max_num_seqs: int | None = None
     state_slots: int | None = None
@@ -236,6 +240,8 @@ class EngineConfig:
         for name in counts:
             if getattr(self, name) is not None:
                 self._count(name, minimum=1)
+        self._count("tensor_parallel_size", minimum=1)
+        self._check("tensor_parallel_size", self.tensor_parallel_size in (1, 2, 4, 8), "1, 2, 4 or 8")
         if self.block_size is not None:
             self._count("block_size", minimum=16)
             self._check("block_size", self.block_size % 16 == 0, "a multiple of 16, such as 256")

@@ -27,6 +27,7 @@ LAYERS = (
     "nanoinfer.step",
     "nanoinfer.kv",
     "nanoinfer.execution",
+    "nanoinfer.parallel",
     "nanoinfer.memory",
     "nanoinfer.engine",
     "nanoinfer.llm",

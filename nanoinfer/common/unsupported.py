@@ -28,8 +28,8 @@ def by_advice(advised: Mapping[str, Mapping[str, tuple]]) -> dict[str, tuple[tup
 
 
 ENGINE: Table = by_advice({
-    "one GPU per engine": dict(
-        tensor_parallel_size=(1,), pipeline_parallel_size=(1,), data_parallel_size=(1,),
+    "give tensor_parallel_size for several GPUs": dict(
+        pipeline_parallel_size=(1,), data_parallel_size=(1,),
         decode_context_parallel_size=(1,), enable_expert_parallel=(False,), distributed_executor_backend=("uni",),
         disable_custom_all_reduce=(True, False),
     ),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.devices.registry import resolve_device
+from nanoinfer.execution.group import Alone, Group
 from nanoinfer.execution.local import LocalExecutor
 from nanoinfer.execution.runner import ModelRunner
 from nanoinfer.kv.admission import Admission
@@ -20,12 +22,17 @@ from nanoinfer.kv.gpu_copies import GPUCopies
 from nanoinfer.kv.mover import Mover
 from nanoinfer.kv.switch import Switch
 from nanoinfer.kv.tables import BlockTables
+from nanoinfer.layers.shard import Shard
 from nanoinfer.memory.limits import TooSmall
+from nanoinfer.memory.machine import device_memory
 from nanoinfer.memory.rates import Rates
 from nanoinfer.memory.remedies import with_remedies
 from nanoinfer.memory.setup import Setup
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.streamed import HostPlacement
+from nanoinfer.parallel.alike import check_alike, check_devices, hash_of, visible_devices
+from nanoinfer.parallel.executor import ParallelExecutor
+from nanoinfer.parallel.processes import Ranks
 from nanoinfer.step.executor import Executor
 from nanoinfer.step.memory_plan import MemoryPlan
 from nanoinfer.weights.fill import check_kv_scales
@@ -35,6 +42,7 @@ from nanoinfer.weights.headers import tensors_of
 from nanoinfer.weights.load import load_model
 from nanoinfer.weights.tokenizer_files import load_tokenizer
 from offload import BlockLifetimes, BlockPool, HostBlocks, Runtime
+from offload.memory.host_memory import memory_available_bytes
 from offload.memory.pinned import PinError
 
 # Models of 8B have 4,096. Those of 1,024 and fewer were measured to lose much (docs/quantization.md).
@@ -67,36 +75,131 @@ def build(config: EngineConfig, runtime: Runtime | None) -> BuiltEngine:
             what to do.
     """
     place = resolve_device(config.device) if runtime is None else runtime.device
-    setup = _known(config, place)
-    config = setup.config
-    checkpoint, device = setup.checkpoint, setup.device
+    several = Several(config, place) if config.tensor_parallel_size > 1 else None
     try:
-        plan = setup.plan()
-    except TooSmall as error:
-        raise with_remedies(error, setup) from None
-    tokenizer, end_ids = load_tokenizer(config, checkpoint), end_token_ids(checkpoint)
-    defaults = sampling_defaults(checkpoint, str(config.model)) if config.generation_config == "auto" else {}
-    memory_before = device.held_bytes()
-    if runtime is None:
-        runtime = device.runtime()
-    model, plan = _loaded(setup, plan)
-    runner = ModelRunner(config, plan, runtime, model, setup.backends, memory_before)
-    executor = LocalExecutor(runner, Rates.of(runner.device).link)
+        share = known(config, place, Shard(0, config.tensor_parallel_size))
+        setup = share.setup
+        config, checkpoint = setup.config, setup.checkpoint
+        if several is not None:
+            several.agree(share)
+        try:
+            plan = setup.plan()
+        except TooSmall as error:
+            raise with_remedies(error, setup) from None
+        tokenizer, end_ids = load_tokenizer(config, checkpoint), end_token_ids(checkpoint)
+        defaults = sampling_defaults(checkpoint, str(config.model)) if config.generation_config == "auto" else {}
+        executor = share.build(plan, Alone(), runtime) if several is None else several.build(share, plan)
+    except BaseException:
+        if several is not None:
+            several.close()
+        raise
     kv = kv_side(config, executor, end_ids)
     of_files = dict(end_token_ids=end_ids, sampling_defaults=defaults)
     of_files |= dict(suppressed_token_ids=suppressed_token_ids(checkpoint))
     return BuiltEngine(config, executor, tokenizer=tokenizer, **of_files, **kv)
 
 
-def _known(config: EngineConfig, place: torch.device) -> Setup:
+@dataclass
+class Share:
+    """What one rank knows of its share of a model, and what it makes of it. Alone it is the whole model."""
+
+    setup: Setup
+
+    @property
+    def facts(self) -> list:
+        """What must be the same on all ranks, as pairs of what it is and what it is here; then the memory."""
+        device = self.setup.device
+        files = sorted((str(one.path), one.path.stat().st_mtime_ns) for one in self._files())
+        same = [
+            ("GPU", device.name),
+            ("version of torch", torch.__version__),
+            ("CPU threads", torch.get_num_threads()),
+            ("model files", hash_of(files)),
+        ]
+        return [same, memory_available_bytes(), device_memory(device.torch_device)]
+
+    def _files(self) -> list:
+        entries = (self.setup.checkpoint.tensors or {}).values()
+        return list({one.path: one for one in entries}.values())
+
+    def build(self, plan: MemoryPlan, group: Group | Alone, runtime: Runtime | None = None) -> LocalExecutor:
+        """Load the model, and make what runs it."""
+        setup = self.setup
+        memory_before = setup.device.held_bytes()
+        if runtime is None:
+            runtime = setup.device.runtime()
+        model, plan = _loaded(setup, plan) if group.size == 1 else (_load(setup, plan), plan)
+        group.join(model)
+        runner = ModelRunner(setup.config, plan, runtime, model, setup.backends, memory_before, group)
+        return LocalExecutor(runner, Rates.of(runner.device).link)
+
+    @staticmethod
+    def sizes(executor: LocalExecutor) -> list[int]:
+        """What all ranks must have as many of."""
+        return [executor.num_gpu_blocks, executor.num_host_blocks, executor.num_graph_tokens]
+
+
+class Several:
+    """The ranks of an engine that computes on several devices, while it starts.
+
+    Raises:
+        ValueError: there are not as many devices.
+    """
+
+    def __init__(self, config: EngineConfig, place: torch.device) -> None:
+        size = config.tensor_parallel_size
+        check_devices(size, config.device, place)
+        self._ranks = Ranks(size, lambda rank: visible_devices(rank, place))
+        self._settings = asdict(replace(config, progress_bar=False, skip_tokenizer_init=True))
+        self._settings |= {name: str(one) for name, one in self._settings.items() if isinstance(one, Path)}
+        self._group: Group | None = None
+
+    def agree(self, share: Share) -> None:
+        """Compare what ranks know. The least memory that one has is what each may count on.
+
+        Raises:
+            ValueError: they differ in something, or in memory by more than `UNEVEN_BYTES`.
+        """
+        own, others = share.facts, self._ranks.ask("known?", self._settings)
+        check_alike([own, *others])
+        hosts, devices = zip(*((host, device) for _, host, device in [own, *others]), strict=True)
+        share.setup.agreed = min(hosts), None if devices[0] is None else tuple(map(min, zip(*devices, strict=True)))
+
+    def build(self, share: Share, plan: MemoryPlan) -> ParallelExecutor:
+        """Have all ranks load their share, and return who tells them what to do."""
+        size, place = self._ranks.size, share.setup.device.torch_device
+        self._ranks.tell("build?", replace(plan, groups=()))
+        self._group = Group(str(self._ranks.folder / "store"), 0, size, place)
+        self._ranks.on_end = self._group.close
+        try:
+            local = share.build(plan, self._group)
+        except BaseException:
+            if self._ranks.has_ended:
+                raise self._ranks.error() from None
+            raise
+        own, others = share.sizes(local), self._ranks.answers()
+        assert all(one == own for one in others), f"ranks differ: {own}, {others}"
+        return ParallelExecutor(local, self._ranks, self._group)
+
+    def close(self) -> None:
+        self._ranks.close()
+        if self._group is not None:
+            self._group.close()
+
+
+def known(config: EngineConfig, place: torch.device, shard: Shard) -> Share:
     """Return what is known once the files are there. What the config alone rules out is refused before they come."""
-    setup = Setup(config, place)
+    return Share(_known(config, place, shard))
+
+
+def _known(config: EngineConfig, place: torch.device, shard: Shard) -> Setup:
+    setup = Setup(config, place, shard=shard)
     if config.load_format == "dummy":
         return setup
     find_model(config.model)  # downloads the weights
     if setup.checkpoint.tensors is None:
         tensors_of(setup.checkpoint)  # says what is wrong with them
-        setup = Setup(config, place)
+        setup = Setup(config, place, shard=shard)
     if config.kv_cache_dtype == "fp8":
         check_kv_scales(setup.checkpoint.tensors.values())
     elif setup.checkpoint.formats.has_kv_scheme and config.kv_cache_dtype == "auto":

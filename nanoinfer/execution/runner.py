@@ -22,6 +22,7 @@ from nanoinfer.execution.activations import Activations
 from nanoinfer.execution.block_copies import BlockCopies
 from nanoinfer.execution.decode import DecodeProgram, DecodeStep
 from nanoinfer.execution.graphs import Graphs, GraphWork
+from nanoinfer.execution.group import Alone, Group
 from nanoinfer.execution.link_speed import link_speed
 from nanoinfer.execution.mixed import MixedStep
 from nanoinfer.execution.prefill import PrefillProgram, PrefillStep
@@ -69,6 +70,7 @@ class ModelRunner:
     Args:
         plan: what the memory budget is spent on.
         memory_before: bytes that the allocator held before this engine allocated any.
+        group: the ranks that compute one model, of which this is one.
 
     Attributes:
         device: what the runtime's device offers.
@@ -86,6 +88,7 @@ class ModelRunner:
         model: Decoder,
         backends: Backends,
         memory_before: int = 0,
+        group: Group | Alone = Alone(),
     ) -> None:
         self.config, self.plan, self.runtime, self.model, self.backends = config, plan, runtime, model, backends
         self.spec, self.layout = spec, layout = model.spec, model.spec.layout
@@ -109,11 +112,13 @@ class ModelRunner:
         if device.counts_memory:
             blocks_over_plan, self.product_checks = self._activations.measure(config.progress_bar)
             self.num_gpu_blocks -= blocks_over_plan
+        (self.num_gpu_blocks,) = group.minimum(self.num_gpu_blocks)
         self.gpu_kv = _zeros(self.layout.pool_shape(self.num_gpu_blocks), runtime.device)
         states = States(spec, plan.num_state_slots, runtime.device)
         max_bytes, self.num_host_blocks = _kv_limit(config, plan.host_weight_bytes), plan.num_host_blocks
         if max_bytes is not None:
             self.num_host_blocks = min(plan.num_host_blocks, max_bytes // layout.block_bytes)
+        (self.num_host_blocks,) = group.minimum(self.num_host_blocks)
         blocks_per_segment = max(1, min(self.num_host_blocks, SEGMENT_BYTES // layout.block_bytes))
         host = HostPool(layout, self.num_host_blocks, blocks_per_segment, max_bytes=max_bytes)
         self.decode_program, self.prefill_program = self._programs(self.gpu_kv, states)
@@ -366,7 +371,7 @@ def _kv_limit(config: EngineConfig, taken_bytes: int) -> int | None:
 def _num_threads(model: Decoder) -> int:
     """Return with how many threads `model` computes on the CPU. The head is left out: it is large in every model."""
     linears = (module for module in model.modules() if isinstance(module, Linear) and not isinstance(module, Head))
-    count = num_threads(max((linear.num_rows * linear.in_features for linear in linears), default=0))
+    count = num_threads(max((linear.whole_size for linear in linears), default=0))
     if count > 1 and not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}:
         warnings.warn(
             "torch was imported before nanoinfer, so its threads spin while they wait: on a busy machine a step may "

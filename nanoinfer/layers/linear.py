@@ -75,6 +75,13 @@ class Linear(nn.Module):
         if bias:
             self.bias = nn.Parameter(torch.empty(self.num_rows, dtype=dtype, device=device), requires_grad=False)
 
+    @property
+    def whole_size(self) -> int:
+        """The numbers of the weight, of which a rank may have some."""
+        columns = self.held[""].total if self.is_part else self.in_features
+        num_rows = self.num_rows if self.is_part or not self.held else sum(one.total for one in self.held.values())
+        return num_rows * columns
+
     def forward(self, x: Tensor, out: Tensor | None = None, activation: str | None = None) -> Tensor:
         """[N, in_features] -> [N, num_rows], in `out` if that is given.
 

@@ -10,6 +10,7 @@ from nanoinfer.attention.registry import make_backends
 from nanoinfer.config import EngineConfig
 from nanoinfer.devices.registry import device_of
 from nanoinfer.kernels.kv.registry import make_format
+from nanoinfer.layers.shard import WHOLE, Shard
 from nanoinfer.memory.budget import gpu_budget
 from nanoinfer.memory.machine import device_memory
 from nanoinfer.memory.planner import Planner
@@ -32,13 +33,21 @@ class Setup:
     Attributes:
         config: the given one, with the size of KV blocks.
         device: the description of the device that was given.
+        agreed: what several ranks have agreed to count on: bytes of host memory that are available, for all of them,
+            and of the device's memory what is free and what there is. None: what is there when a plan is asked for.
 
     Raises:
         ValueError: the model is not supported, or the attention backend cannot run it in this mode.
     """
 
-    def __init__(self, config: EngineConfig, device: torch.device, offload: bool | None = None) -> None:
-        self.device, self.specs = device_of(device), Specs(read_checkpoint(config.model, config.hf_overrides))
+    agreed: tuple[int, tuple[int, int] | None] | None = None
+
+    def __init__(
+        self, config: EngineConfig, device: torch.device, offload: bool | None = None, shard: Shard = WHOLE
+    ) -> None:
+        checkpoint = replace(read_checkpoint(config.model, config.hf_overrides), shard=shard)
+        self.device, self.specs = device_of(device), Specs(checkpoint)
+        self._num_ranks = shard.size
         self.spec, self.checkpoint = self.specs.of(config), self.specs.checkpoint(config)
         self.config = replace(config, block_size=self.spec.block_size)
         offload = config.may_offload if offload is None else offload
@@ -49,13 +58,17 @@ class Setup:
 
         may_pin: as in `Planner`.
         """
-        config, available = config or self.config, memory_available_bytes()
+        config = config or self.config
+        available = (memory_available_bytes() if self.agreed is None else self.agreed[0]) // self._num_ranks
+        if self._num_ranks > 1 and config.host_memory_limit is not None:  # all ranks share it
+            config = replace(config, host_memory_limit=config.host_memory_limit // self._num_ranks)
         budget, rates = self.budget(config, available), Rates.of(self.device)
         return best_plan(Planner(config, self.spec, self.device, budget, available, may_pin, rates))
 
     def budget(self, config: EngineConfig, host_available: int) -> int:
         """Return the bytes that an engine with this config may take on the device now."""
-        return gpu_budget(config, device_memory(self.device.torch_device), host_available)
+        memory = device_memory(self.device.torch_device) if self.agreed is None else self.agreed[1]
+        return gpu_budget(config, memory, host_available)
 
 
 class Specs:

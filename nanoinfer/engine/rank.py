@@ -1,0 +1,118 @@
+"""A rank beside the engine's process: `python -m nanoinfer.engine.rank`, which `parallel.processes` starts.
+
+It has no request and plans nothing: it loads its share of the model and does what rank 0 says, in that order.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import warnings
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanoinfer.config import EngineConfig
+from nanoinfer.devices.registry import resolve_device
+from nanoinfer.engine.start import Share, known
+from nanoinfer.execution.group import Group
+from nanoinfer.execution.local import LocalExecutor
+from nanoinfer.layers.shard import Shard
+from nanoinfer.parallel.processes import Signs
+from nanoinfer.step.messages import decode, encode
+
+_LOOKS_S = 1.0
+# How long a message is waited for before another sign of life is given.
+_WAITS_S = 5.0
+
+
+class Rank:
+    """What a rank answers: methods of the executor and of the start, by name.
+
+    Args:
+        connection: to rank 0.
+    """
+
+    def __init__(self, connection: Connection, shard: Shard, folder: Path) -> None:
+        self._connection, self._shard, self._folder = connection, shard, folder
+        self._signs = Signs(folder / "signs", shard.size, is_first=False)
+        self._share: Share | None = None
+        self._executor: LocalExecutor | None = None
+        self._group: Group | None = None
+
+    def run(self) -> None:
+        """Do what is said, until there is nobody who says it, or it is to end."""
+        while True:
+            self._signs.give(self._shard.rank, False)
+            while not self._connection.poll(_WAITS_S):
+                self._signs.give(self._shard.rank, False)
+            name, arguments = decode(self._connection.recv_bytes())
+            # Before its first step a rank loads, compiles and pins, which takes as long as it takes.
+            self._signs.give(self._shard.rank, self._executor is not None and name != "capture")
+            if name == "close":
+                self._executor.close()
+                return
+            self._do(name, arguments)
+
+    def _do(self, name: str, arguments: tuple) -> None:
+        is_asked = name.endswith("?")
+        work = getattr(self, f"_{name[:-1]}", None) if is_asked else None
+        if name == "sample":
+            work = self._sample
+        if not is_asked:
+            (work or getattr(self._executor, name))(*arguments)
+            return
+        try:
+            answer = "done", (work or getattr(self._executor, name[:-1]))(*arguments)
+        except Exception as error:
+            answer = "raised", error
+        self._connection.send_bytes(encode(answer))
+
+    def _known(self, settings: dict[str, Any]) -> list:
+        config = EngineConfig(**settings)
+        self._share = known(config, resolve_device(config.device), self._shard)
+        return self._share.facts
+
+    def _build(self, plan) -> list[int]:
+        setup = self._share.setup
+        self._group = Group(str(self._folder / "store"), self._shard.rank, self._shard.size, setup.device.torch_device)
+        plan = replace(plan, groups=setup.spec.kv_groups)
+        self._executor = self._share.build(plan, self._group)
+        return self._share.sizes(self._executor)
+
+    def _sample(self, number: int, masks, is_changed: bool) -> None:
+        self._executor.sample(number, masks, self._group.take_of_first if is_changed else None)
+
+
+def main(arguments: list[str]) -> None:
+    """Run a rank. arguments: the descriptor of the connection, the rank's number, how many there are, their folder."""
+    descriptor, rank, size = map(int, arguments[:3])
+    connection, parent = Connection(descriptor), os.getppid()
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    warnings.simplefilter("ignore")  # rank 0 says it
+    try:
+        with torch.inference_mode():
+            Rank(connection, Shard(rank, size), Path(arguments[3])).run()
+    except (EOFError, KeyboardInterrupt):  # rank 0 has ended
+        os._exit(1)
+    except BaseException as error:
+        with suppress(OSError):
+            connection.send_bytes(encode(("ended", error if isinstance(error, Exception) else RuntimeError(str(error)))))
+        os._exit(1)  # what waits for an exchange would wait on
+
+
+def _end_with(parent: int) -> None:
+    """End this process where rank 0 has ended, whatever it waits for."""
+    while os.getppid() == parent:
+        time.sleep(_LOOKS_S)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,64 @@
+"""What ranks must have alike before they begin, and which device each has."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from typing import Any
+
+import torch
+
+from nanoinfer.common.units import GIB
+from nanoinfer.devices.registry import device_of
+
+UNEVEN_BYTES = 2 * GIB
+"""Free memory of two GPUs may differ by so much."""
+
+
+def hash_of(value: Any) -> str:
+    """Return what is the same for equal values alone."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
+
+
+def check_alike(facts: list[list]) -> None:
+    """Compare what ranks have said, rank 0 first: pairs of what it is and what it is there, and free memory.
+
+    Raises:
+        ValueError: they differ; the message has the values of both.
+    """
+    (first, _, memory), *others = facts
+    for rank, (same, _, other_memory) in enumerate(others, 1):
+        for (name, value), (_, other) in zip(first, same, strict=True):
+            if value != other:
+                raise ValueError(f"ranks must have the same {name}: rank 0 has {value}, rank {rank} {other}")
+        if memory is not None and abs(memory[0] - other_memory[0]) > UNEVEN_BYTES:
+            free = [f"rank {number}: {one[0] / GIB:.1f} GiB" for number, (_, _, one) in enumerate(facts)]
+            raise ValueError(
+                f"the GPUs have unlike free memory ({', '.join(free)}), and each rank takes as much: end what else "
+                "runs on them, or give gpu_memory_limit and free as much on each"
+            )
+
+
+def check_devices(size: int, device: str, place: torch.device) -> None:
+    """Raise ValueError if there are not as many devices as ranks, or another one than the first is asked for."""
+    if ":" in device:
+        raise ValueError(
+            f"device={device!r} with tensor_parallel_size={size}: ranks take the GPUs from the first on; name others "
+            "with the environment variable CUDA_VISIBLE_DEVICES"
+        )
+    described = device_of(place)
+    if described.is_host:
+        return
+    count = torch.get_device_module(place.type).device_count()
+    if size > count:
+        raise ValueError(f"tensor_parallel_size={size}, but there are {count} GPUs: give at most {count}")
+
+
+def visible_devices(rank: int, place: torch.device) -> dict[str, str]:
+    """Return the environment in which a rank finds its own GPU first, and all others behind it."""
+    if device_of(place).is_host:
+        return {}
+    count = torch.get_device_module(place.type).device_count()
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    names = listed.split(",")
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[rank:] + names[:rank])}

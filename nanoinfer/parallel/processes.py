@@ -1,0 +1,207 @@
+"""The processes of the ranks beside this one: started, watched, and ended together.
+
+A rank that dies, raises, or gives no sign of life ends all. The signs are given by the thread that works, between two
+messages and two exchanges; who only waits for a message gives them, too.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from nanoinfer.step.messages import decode, encode
+
+WORKER = "nanoinfer.engine.rank"
+"""The module that a rank runs."""
+PATIENCE_S = 60.0
+"""How long a rank may give no sign of life while others wait for it."""
+_LOOKS_S = 0.2
+_ENDS_S = 10.0
+
+
+class RankError(RuntimeError):
+    """A rank has ended, or does not answer. The engine is closed: make a new one."""
+
+
+class Signs:
+    """When each rank has last given a sign of life, where all ranks can read and write it.
+
+    A rank writes the time, and whether it is in a step.
+    """
+
+    _ENTRY = 16
+
+    def __init__(self, path: Path, size: int, is_first: bool) -> None:
+        if is_first:
+            path.write_bytes(bytes(size * self._ENTRY))
+        with path.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), size * self._ENTRY)
+
+    def give(self, rank: int, is_working: bool) -> None:
+        entry = time.monotonic_ns().to_bytes(8, "little") + int(is_working).to_bytes(8, "little")
+        self._memory[rank * self._ENTRY : (rank + 1) * self._ENTRY] = entry
+
+    def silence_s(self, rank: int) -> float:
+        """How long a rank that works has given no sign; 0 of one that waits for a message."""
+        entry = self._memory[rank * self._ENTRY : (rank + 1) * self._ENTRY]
+        given, is_working = int.from_bytes(entry[:8], "little"), int.from_bytes(entry[8:], "little")
+        return (time.monotonic_ns() - given) / 1e9 if is_working else 0.0
+
+
+class Ranks:
+    """The ranks 1, 2 and so on, each a process, with a connection to each.
+
+    Args:
+        size: how many there are, with this one.
+        environment: takes a rank's number and returns what its environment has besides this one's.
+
+    Attributes:
+        folder: for what ranks find each other with.
+        on_end: called once, on another thread, when a rank has ended or is given up, so that nothing waits for it.
+    """
+
+    def __init__(self, size: int, environment: Callable[[int], dict[str, str]], patience_s: float = PATIENCE_S) -> None:
+        self.size, self.patience_s, self._fault = size, patience_s, ""
+        self._temporary = tempfile.TemporaryDirectory(prefix="nanoinfer-ranks-")
+        self.folder = Path(self._temporary.name)
+        self.signs = Signs(self.folder / "signs", size, is_first=True)
+        self.on_end: Callable[[], None] | None = None
+        self._is_closing = False
+        self.processes: list[subprocess.Popen] = []
+        self._connections: list[Connection] = []
+        for rank in range(1, size):
+            ours, theirs = socket.socketpair()
+            command = [sys.executable, "-m", WORKER, str(theirs.fileno()), str(rank), str(size), str(self.folder)]
+            own = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | environment(rank)
+            self.processes.append(
+                subprocess.Popen(
+                    command, pass_fds=[theirs.fileno()], env=own, stdin=subprocess.DEVNULL, start_new_session=True
+                )
+            )
+            theirs.close()
+            self._connections.append(Connection(ours.detach()))
+        self._watcher = threading.Thread(target=self._watch, name="watch-ranks", daemon=True)
+        self._watcher.start()
+
+    def tell(self, name: str, *arguments: Any) -> None:
+        """Send each rank a message that it answers nothing to.
+
+        Raises:
+            RankError: a rank has ended.
+        """
+        message = encode((name, arguments))
+        try:
+            for connection in self._connections:
+                connection.send_bytes(message)
+        except OSError:
+            raise self.error() from None
+
+    def ask(self, name: str, *arguments: Any) -> list[Any]:
+        """Send each rank a message, and return what each answers. What one raises is raised here.
+
+        Raises:
+            RankError: a rank has ended, by what it was told before as well.
+        """
+        self.tell(name, *arguments)
+        return self.answers()
+
+    def answers(self) -> list[Any]:
+        """Return what each rank answers to the last `ask` or the start."""
+        found, errors = [], []
+        for rank, connection in enumerate(self._connections, 1):
+            try:
+                kind, value = decode(connection.recv_bytes())
+            except (EOFError, OSError):
+                raise self.error() from None
+            if kind == "ended":
+                self._give_up(f"rank {rank} ended with {type(value).__name__}: {value}")
+                raise self.error()
+            (errors if kind == "raised" else found).append(value)
+        if errors:
+            raise errors[0]
+        return found
+
+    def error(self) -> RankError:
+        """Return what has become of the ranks, once one has ended or cannot be reached."""
+        for _ in range(int(_ENDS_S / _LOOKS_S)):
+            if self._fault:
+                break
+            self._look()
+            time.sleep(_LOOKS_S / 10)
+        fault = self._fault or "a rank cannot be reached"
+        return RankError(f"{fault}. All ranks were ended, and with them the engine: make a new one")
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self._fault)
+
+    def give_up(self, fault: str) -> RankError:
+        """End all ranks, since this one cannot go on with them; return what is to be raised."""
+        self._give_up(fault)
+        return self.error()
+
+    def close(self) -> None:
+        """End all ranks: those that were told to end have some seconds for it."""
+        self._is_closing = True
+        for connection in self._connections:
+            with suppress(OSError):
+                connection.close()
+        end = time.monotonic() + _ENDS_S
+        for process in self.processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.1, end - time.monotonic()))
+        self._kill()
+        self._temporary.cleanup()
+
+    def _watch(self) -> None:
+        while not self._is_closing and not self._fault:
+            self._look()
+            time.sleep(_LOOKS_S)
+
+    def _look(self) -> None:
+        for rank, process in enumerate(self.processes, 1):
+            if process.poll() is not None and not self._is_closing:
+                self._give_up(self._how_it_ended(rank, process))
+            elif (silence := self.signs.silence_s(rank)) > self.patience_s:
+                self._give_up(f"rank {rank} (process {process.pid}) has given no sign of life for {silence:.0f} s")
+
+    def _how_it_ended(self, rank: int, process: subprocess.Popen) -> str:
+        """What a rank that has ended said last, or the signal that it got."""
+        with suppress(EOFError, OSError, ValueError):
+            while self._connections[rank - 1].poll():
+                kind, value = decode(self._connections[rank - 1].recv_bytes())
+                if kind == "ended":
+                    return f"rank {rank} ended with {type(value).__name__}: {value}"
+        code = process.returncode
+        if code >= 0:
+            return f"rank {rank} (process {process.pid}) ended with exit code {code}"
+        name = signal.Signals(-code).name
+        hint = " (the system may have run out of memory)" if name == "SIGKILL" else ""
+        return f"rank {rank} (process {process.pid}) was ended by {name}{hint}"
+
+    def _give_up(self, fault: str) -> None:
+        if self._fault or self._is_closing:
+            return
+        self._fault = fault
+        self._kill()
+        if self.on_end is not None:
+            self.on_end()
+
+    def _kill(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+        for process in self.processes:
+            process.wait()
