@@ -11,6 +11,7 @@ others. A shared expert's last product has two parts, one for each sum, added la
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ from nanoinfer.layers.formats.packed import temporary_bytes
 from nanoinfer.layers.formats.parted import Parted, merge_formats
 from nanoinfer.layers.linear import Linear
 from nanoinfer.layers.norm import RMSNorm, add_and_norm
+from nanoinfer.layers.shard import WHOLE, Held, Shard, held_columns, held_rows
 
 ALIGNMENT = 128
 """Bytes at whose multiples the tensors of an expert begin."""
@@ -42,10 +44,10 @@ class ExpertProjection:
 
     def __init__(
         self, names: dict[str, int], in_features: int, weights: WeightFormat, *, bias: bool, dtype: torch.dtype,
-        begin: int,
+        begin: int, held_columns: Held | None = None,
     ) -> None:  # fmt: skip
         self.names, self.weights, self.num_rows, self.in_features = names, weights, sum(names.values()), in_features
-        self._template = SimpleNamespace(num_rows=self.num_rows, in_features=in_features)
+        self._template = SimpleNamespace(num_rows=self.num_rows, in_features=in_features, held_columns=held_columns)
         weights.allocate(self._template, self.num_rows, in_features, dtype=dtype, device="meta")
         if self.packed is None and not hasattr(self._template, "weight"):
             known = "kernels of experts read weights that are wide, or `layers.formats.packed.Packed`"
@@ -142,10 +144,14 @@ class Experts(nn.Module):
         is_fused: bool = False,
         in_turn: bool = False,
         is_shared: bool = False,
+        shard: Shard = WHOLE,
         dtype: torch.dtype,
         device,
     ) -> None:
         """names: of gate, up and down in the checkpoint; formats: by these names below the number of an expert.
+
+        num_experts, intermediate_size: whole ones. A rank has some of several experts, whose numbers count from its
+        first one on, and of a shared one some columns.
 
         is_fused: whether a tensor of the checkpoint holds all experts, gate and up as one; otherwise each has its own.
         in_turn: as in `Sparse`.
@@ -158,9 +164,20 @@ class Experts(nn.Module):
                 f"activation {shown(activation.name)} is not supported{hint}. Supported: {', '.join(ACTIVATIONS)}"
             )
         self.num_experts, self.activation, self.is_shared = num_experts, activation, is_shared
-        self.hidden_size, self.intermediate_size, self.dtype = hidden_size, intermediate_size, dtype
-        self.names, self.is_fused, self.in_turn = names, is_fused, in_turn
+        self.names, self.is_fused, self.in_turn, self.first_expert = names, is_fused, in_turn, 0
         gate, up, down = (self._format_of(formats, name) for name in names)
+        self.cut, self.held = columns_cut(intermediate_size, down.column_block), None
+        self._of_shared: dict[str, Held] = {}
+        if not shard.is_whole and is_shared:
+            columns = shard.columns(intermediate_size, down.column_block)
+            rows = held_rows(intermediate_size, *columns)
+            self._of_shared = {names[0]: rows, names[1]: rows, names[2]: held_columns(intermediate_size, *columns)}
+            self.cut, intermediate_size = None, rows.count
+        elif not shard.is_whole:
+            self.first_expert, end = shard.even(num_experts)
+            self.held = held_rows(num_experts, self.first_expert, end)
+            self.num_experts = end - self.first_expert
+        self.hidden_size, self.intermediate_size, self.dtype = hidden_size, intermediate_size, dtype
         both, options = {names[0]: intermediate_size, names[1]: intermediate_size}, dict(bias=bias, dtype=dtype)
         as_one = merge_formats([gate, up], [intermediate_size] * 2)
         if isinstance(as_one, Parted):
@@ -170,8 +187,9 @@ class Experts(nn.Module):
         else:
             self.gate_up = (ExpertProjection(both, hidden_size, as_one, begin=0, **options),)
         self.down = ExpertProjection(
-            {names[2]: hidden_size}, intermediate_size, down, begin=self.gate_up[-1].end, **options
-        )
+            {names[2]: hidden_size}, intermediate_size, down, begin=self.gate_up[-1].end,
+            held_columns=self._of_shared.get(names[2]), **options,
+        )  # fmt: skip
         self.operations = operations_of(device)
 
     def _format_of(self, formats: Formats, name: str) -> WeightFormat:
@@ -237,9 +255,14 @@ class Experts(nn.Module):
         )
 
     def as_shared(self, x: Tensor) -> Tensor:
-        """Compute the one expert for all rows, in two parts: [2, N, hidden_size] float32."""
-        cut = columns_cut(self.intermediate_size, self.down.weights.column_block)
-        return self.operations.shared_mlp(x, self.table, self.operands, self.activation, cut)
+        """Compute the one expert for all rows, in two parts: [2, N, hidden_size] float32. Of a rank the first is its
+        own."""
+        return self.operations.shared_mlp(x, self.table, self.operands, self.activation, self.cut)
+
+    def own_numbers(self, ids: Tensor) -> Tensor:
+        """Return the numbers that experts have here: those of all, but -1 of what another rank has."""
+        own = ids - self.first_expert
+        return torch.where((own >= 0) & (own < self.num_experts), own, -1)
 
     def _matrices(self, index: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         """Return gate and up as one matrix, their bias, down and its bias; see `kernels.experts.reference`."""
@@ -255,7 +278,8 @@ class Experts(nn.Module):
     def checkpoint_views(self) -> dict[str, Tensor | Filling]:
         """Return what checkpoint tensors fill, by the ends of their names, such as "7.up_proj.weight"."""
         filled: dict[str, Tensor | Filling] = {}
-        numbers = [""] if self.is_shared else [f"{expert}." for expert in range(self.num_experts)]
+        first = self.first_expert
+        numbers = [""] if self.is_shared else [f"{expert}." for expert in range(first, first + self.num_experts)]
         for ending, view in self.stacked_views(0, self.num_experts).items():
             if isinstance(view, Tensor):
                 filled |= {number + ending: one for number, one in zip(numbers, view.unbind(0), strict=True)}
@@ -263,6 +287,12 @@ class Experts(nn.Module):
             stacked = replace(view, stack=Stack(partial(self._stacked_view, ending), self))
             filled |= dict.fromkeys([number + ending for number in numbers], stacked)
         return filled
+
+    def held_views(self) -> dict[str, Held]:
+        """Return which rows or columns of a shared expert's tensors a rank has."""
+        if not self._of_shared:
+            return {}
+        return {ending: self._of_shared[ending.partition(".")[0]] for ending in self.checkpoint_views()}
 
     def stacked_views(self, begin: int, end: int) -> dict[str, Tensor | Filling]:
         """Return what tensors of the experts [begin, end) fill, stacked, by the ends of names: "up_proj.weight"."""
@@ -324,6 +354,8 @@ class SparseMLP(nn.Module):
 
     neutral_factors = 1.0
     """The factor that leaves a weight as it is."""
+    gather: Callable[[Tensor], Tensor] | None = None
+    """As of `Linear`."""
 
     def __init__(
         self,
@@ -332,10 +364,12 @@ class SparseMLP(nn.Module):
         activation: GatedActivation,
         *,
         formats: Formats,
+        shard: Shard = WHOLE,
         dtype: torch.dtype,
         device,
     ) -> None:
         super().__init__()
+        self.is_part = not shard.is_whole
         routing, options = sparse.routing, dict(dtype=dtype, device=device)
         self.routing, self.has_wide_logits = routing, sparse.has_wide_logits
         self.gate = Linear(hidden_size, routing.num_experts, bias=sparse.router_bias, **options)
@@ -356,13 +390,14 @@ class SparseMLP(nn.Module):
             formats=formats.below("experts"),
             is_fused=_is_fused(sparse, formats),
             in_turn=sparse.in_turn,
+            shard=shard,
             **options,
         )
         self.shared_experts = None
         if sparse.shared_size:
             of_shared = formats.below("shared_experts")
             self.shared_experts = Experts(
-                1, hidden_size, sparse.shared_size, activation, formats=of_shared, is_shared=True, **options
+                1, hidden_size, sparse.shared_size, activation, formats=of_shared, is_shared=True, shard=shard, **options
             )
         self.shared_gate = Linear(hidden_size, 1, **options) if sparse.shared_gate and sparse.shared_size else None
 
@@ -380,12 +415,16 @@ class SparseMLP(nn.Module):
         return self.experts.operations.wide_linear(x, self.gate.weight) if self.has_wide_logits else self.gate(x)
 
     def sums(self, normed: Tensor, logits: Tensor, num_live: Tensor) -> Tensor:
-        """Compute the two sums of each row, [2, N, hidden_size] float32. logits: [N, num_experts]."""
+        """Compute the two sums of each row, [2, N, hidden_size] float32; of several ranks one each. logits: [N,
+        num_experts]."""
         choose = self.experts.operations.choose_experts
         ids, weights = choose(logits, self.routing, self.choice_bias, num_live, normed.dtype, self.factors)
         shared = None if self.shared_experts is None else self.shared_experts.as_shared(normed)
         gate = None if self.shared_gate is None else self.shared_gate(normed)
-        return self.experts(normed, ids, weights, self.routing.first_half, shared, gate)
+        if not self.is_part:
+            return self.experts(normed, ids, weights, self.routing.first_half, shared, gate)
+        ids = self.experts.own_numbers(ids)
+        return self.gather(self.experts(normed, ids, weights, self.experts.num_experts, shared, gate)[0])
 
 
 def _is_fused(sparse: Sparse, formats: Formats) -> bool:

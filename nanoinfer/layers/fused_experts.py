@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nanoinfer.layers.experts import Experts
 from nanoinfer.layers.formats.base import FLOATS, Filling
+from nanoinfer.layers.shard import Held
 
 # Of a packed weight: what views of one expert call codes and scales, and the ends of the names of all experts' tensors.
 CODES, SCALES = ("weight_packed", "_blocks"), ("weight_scale", "_scales")
@@ -86,6 +87,11 @@ def fused_views(experts: Experts) -> dict[str, Filling]:
         fill, check = partial(_fill, experts, tensor), partial(_call, checks)
         fillings[ending] = Filling((tensor.shape,), tensor.dtypes, fill, by_rows=True, check=check)
     return fillings
+
+
+def fused_held(experts: Experts) -> dict[str, Held]:
+    """Return which experts a rank has of these tensors, by the same names; nothing where it has all."""
+    return {} if experts.held is None else dict.fromkeys(fused_tensors(experts), experts.held)
 
 
 def _fill(experts: Experts, tensor: FusedTensor, pieces: Iterable[Tensor]) -> None:

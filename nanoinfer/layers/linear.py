@@ -58,6 +58,7 @@ class Linear(nn.Module):
         self.cut, self.row_sizes = cut, tuple(row_sizes)
         self.held = {"": held} if isinstance(held, Held) else held or {}
         self.is_part = isinstance(held, Held) and held.along == "columns"
+        self.held_columns = held if self.is_part else None
         self.merged = out_features if isinstance(out_features, dict) else None
         sizes = self.merged or {"": out_features}
         self.num_rows, self.in_features = sum(sizes.values()), in_features

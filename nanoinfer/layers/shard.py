@@ -54,6 +54,29 @@ def joined_rows(several: Sequence[Held]) -> Held:
     return Held("rows", first, tuple(ranges))
 
 
+def ranges_of(shape: tuple[int, ...], own: tuple[int, ...], held: Held) -> tuple[int, tuple[tuple[int, int], ...]]:
+    """Return along which dimension a rank has less of a tensor, and which parts of it: of the weight, its scales and
+    whatever else has a number for some of its rows or columns.
+
+    shape, own: of the whole tensor and of what the rank has.
+
+    Raises:
+        ValueError: they differ in more than one dimension, or a part begins between two numbers.
+    """
+    less = [dim for dim, (whole, some) in enumerate(zip(shape, own, strict=True)) if whole != some]
+    if len(less) == 1:
+        bounds = [number * shape[less[0]] for one in held.ranges for number in one]
+        if not any(number % held.total for number in bounds):
+            bounds = [number // held.total for number in bounds]
+            ranges = tuple(zip(bounds[::2], bounds[1::2], strict=True))
+            if sum(end - begin for begin, end in ranges) == own[less[0]]:
+                return less[0], ranges
+    raise ValueError(
+        f"is {list(shape)}, and {held.count} of {held.total} {held.along} cannot be taken of it: what belongs together "
+        "in its format would lie on two GPUs. Give tensor_parallel_size=1"
+    )
+
+
 @dataclass(frozen=True)
 class Shard:
     """One rank of several.

@@ -45,7 +45,7 @@ class SparseSpec:
 
     Attributes:
         num_layers: layers with experts.
-        num_experts, num_chosen: of such a layer, and of a row there.
+        num_experts, num_chosen: of such a layer, and of a row there; all_experts: with those that other devices have.
         intermediate_size, shared_size: of an expert, and of the one that all rows take; 0: there is none.
         strides: bytes of an expert in each of these layers, in the format that it has on the device.
         has_wide_logits: whether the router's logits are float32.
@@ -55,6 +55,7 @@ class SparseSpec:
 
     num_layers: int
     num_experts: int
+    all_experts: int
     num_chosen: int
     intermediate_size: int
     shared_size: int = 0
@@ -75,7 +76,7 @@ class SparseSpec:
 
     def chosen_share(self, num_rows: int) -> float:
         """Return the share of a layer's experts that rows choose together, expected of choices at random."""
-        return 1 - (1 - self.num_chosen / self.num_experts) ** num_rows
+        return 1 - (1 - self.num_chosen / self.all_experts) ** num_rows
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,7 @@ from nanoinfer.kernels.attention.spec import HeadShape
 from nanoinfer.kernels.layer.state_runs import StateRuns
 from nanoinfer.layers.experts import Experts
 from nanoinfer.layers.formats.base import Filling, Renamed, rename
-from nanoinfer.layers.fused_experts import fused_views
+from nanoinfer.layers.fused_experts import fused_held, fused_views
 from nanoinfer.layers.layer_inputs import LayerInputs
 from nanoinfer.layers.linear import Embedding, Head, Linear, head_block, head_rows, share_scratch
 from nanoinfer.layers.norm import RMSNorm
@@ -394,6 +394,8 @@ class Decoder(nn.Module):
             prefix = name if name == "lm_head" else f"model.{name}"
             if isinstance(module, Linear) and module.merged is not None:
                 prefix = prefix.rsplit(".", 1)[0]
+            if isinstance(module, Experts) and module.is_fused:
+                own = partial(fused_held, module)
             found |= {self.name_in_checkpoint(f"{prefix}.{ending}"): held for ending, held in own().items()}
         return found
 

@@ -35,7 +35,8 @@ class Gemma4Layer(DecoderLayer):
             self.dense_output_norm, self.sparse_norm, self.sparse_output_norm = norms
             self.router_norm, self._router_factor = RMSNorm(size, traits.norm_eps, **options), size**-0.5
             activation = GatedActivation(name=traits.activation)
-            self.sparse = SparseMLP(size, traits.sparse, activation, formats=traits.formats.below("sparse"), **options)
+            of_sparse = options | dict(formats=traits.formats.below("sparse"), shard=traits.shard)
+            self.sparse = SparseMLP(size, traits.sparse, activation, **of_sparse)
 
         if own := traits.layer_input_size:
             of_gate, of_projection = (traits.formats.below(name) for name in ("input_gate", "input_projection"))

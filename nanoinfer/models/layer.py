@@ -200,7 +200,7 @@ def make_mlp(spec: ModelSpec, traits: Traits, *, dtype: torch.dtype, device: tor
         size = spec.hidden_size, traits.intermediate_size
         return traits.mlp(*size, traits.activation, bias=traits.mlp_bias, shard=traits.shard, **options)
     activation = traits.sparse.activation or GatedActivation(name=traits.activation)
-    return SparseMLP(spec.hidden_size, traits.sparse, activation, **options)
+    return SparseMLP(spec.hidden_size, traits.sparse, activation, shard=traits.shard, **options)
 
 
 class DecoderLayer(nn.Module):

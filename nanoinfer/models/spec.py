@@ -133,12 +133,14 @@ def _sparse_spec(model: Decoder, sparse: Sparse | None) -> SparseSpec | None:
     owners = [module.experts for module in model.layers.modules() if isinstance(module, SparseMLP)]
     if not owners:
         return None
+    shared = [one.shared_experts for one in model.layers.modules() if getattr(one, "shared_experts", None) is not None]
     return SparseSpec(
         num_layers=len(owners),
-        num_experts=sparse.routing.num_experts,
+        num_experts=owners[0].num_experts,
+        all_experts=sparse.routing.num_experts,
         num_chosen=sparse.routing.num_chosen,
         intermediate_size=sparse.intermediate_size,
-        shared_size=sparse.shared_size,
+        shared_size=max((one.intermediate_size for one in shared), default=0),
         strides=tuple(one.stride for one in owners),
         has_wide_logits=sparse.has_wide_logits,
         is_parted=any(len(one.gate_up) > 1 for one in owners),

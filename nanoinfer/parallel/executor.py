@@ -57,7 +57,7 @@ class ParallelExecutor(Executor):
             except BaseException as error:
                 if self._ranks.has_ended:  # it failed since nobody answers
                     raise self._ranks.error() from None
-                raise self._ranks.give_up(f"rank 0 raised {type(error).__name__}: {error}") from error
+                raise self._ranks.give_up(error) from error
 
     def _all(self, name: str, *arguments: Any) -> Any:
         with self._together():

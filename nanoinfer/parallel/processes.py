@@ -74,6 +74,7 @@ class Ranks:
 
     def __init__(self, size: int, environment: Callable[[int], dict[str, str]], patience_s: float = PATIENCE_S) -> None:
         self.size, self.patience_s, self._fault = size, patience_s, ""
+        self._cause: BaseException | None = None
         self._temporary = tempfile.TemporaryDirectory(prefix="nanoinfer-ranks-")
         self.folder = Path(self._temporary.name)
         self.signs = Signs(self.folder / "signs", size, is_first=True)
@@ -106,7 +107,7 @@ class Ranks:
             for connection in self._connections:
                 connection.send_bytes(message)
         except OSError:
-            raise self.error() from None
+            raise self.error() from self._cause
 
     def ask(self, name: str, *arguments: Any) -> list[Any]:
         """Send each rank a message, and return what each answers. What one raises is raised here.
@@ -124,7 +125,7 @@ class Ranks:
             try:
                 kind, value = decode(connection.recv_bytes())
             except (EOFError, OSError):
-                raise self.error() from None
+                raise self.error() from self._cause
             if kind == "ended":
                 self._give_up(f"rank {rank} ended with {type(value).__name__}: {value}")
                 raise self.error()
@@ -147,9 +148,11 @@ class Ranks:
     def has_ended(self) -> bool:
         return bool(self._fault)
 
-    def give_up(self, fault: str) -> RankError:
+    def give_up(self, error: BaseException) -> RankError:
         """End all ranks, since this one cannot go on with them; return what is to be raised."""
-        self._give_up(fault)
+        if not self._fault:
+            self._cause = error
+        self._give_up(f"rank 0 raised {type(error).__name__}: {error}")
         return self.error()
 
     def close(self) -> None:

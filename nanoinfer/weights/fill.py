@@ -18,7 +18,7 @@ from tqdm import tqdm
 from nanoinfer.layers.experts import Experts
 from nanoinfer.layers.formats.base import Dense, Filling, Stack
 from nanoinfer.layers.linear import Linear
-from nanoinfer.layers.shard import Held
+from nanoinfer.layers.shard import Held, ranges_of
 from nanoinfer.models.checkpoint_info import Taken, TensorEntry
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.weights.gguf import as_filled
@@ -89,31 +89,18 @@ def of_rank(model: Decoder, entries: Mapping[str, TensorEntry]) -> dict[str, Ten
 
 
 def _held_of(entry: TensorEntry, view: Tensor | Filling, held: Held) -> TensorEntry:
-    """Return what is held of a file's tensor. Its dimension of rows or columns is the one that the view has less of."""
+    """Return what is held of a file's tensor."""
     shapes = view.shapes if isinstance(view, Filling) else (tuple(view.shape),)
-    for shape in shapes or (entry.shape,):
-        sizes = list(zip(entry.shape, shape, strict=len(entry.shape) == len(shape)))
-        less = [dim for dim, (all_there, own) in enumerate(sizes) if all_there != own]
-        if len(entry.shape) != len(shape) or len(less) > 1:
-            continue
-        if not less:
-            return entry
-        size = entry.shape[less[0]]
-        bounds = [number * size for one in held.ranges for number in one]
-        if any(number % held.total for number in bounds):
-            break
-        bounds = [number // held.total for number in bounds]
-        ranges = tuple(zip(bounds[::2], bounds[1::2], strict=True))
-        heads, head_dim = entry.turned
-        own = tuple(sum(end - begin for begin, end in ranges) if at == less[0] else one for at, one in enumerate(entry.shape))
-        return replace(
-            entry, shape=own, taken=Taken(entry.shape, less[0], ranges),
-            turned=(heads * held.count // held.total, head_dim),
-        )  # fmt: skip
-    raise ValueError(
-        f"{entry.name} in {entry.path} is {list(entry.shape)}, and {held.count} of {held.total} {held.along} cannot be "
-        "taken of it: what belongs together in its format would lie on two GPUs. Give tensor_parallel_size=1"
-    )
+    shapes = [shape for shape in shapes if len(shape) == len(entry.shape)]
+    if not shapes or entry.shape in shapes:
+        return entry
+    try:
+        dim, ranges = ranges_of(entry.shape, shapes[0], held)
+    except ValueError as error:
+        raise ValueError(f"{entry.name} in {entry.path} {error}") from None
+    heads, head_dim = entry.turned
+    turned = heads * held.count // held.total, head_dim
+    return replace(entry, shape=shapes[0], taken=Taken(entry.shape, dim, ranges), turned=turned)
 
 
 def _fill(

@@ -305,17 +305,22 @@ def expert_mlp(
     return out
 
 
-def shared_mlp(x: Tensor, table: Tensor, experts: ExpertWeights, activation: GatedActivation, cut: int) -> Tensor:
+def shared_mlp(
+    x: Tensor, table: Tensor, experts: ExpertWeights, activation: GatedActivation, cut: int | None
+) -> Tensor:
     """Run all rows through one expert. Of its last sum the columns before `cut` are one part, the others another.
+
+    cut: None: all are the first part, and the second is 0.
 
     Returns [2, N, hidden_size] float32.
     """
-    down = experts.down
-    out = torch.empty(2, len(x), down.num_rows, dtype=torch.float32, device=x.device)
+    down, make = experts.down, torch.empty if cut is not None else torch.zeros
+    out = make(2, len(x), down.num_rows, dtype=torch.float32, device=x.device)
     if len(x):
         ids = torch.zeros(len(x), 1, dtype=torch.int32, device=x.device)
         pairs = pairs_of(x, ids, table, experts)
-        _launch(_hidden(x, pairs, experts.gate_up, activation), out, pairs, down, scatters=True, cut=cut)
+        hidden, target = _hidden(x, pairs, experts.gate_up, activation), out if cut is not None else out[0]
+        _launch(hidden, target, pairs, down, scatters=True, cut=cut)
     return out
 
 

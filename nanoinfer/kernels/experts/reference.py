@@ -139,12 +139,19 @@ def expert_mlp(
     return sums + (shared if shared_gate is None else shared * exact.elementwise(torch.sigmoid, shared_gate).float())
 
 
-def shared_mlp(x: Tensor, table: Tensor, experts: ExpertWeights, activation: GatedActivation, cut: int) -> Tensor:
+def shared_mlp(
+    x: Tensor, table: Tensor, experts: ExpertWeights, activation: GatedActivation, cut: int | None
+) -> Tensor:
     """Run all rows through one expert, with its last sum in two parts, cut there: [2, N, hidden_size] float32.
+
+    cut: None: it is one part, the first, and the other is 0.
 
     Gate and up are cut at the same place, into products of their own; see `exact.linear`.
     """
     gate_up, bias, down, _ = experts.matrices(int(table[0]))
+    if cut is None:
+        part = exact.wide_linear(_hidden(x, gate_up, bias, activation, 2 * (down.shape[1],)), down)
+        return torch.stack((part, torch.zeros_like(part)))
     hidden = _hidden(x, gate_up, bias, activation, 2 * divided(down.shape[1], cut))
     parts = (exact.wide_linear(hidden[:, some], down[:, some]) for some in (slice(cut), slice(cut, None)))
     return torch.stack(tuple(parts))

@@ -18,6 +18,7 @@ from nanoinfer.layers.formats.base import DENSE, FLOATS, CheckpointTensors, Fill
 from nanoinfer.layers.formats.compressed_tensors import CompressedTensors
 from nanoinfer.layers.formats.scaled import PackedScaled
 from nanoinfer.layers.formats.schemes import quantise
+from nanoinfer.layers.shard import ranges_of
 
 
 @dataclass(frozen=True)
@@ -26,11 +27,18 @@ class QuantisedWhileRead(PackedScaled):
 
     def views(self, module: nn.Module, begin: int, end: int) -> dict[str, Filling]:
         shape, stored = (end - begin, module.in_features), super().views(module, begin, end)
-        several = module.packed.stacked
+        several, held = module.packed.stacked, getattr(module, "held_columns", None)
+        if held is not None:  # a row is quantised as a whole, of which a rank has some columns
+            shape = shape[0], held.total
 
         def fill(pieces: Iterable[Tensor]) -> None:
             for ending, values in quantise(pieces, (*several, *shape), self, module.packed.codes.device).items():
                 own = tuple(values.shape[len(several) :])
+                if held is not None and own not in stored[ending].shapes:
+                    dim, ranges = ranges_of(own, stored[ending].shapes[0], held)
+                    dim += len(several)
+                    values = torch.cat([values.narrow(dim, low, high - low) for low, high in ranges], dim)
+                    own = tuple(values.shape[len(several) :])
                 assert own in stored[ending].shapes and values.dtype in stored[ending].dtypes, ending
                 stored[ending].take([values])
 
