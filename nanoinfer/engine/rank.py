@@ -23,7 +23,7 @@ from nanoinfer.devices.registry import resolve_device
 from nanoinfer.engine.start import Share, known
 from nanoinfer.execution.group import Group
 from nanoinfer.execution.local import LocalExecutor
-from nanoinfer.layers.shard import Shard
+from nanoinfer.kernels.linear.shard import Shard
 from nanoinfer.parallel.processes import Signs
 from nanoinfer.step.messages import decode, encode
 
@@ -103,7 +103,9 @@ def main(arguments: list[str]) -> None:
         os._exit(1)
     except BaseException as error:
         with suppress(OSError):
-            connection.send_bytes(encode(("ended", error if isinstance(error, Exception) else RuntimeError(str(error)))))
+            connection.send_bytes(
+                encode(("ended", error if isinstance(error, Exception) else RuntimeError(str(error))))
+            )
         os._exit(1)  # what waits for an exchange would wait on
 
 

@@ -16,13 +16,13 @@ from nanoinfer.devices.registry import resolve_device
 from nanoinfer.execution.group import Alone, Group
 from nanoinfer.execution.local import LocalExecutor
 from nanoinfer.execution.runner import ModelRunner
+from nanoinfer.kernels.linear.shard import Shard
 from nanoinfer.kv.admission import Admission
 from nanoinfer.kv.cache import KVCache
 from nanoinfer.kv.gpu_copies import GPUCopies
 from nanoinfer.kv.mover import Mover
 from nanoinfer.kv.switch import Switch
 from nanoinfer.kv.tables import BlockTables
-from nanoinfer.layers.shard import Shard
 from nanoinfer.memory.limits import TooSmall
 from nanoinfer.memory.machine import device_memory
 from nanoinfer.memory.rates import Rates

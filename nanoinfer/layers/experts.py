@@ -24,13 +24,13 @@ from nanoinfer.kernels.activations import ACTIVATIONS
 from nanoinfer.kernels.experts.routing import ExpertWeight, ExpertWeights, GatedActivation, Routing
 from nanoinfer.kernels.experts.slot_tables import SlotTables
 from nanoinfer.kernels.linear.cuts import columns_cut
+from nanoinfer.kernels.linear.shard import WHOLE, Held, Shard, held_columns, held_rows
 from nanoinfer.kernels.operations import operations_of
 from nanoinfer.layers.formats.base import DENSE, Filling, Formats, Stack, WeightFormat
 from nanoinfer.layers.formats.packed import temporary_bytes
 from nanoinfer.layers.formats.parted import Parted, merge_formats
 from nanoinfer.layers.linear import Linear
 from nanoinfer.layers.norm import RMSNorm, add_and_norm
-from nanoinfer.layers.shard import WHOLE, Held, Shard, held_columns, held_rows
 
 ALIGNMENT = 128
 """Bytes at whose multiples the tensors of an expert begin."""
@@ -397,7 +397,14 @@ class SparseMLP(nn.Module):
         if sparse.shared_size:
             of_shared = formats.below("shared_experts")
             self.shared_experts = Experts(
-                1, hidden_size, sparse.shared_size, activation, formats=of_shared, is_shared=True, shard=shard, **options
+                1,
+                hidden_size,
+                sparse.shared_size,
+                activation,
+                formats=of_shared,
+                is_shared=True,
+                shard=shard,
+                **options,
             )
         self.shared_gate = Linear(hidden_size, 1, **options) if sparse.shared_gate and sparse.shared_size else None
 

@@ -9,9 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from nanoinfer.kernels.linear.shard import Held
 from nanoinfer.layers.experts import Experts
 from nanoinfer.layers.formats.base import FLOATS, Filling
-from nanoinfer.layers.shard import Held
 
 # Of a packed weight: what views of one expert call codes and scales, and the ends of the names of all experts' tensors.
 CODES, SCALES = ("weight_packed", "_blocks"), ("weight_scale", "_scales")

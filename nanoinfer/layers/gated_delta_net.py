@@ -12,6 +12,7 @@ from nanoinfer.common import exact
 from nanoinfer.kernels.delta.heads import DeltaHeads
 from nanoinfer.kernels.layer.state_runs import StateRuns
 from nanoinfer.kernels.linear.cuts import columns_cut, divided, heads_cut
+from nanoinfer.kernels.linear.shard import WHOLE, Held, Shard, held_columns, held_rows, joined_rows
 from nanoinfer.layers.formats.base import FLOATS, Filling, Formats
 from nanoinfer.layers.linear import Linear
 from nanoinfer.layers.short_conv import Taps
@@ -41,17 +42,24 @@ class GatedDeltaNet(nn.Module):
         *,
         may_be_in_groups: bool = False,
         formats: Formats,
+        shard: Shard = WHOLE,
         dtype: torch.dtype,
         device,
     ) -> None:
+        """heads: all of them, of which a rank has a share."""
         super().__init__()
-        self.heads, self._eps = heads, eps
+        whole, heads, self._eps = heads, heads.of_rank(shard), eps
+        self.heads = heads
         options, wide = dict(dtype=dtype, device=device), dict(dtype=torch.float32, device=device)
         self.in_groups = tuple(may_be_in_groups and formats.holds(f"in_proj_{one}") for one in ("qkvz", "ba"))
         names, sizes = _rows(heads, *self.in_groups)
         self._holds_rates = formats.holds("rates")
-        self.in_proj = Linear(size, names, row_sizes=sizes, formats=formats, **options)
-        self.conv1d = Taps(heads.num_channels, taps, bias=False, **options)
+        held, channels, self._values, of_sum = {}, None, None, {}
+        if heads != whole:
+            held, channels, self._values, columns = _held(whole, shard, *self.in_groups)
+            sizes, of_sum = _sizes_of_rank(heads, *self.in_groups), dict(held=columns)
+        self.in_proj = Linear(size, names, row_sizes=sizes, held=held, formats=formats, **options)
+        self.conv1d = Taps(heads.num_channels, taps, bias=False, held=channels, **options)
         self.rates, self.dt_bias = (
             nn.Parameter(torch.empty(heads.num_value_heads, **wide), requires_grad=False) for _ in range(2)
         )
@@ -59,7 +67,9 @@ class GatedDeltaNet(nn.Module):
         of_out, inner = formats.below("out_proj"), heads.num_value_heads * heads.value_size
         cut = _values_cut(heads) * heads.value_size
         cut = cut if cut < inner else columns_cut(inner, of_out.of("").column_block)  # a single head is divided, too
-        self.out_proj = Linear(inner, size, cut=cut, formats=of_out, **options)
+        if heads != whole:
+            cut = inner
+        self.out_proj = Linear(inner, size, cut=cut, formats=of_out, **of_sum, **options)
         self._order = torch.tensor(_order(heads, *self.in_groups), device=device) if any(self.in_groups) else None
 
     def forward(self, normed: Tensor, runs: StateRuns, state: Mapping[str, Tensor], num_live: Tensor) -> Tensor:
@@ -76,6 +86,12 @@ class GatedDeltaNet(nn.Module):
         del mixed
         z = z.unflatten(1, (count, heads.value_size))
         return operations.gated_norm(answers, z, self.norm_weight, self._eps, num_live).flatten(1)
+
+    def held_views(self) -> dict[str, Held]:
+        """Return which heads of values a rank has of its own tensors."""
+        if self._values is None:
+            return {}
+        return {ending: self._values for ending in self.checkpoint_views() if ending != "norm.weight"}
 
     def checkpoint_views(self) -> dict[str, Tensor | Filling]:
         """Return what its own tensors of a checkpoint fill, by the ends of their names."""
@@ -125,6 +141,32 @@ def _rows(
         names |= {"in_proj_b": count, "in_proj_a": count}
         sizes += 2 * divided(count, cut)
     return names, tuple(sizes)
+
+
+def _sizes_of_rank(heads: DeltaHeads, qkvz_in_groups: bool, ba_in_groups: bool) -> tuple[int, ...]:
+    """Return how many neighbouring rows of a rank's `in_proj` one part of the whole has."""
+    keys, inner = heads.num_key_heads * heads.key_size, heads.num_value_heads * heads.value_size
+    of_qkvz = (2 * (keys + inner),) if qkvz_in_groups else (keys, keys, inner, inner)
+    return of_qkvz + ((2 * heads.num_value_heads,) if ba_in_groups else 2 * (heads.num_value_heads,))
+
+
+def _held(
+    heads: DeltaHeads, shard: Shard, qkvz_in_groups: bool, ba_in_groups: bool
+) -> tuple[dict[str, Held], Held, Held, Held]:
+    """Return which rows a rank has of what makes `in_proj`, by name; which channels, which heads of values, and which
+    columns of the output. heads: of the whole layer."""
+    keys, values = heads.ranges_of(shard)
+    group = heads.num_value_heads // heads.num_key_heads
+    of_keys = held_rows(heads.num_key_heads, *keys)
+    of_values = held_rows(heads.num_value_heads, *values)
+    of_inner = of_values.times(heads.value_size)
+    channels = joined_rows([of_keys.times(heads.key_size), of_keys.times(heads.key_size), of_inner])
+    held = {"in_proj_qkv": channels, "in_proj_z": of_inner, "in_proj_b": of_values, "in_proj_a": of_values}
+    if qkvz_in_groups:
+        held["in_proj_qkvz"] = of_keys.times(2 * heads.key_size + 2 * group * heads.value_size)
+    if ba_in_groups:
+        held["in_proj_ba"] = of_keys.times(2 * group)
+    return held, channels, of_values, held_columns(heads.num_value_heads, *values, heads.value_size)
 
 
 def _order(heads: DeltaHeads, qkvz_in_groups: bool, ba_in_groups: bool) -> list[int]:

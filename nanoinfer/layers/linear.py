@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from nanoinfer.devices.registry import device_of
 from nanoinfer.kernels.linear.cuts import columns_cut
+from nanoinfer.kernels.linear.shard import Held, Shard
 from nanoinfer.kernels.operations import operations_of
 from nanoinfer.layers.formats.base import DENSE, ExpandedFormat, Filling, Formats
 from nanoinfer.layers.formats.parted import merge_formats
 from nanoinfer.layers.norm import RMSNorm, add_and_norm
-from nanoinfer.layers.shard import Held, Shard
 
 HEAD_BLOCK = 2048
 """Where a library multiplies, so many rows of a head are a product of their own, wherever the rows lie: a library

@@ -7,11 +7,11 @@ from torch import Tensor, nn
 
 from nanoinfer.common.errors import did_you_mean, shown
 from nanoinfer.kernels.linear.cuts import columns_cut, divided
+from nanoinfer.kernels.linear.shard import WHOLE, Held, Shard, held_columns, held_rows, joined_rows
 from nanoinfer.kernels.reference import ACTIVATIONS
 from nanoinfer.layers.formats.base import DENSE, Formats
 from nanoinfer.layers.linear import Linear
 from nanoinfer.layers.norm import RMSNorm
-from nanoinfer.layers.shard import WHOLE, Held, Shard, held_columns, held_rows, joined_rows
 
 
 class MLP(nn.Module):

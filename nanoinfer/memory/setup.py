@@ -10,7 +10,7 @@ from nanoinfer.attention.registry import make_backends
 from nanoinfer.config import EngineConfig
 from nanoinfer.devices.registry import device_of
 from nanoinfer.kernels.kv.registry import make_format
-from nanoinfer.layers.shard import WHOLE, Shard
+from nanoinfer.kernels.linear.shard import WHOLE, Shard
 from nanoinfer.memory.budget import gpu_budget
 from nanoinfer.memory.machine import device_memory
 from nanoinfer.memory.planner import Planner

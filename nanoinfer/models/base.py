@@ -13,7 +13,7 @@ import torch
 from nanoinfer.kernels.attention.spec import AttentionSpec
 from nanoinfer.kernels.delta.heads import DeltaHeads
 from nanoinfer.kernels.kv.base import KVFormat
-from nanoinfer.layers.shard import WHOLE, Shard
+from nanoinfer.kernels.linear.shard import WHOLE, Shard
 from nanoinfer.models.states import STEP_UNIT, RecurrentState, slot_bytes
 from offload import KVGroups, KVKind, KVLayout, KVPlace
 

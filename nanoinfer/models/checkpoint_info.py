@@ -13,11 +13,11 @@ import torch
 from transformers import PretrainedConfig
 
 from nanoinfer.gguf.reader import GGUFFile
+from nanoinfer.kernels.linear.shard import WHOLE, Shard
 from nanoinfer.layers.formats.base import CheckpointTensors, Formats
 from nanoinfer.layers.formats.online import Online
 from nanoinfer.layers.formats.registry import formats_of
 from nanoinfer.layers.formats.text_part import long_names
-from nanoinfer.layers.shard import WHOLE, Shard
 
 
 @dataclass(frozen=True)

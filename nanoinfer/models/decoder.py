@@ -35,13 +35,13 @@ from transformers import PretrainedConfig
 
 from nanoinfer.kernels.attention.spec import HeadShape
 from nanoinfer.kernels.layer.state_runs import StateRuns
+from nanoinfer.kernels.linear.shard import WHOLE, Held, Shard, held_rows
 from nanoinfer.layers.experts import Experts
 from nanoinfer.layers.formats.base import Filling, Renamed, rename
 from nanoinfer.layers.fused_experts import fused_held, fused_views
 from nanoinfer.layers.layer_inputs import LayerInputs
 from nanoinfer.layers.linear import Embedding, Head, Linear, head_block, head_rows, share_scratch
 from nanoinfer.layers.norm import RMSNorm
-from nanoinfer.layers.shard import Held, held_rows
 from nanoinfer.layers.rope import Context, distinct, longest_contexts, pair_distance, query_scales, rope_table
 from nanoinfer.models.base import AttentionState, ModelSpec
 from nanoinfer.models.checkpoint_info import CheckpointInfo
@@ -153,7 +153,9 @@ class Decoder(nn.Module):
         head = self.embed_tokens if spec.tied_embeddings else self.lm_head
         slices, of_logits = self.streamed.take_head(head), (traits.logits_divisor, traits.logits_softcap)
         of_ranks = [head_rows(spec.vocab_size, one) for one in shard.all]
-        self.logits = Logits(slices, of_ranks, shard.rank, *of_logits, self.streamed.head.bring if on_host.head else None)
+        self.logits = Logits(
+            slices, of_ranks, shard.rank, *of_logits, self.streamed.head.bring if on_host.head else None
+        )
         share_scratch(self, self.logits.slices, **options)
         self.expert_pools = self.streamed.share_pools(self)
         self._embedding_scale = traits.embedding_scale
@@ -179,8 +181,11 @@ class Decoder(nn.Module):
         return Traits(**found, **cls.own_traits, **own)
 
     @classmethod
-    def layer_states(cls, hf_config: PretrainedConfig) -> tuple[AttentionState | RecurrentState, ...]:
-        """Return what each layer keeps: full attention, or what the config names. ValueError: a window is missing."""
+    def layer_states(
+        cls, hf_config: PretrainedConfig, shard: Shard = WHOLE
+    ) -> tuple[AttentionState | RecurrentState, ...]:
+        """Return what each layer keeps on a rank: full attention, or what the config names. ValueError: a window is
+        missing."""
         if not cls.has_layer_types:
             window = (hf_config.sliding_window or None) if cls.has_one_window else None
             return (AttentionState(window),) * hf_config.num_hidden_layers

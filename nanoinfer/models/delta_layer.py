@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 from nanoinfer.common.errors import shown
 from nanoinfer.kernels.delta.heads import DeltaHeads
 from nanoinfer.kernels.layer.state_runs import StateRuns
+from nanoinfer.kernels.linear.shard import WHOLE, Shard
 from nanoinfer.layers.experts import Sparse
 from nanoinfer.layers.gated_delta_net import GatedDeltaNet, num_projected
 from nanoinfer.layers.norm import OffsetRMSNorm, RMSNorm
@@ -34,6 +35,7 @@ class DeltaLayer(nn.Module):
             traits.norm(size, traits.norm_eps, **options) for _ in range(2)
         )
         of_delta = options | dict(may_be_in_groups=delta.may_be_in_groups, formats=traits.formats.below("linear_attn"))
+        of_delta |= dict(shard=traits.shard)
         self.linear_attn = GatedDeltaNet(size, delta.heads, delta.taps, traits.norm_eps, **of_delta)
         self.mlp = make_mlp(spec, traits, **options)
 
@@ -67,10 +69,12 @@ class DeltaDecoder(Decoder):
         return super().traits(hf_config, delta=delta, **own)
 
     @classmethod
-    def layer_states(cls, hf_config: PretrainedConfig) -> tuple[AttentionState | RecurrentState, ...]:
+    def layer_states(
+        cls, hf_config: PretrainedConfig, shard: Shard = WHOLE
+    ) -> tuple[AttentionState | RecurrentState, ...]:
         if "full_attention" not in hf_config.layer_types:
             raise ValueError(f"layer_types={shown(hf_config.layer_types)} names no full_attention layer: one is needed")
-        heads = heads_of(hf_config)
+        heads = heads_of(hf_config).of_rank(shard)
         inputs = StateTensor("inputs", (hf_config.linear_conv_kernel_dim - 1, heads.num_channels))
         size = heads.num_value_heads, heads.key_size, heads.value_size
         kept = RecurrentState((inputs, StateTensor("state", size, torch.float32)))

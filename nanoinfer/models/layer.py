@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,12 +14,12 @@ from nanoinfer.kernels.experts.routing import GatedActivation
 from nanoinfer.kernels.kv.base import KVPart
 from nanoinfer.kernels.layer.head_steps import HeadSteps
 from nanoinfer.kernels.linear.cuts import columns_cut, divided, heads_cut
+from nanoinfer.kernels.linear.shard import WHOLE, Held, Shard, held_columns, held_rows, joined_rows
 from nanoinfer.layers.experts import Sparse, SparseMLP
 from nanoinfer.layers.formats.base import DENSE, Formats
 from nanoinfer.layers.linear import Linear
 from nanoinfer.layers.mlp import MLP, GatedMLP
 from nanoinfer.layers.norm import RMSNorm
-from nanoinfer.layers.shard import WHOLE, Held, Shard, held_columns, held_rows, joined_rows
 from nanoinfer.models.base import ModelSpec
 
 
@@ -120,7 +121,17 @@ class KVSlots:
 
 
 class Attention(nn.Module):
-    """What surrounds attention itself: projections, head norms and positions."""
+    """What surrounds attention itself: projections, head norms and positions.
+
+    `gather` is as of `Linear`, where norms span the heads of several ranks.
+    """
+
+    gather: Callable[[Tensor], Tensor] | None = None
+    _spans_ranks: int | None = None
+
+    @property
+    def is_part(self) -> bool:
+        return self._spans_ranks is not None
 
     def __init__(self, spec: ModelSpec, traits: Traits, *, device: torch.device | str) -> None:
         super().__init__()
@@ -153,7 +164,11 @@ class Attention(nn.Module):
         self.o_proj = Linear(q_size, spec.hidden_size, formats=formats.below("o_proj"), cut=cut, **of_output)
         self.q_norm = self.k_norm = None
         if traits.qk_norm is not None:
-            sizes = (q_size, kv_size) if traits.qk_norm == "all heads" else (head_dim, head_dim)
+            sizes = (head_dim, head_dim)
+            if traits.qk_norm == "all heads":  # a norm over those of all ranks
+                whole = self._shape if traits.shard.is_whole else traits.heads
+                sizes = whole.num_q_heads * head_dim, whole.num_kv_heads * head_dim
+                self._spans_ranks = None if traits.shard.is_whole else traits.shard.rank
             self.q_norm, k_norm = (traits.norm(size, traits.norm_eps, **options) for size in sizes)
             self.k_norm = k_norm if traits.keeps_kv else None
         self.sinks = None
@@ -182,15 +197,27 @@ class Attention(nn.Module):
 
         normed: [N, hidden_size]; rope: `rope_table`, None: no rotation; q_scales: `query_scales`, None: no factors.
         """
-        qkv = self.qkv_proj(normed).unflatten(-1, (-1, self._shape.head_dim))
-        q = qkv.new_empty(len(qkv), self._shape.num_q_heads, self._shape.head_dim) if target.q is None else target.q
-        weights = None
-        if self.q_norm is not None:
+        qkv, weights = self.qkv_proj(normed), None
+        if self._spans_ranks is not None:
+            qkv = self._normed_over_ranks(qkv)
+        elif self.q_norm is not None:
             weights = self.q_norm.weight, None if self.k_norm is None else self.k_norm.weight
+        qkv = qkv.unflatten(-1, (-1, self._shape.head_dim))
+        q = qkv.new_empty(len(qkv), self._shape.num_q_heads, self._shape.head_dim) if target.q is None else target.q
         store = self.qkv_proj.operations.norm_rope_store
         options = dict(q_scales=q_scales, part=target.part, gates=target.gates)
         store(qkv, weights, self._steps, rope, positions, target.kv, target.slots, q, **options)
         return q
+
+    def _normed_over_ranks(self, qkv: Tensor) -> Tensor:
+        """Return what this rank has, [N, rows], with norms over the query heads, and the key heads, of all ranks."""
+        q_size, kv_size = self._shape.q_size, self._shape.kv_size
+        of_ranks = self.gather(qkv[:, : q_size + kv_size].contiguous())
+        q, k = (part.transpose(0, 1).flatten(1) for part in of_ranks.split((q_size, kv_size), 2))
+        begin, end = (rank * q_size for rank in (self._spans_ranks, self._spans_ranks + 1))
+        first, last = (rank * kv_size for rank in (self._spans_ranks, self._spans_ranks + 1))
+        own = self.q_norm(q)[:, begin:end], self.k_norm(k)[:, first:last], qkv[:, q_size + kv_size :]
+        return torch.cat(own, 1)
 
 
 def make_mlp(spec: ModelSpec, traits: Traits, *, dtype: torch.dtype, device: torch.device | str) -> MLP | SparseMLP:

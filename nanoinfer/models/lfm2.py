@@ -12,9 +12,10 @@ from transformers import PretrainedConfig
 from nanoinfer.common.errors import shown
 from nanoinfer.kernels.experts.routing import SIGMOID
 from nanoinfer.kernels.layer.state_runs import StateRuns
+from nanoinfer.kernels.linear.shard import WHOLE, Shard
 from nanoinfer.layers.experts import Sparse
 from nanoinfer.layers.norm import RMSNorm
-from nanoinfer.layers.short_conv import ShortConv
+from nanoinfer.layers.short_conv import ShortConv, channels_divide
 from nanoinfer.models.base import AttentionState, ModelSpec
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.layer import DecoderLayer, Traits, make_mlp
@@ -35,7 +36,12 @@ class ConvLayer(nn.Module):
             traits.norm(size, traits.norm_eps, **options) for _ in range(2)
         )
         self.conv = ShortConv(
-            size, traits.conv_taps, bias=traits.conv_bias, formats=traits.formats.below("conv"), **options
+            size,
+            traits.conv_taps,
+            bias=traits.conv_bias,
+            formats=traits.formats.below("conv"),
+            shard=traits.shard,
+            **options,
         )
         self.mlp = make_mlp(spec, traits, **options)
 
@@ -72,10 +78,13 @@ class Lfm2(Decoder):
     }
 
     @classmethod
-    def layer_states(cls, hf_config: PretrainedConfig) -> tuple[AttentionState | RecurrentState, ...]:
+    def layer_states(
+        cls, hf_config: PretrainedConfig, shard: Shard = WHOLE
+    ) -> tuple[AttentionState | RecurrentState, ...]:
         if "full_attention" not in (hf_config.layer_types or ()):
             raise ValueError(f"layer_types={shown(hf_config.layer_types)} names no full_attention layer: one is needed")
-        inputs = StateTensor("inputs", (hf_config.conv_L_cache - 1, hf_config.hidden_size))
+        channels = hf_config.hidden_size // (shard.size if channels_divide(hf_config.hidden_size, shard) else 1)
+        inputs = StateTensor("inputs", (hf_config.conv_L_cache - 1, channels))
         kept = {"full_attention": AttentionState(), CONV: RecurrentState((inputs,))}
         return tuple(kept[layer_type] for layer_type in hf_config.layer_types)
 

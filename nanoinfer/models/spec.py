@@ -9,10 +9,10 @@ import torch
 from transformers import PretrainedConfig
 
 from nanoinfer.kernels.attention.spec import AttentionSpec
+from nanoinfer.kernels.linear.shard import Shard
 from nanoinfer.layers.experts import Experts, Sparse, SparseMLP
 from nanoinfer.layers.formats.packed import temporary_bytes
 from nanoinfer.layers.linear import Linear, matrix_bytes, scratch_size
-from nanoinfer.layers.shard import Shard
 from nanoinfer.models.base import AttentionState, ModelSpec, SparseSpec
 from nanoinfer.models.checkpoint_info import CheckpointInfo
 from nanoinfer.models.decoder import Decoder
@@ -24,15 +24,15 @@ from nanoinfer.models.streamed_head import head_sizes
 
 def spec_of(model_class: type[Decoder], checkpoint: CheckpointInfo, dtype: torch.dtype) -> ModelSpec:
     """Return the model's numbers, before any weight is read; ValueError if it asks for what is not supported."""
-    hf_config = checkpoint.hf_config
+    hf_config, shard = checkpoint.hf_config, checkpoint.shard
     architecture, layers = (
         (hf_config.architectures or [model_class.__name__])[0],
         tuple(
             state.with_dtype(dtype) if isinstance(state, RecurrentState) else state
-            for state in model_class.layer_states(hf_config)
+            for state in model_class.layer_states(hf_config, shard)
         ),
     )
-    traits, shard = model_class.traits(hf_config), checkpoint.shard
+    traits = model_class.traits(hf_config)
     mlp_sizes = model_class.mlp_sizes(hf_config, traits)
     if not shard.is_whole:
         mlp_sizes = tuple(end - begin for begin, end in map(shard.columns, mlp_sizes))
@@ -46,7 +46,7 @@ def spec_of(model_class: type[Decoder], checkpoint: CheckpointInfo, dtype: torch
         shard=shard,
         gates_attention=traits.attention_gate,
         state_values=model_class.state_values(hf_config),
-        delta=None if traits.delta is None else traits.delta.heads,
+        delta=None if traits.delta is None else traits.delta.heads.of_rank(shard),
         own_pieces=tuple(
             layer
             for layer, state in enumerate(layers)
@@ -99,6 +99,11 @@ def _attentions(
                 "num_attention_heads must be a multiple of num_key_value_heads"
             )
         states = [state for state in layers if isinstance(state, AttentionState) and state.shape == shape]
+        if traits.qk_norm == "all heads" and kv_heads % shard.size:
+            raise ValueError(
+                f"tensor_parallel_size={shard.size}: a norm of {architecture} spans all its {kv_heads} KV heads, which so "
+                "many GPUs cannot share evenly: give a number that divides them"
+            )
         if not shard.is_whole:
             q_heads, kv_heads = (end - begin for begin, end in shard.heads(q_heads, kv_heads))
         yield AttentionSpec(

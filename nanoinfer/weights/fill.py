@@ -15,10 +15,10 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from nanoinfer.kernels.linear.shard import Held, ranges_of
 from nanoinfer.layers.experts import Experts
 from nanoinfer.layers.formats.base import Dense, Filling, Stack
 from nanoinfer.layers.linear import Linear
-from nanoinfer.layers.shard import Held, ranges_of
 from nanoinfer.models.checkpoint_info import Taken, TensorEntry
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.weights.gguf import as_filled

@@ -16,8 +16,8 @@ from transformers import PretrainedConfig
 
 from nanoinfer.common.errors import listed
 from nanoinfer.gguf.shards import read_model
+from nanoinfer.kernels.linear.shard import WHOLE
 from nanoinfer.layers.formats.base import FLOATS, Filling
-from nanoinfer.layers.shard import WHOLE
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.models.checkpoint_info import CheckpointInfo, TensorEntry
 from nanoinfer.models.decoder import Decoder

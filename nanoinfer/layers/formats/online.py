@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanoinfer.kernels.linear.shard import ranges_of
 from nanoinfer.layers.formats.base import DENSE, FLOATS, CheckpointTensors, Filling, Formats, WeightFormat
 from nanoinfer.layers.formats.compressed_tensors import CompressedTensors
 from nanoinfer.layers.formats.scaled import PackedScaled
 from nanoinfer.layers.formats.schemes import quantise
-from nanoinfer.layers.shard import ranges_of
 
 
 @dataclass(frozen=True)

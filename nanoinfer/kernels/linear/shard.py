@@ -34,6 +34,10 @@ class Held:
         """How many are held."""
         return sum(end - begin for begin, end in self.ranges)
 
+    def times(self, size: int) -> Held:
+        """Return the same of what has `size` rows or columns for each."""
+        return Held(self.along, self.total * size, tuple((begin * size, end * size) for begin, end in self.ranges))
+
 
 def held_rows(total: int, begin: int, end: int, size: int = 1) -> Held:
     """Return [begin, end) of so many, each of which is `size` rows."""
