@@ -74,15 +74,17 @@ class Rank:
             answer = "raised", error
         self._connection.send_bytes(encode(answer))
 
+    def _join(self, device: str) -> None:
+        place = resolve_device(device)
+        self._group = Group(self._folder, self._shard.rank, self._shard.size, place)
+
     def _known(self, settings: dict[str, Any]) -> list:
         config = EngineConfig(**settings)
         self._share = known(config, resolve_device(config.device), self._shard)
-        return self._share.facts
+        return self._share.facts(self._group)
 
     def _build(self, plan) -> list[int]:
-        setup = self._share.setup
-        self._group = Group(str(self._folder / "store"), self._shard.rank, self._shard.size, setup.device.torch_device)
-        plan = replace(plan, groups=setup.spec.kv_groups)
+        plan = replace(plan, groups=self._share.setup.spec.kv_groups)
         self._executor = self._share.build(plan, self._group)
         return self._share.sizes(self._executor)
 
@@ -99,6 +101,7 @@ def main(arguments: list[str]) -> None:
     try:
         with torch.inference_mode():
             Rank(connection, Shard(rank, size), Path(arguments[3])).run()
+        os._exit(0)  # threads of libraries are not waited for
     except (EOFError, KeyboardInterrupt):  # rank 0 has ended
         os._exit(1)
     except BaseException as error:

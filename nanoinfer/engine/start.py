@@ -105,8 +105,7 @@ class Share:
 
     setup: Setup
 
-    @property
-    def facts(self) -> list:
+    def facts(self, group: Group) -> list:
         """What must be the same on all ranks, as pairs of what it is and what it is here; then the memory."""
         device = self.setup.device
         files = sorted((str(one.path), one.path.stat().st_mtime_ns) for one in self._files())
@@ -116,7 +115,7 @@ class Share:
             ("CPU threads", torch.get_num_threads()),
             ("model files", hash_of(files)),
         ]
-        return [same, memory_available_bytes(), device_memory(device.torch_device)]
+        return [same, memory_available_bytes(), device_memory(device.torch_device), group.taken_bytes]
 
     def _files(self) -> list:
         entries = (self.setup.checkpoint.tensors or {}).values()
@@ -152,7 +151,10 @@ class Several:
         self._ranks = Ranks(size, lambda rank: visible_devices(rank, place))
         self._settings = asdict(replace(config, progress_bar=False, skip_tokenizer_init=True))
         self._settings |= {name: str(one) for name, one in self._settings.items() if isinstance(one, Path)}
-        self._group: Group | None = None
+        self._ranks.tell("join?", config.device)
+        self._group = Group(self._ranks.folder, 0, size, place)
+        self._ranks.on_end = self._group.close
+        self._ranks.answers()
 
     def agree(self, share: Share) -> None:
         """Compare what ranks know. The least memory that one has is what each may count on.
@@ -160,17 +162,15 @@ class Several:
         Raises:
             ValueError: they differ in something, or in memory by more than `UNEVEN_BYTES`.
         """
-        own, others = share.facts, self._ranks.ask("known?", self._settings)
+        own, others = share.facts(self._group), self._ranks.ask("known?", self._settings)
         check_alike([own, *others])
-        hosts, devices = zip(*((host, device) for _, host, device in [own, *others]), strict=True)
-        share.setup.agreed = min(hosts), None if devices[0] is None else tuple(map(min, zip(*devices, strict=True)))
+        _, hosts, devices, taken = zip(own, *others, strict=True)
+        memory = None if devices[0] is None else tuple(map(min, zip(*devices, strict=True)))
+        share.setup.agreed = min(hosts), memory, max(taken)
 
     def build(self, share: Share, plan: MemoryPlan) -> ParallelExecutor:
         """Have all ranks load their share, and return who tells them what to do."""
-        size, place = self._ranks.size, share.setup.device.torch_device
         self._ranks.tell("build?", replace(plan, groups=()))
-        self._group = Group(str(self._ranks.folder / "store"), 0, size, place)
-        self._ranks.on_end = self._group.close
         try:
             local = share.build(plan, self._group)
         except BaseException:
@@ -183,8 +183,7 @@ class Several:
 
     def close(self) -> None:
         self._ranks.close()
-        if self._group is not None:
-            self._group.close()
+        self._group.close()
 
 
 def known(config: EngineConfig, place: torch.device, shard: Shard) -> Share:

@@ -1,19 +1,31 @@
 """What ranks say to each other while they compute and while they start: over `torch.distributed`'s process groups.
 
-NCCL carries what lies on GPUs, gloo what lies on the host. Everything here is collective: each rank makes the same calls
-in the same order, or the others wait for it.
+NCCL carries what lies on GPUs, gloo what lies on the host. Everything here is collective: each rank makes the same
+calls in the same order, or the others wait for it.
 """
 
 from __future__ import annotations
 
+import os
+import pickle
 from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
 
+from nanoinfer.devices.registry import device_of
 from nanoinfer.models.decoder import Decoder
 
+if TYPE_CHECKING:
+    from nanoinfer.kernels.launch.exchange import Mailbox
+
+WAY = "NANOINFER_EXCHANGE"
+"""The environment variable with the `way` that is to be used: "nccl", though peers could be reached."""
+_MAILBOX_BYTES = 4 * 2**20
 # A server may be idle for weeks: who watches the ranks ends a call that nobody answers, not a limit of the library.
 _FOREVER = timedelta(days=365)
 
@@ -38,20 +50,39 @@ class Group:
     """Some ranks on one machine.
 
     Args:
-        path: of a file that all ranks can write, and that is not there before the first.
+        folder: which all ranks can write to, and where no other ranks meet.
         device: where what is computed lies.
+
+    Attributes:
+        way: how ranks exchange what is computed: "peers", each writes into the memory of the others; "nccl"; "gloo", on
+            the host.
+        taken_bytes: of the device's memory, for that.
     """
 
-    def __init__(self, path: str, rank: int, size: int, device: torch.device) -> None:
-        self.rank, self.size, self._device = rank, size, device
-        store = dist.FileStore(path, size)
+    def __init__(self, folder: Path, rank: int, size: int, device: torch.device) -> None:
+        self.rank, self.size, self._mailbox, self.taken_bytes = rank, size, None, 0
+        store = dist.FileStore(str(folder / "store"), size)
         # Neither is the default group, which belongs to the program that we are part of.
         self._host = dist.ProcessGroupGloo(dist.PrefixStore("host", store), rank, size, _FOREVER)
-        self._own = self._host
+        self._own, self.way = self._host, "gloo"
         if device.type == "cuda":
+            before = device_of(device).memory()[0]
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = _FOREVER
-            self._own = dist.ProcessGroupNCCL(dist.PrefixStore("device", store), rank, size, options)
+            self._own, self.way = dist.ProcessGroupNCCL(dist.PrefixStore("device", store), rank, size, options), "nccl"
+            self._gather(torch.zeros(1, dtype=torch.int32, device=device))  # it makes its channels now
+            if self._reaches_others(device):
+                self._mailbox, self.way = _mailbox(store, rank, size, device), "peers"
+            torch.cuda.synchronize(device)
+            self.minimum(0)  # nobody writes to memory that is not there yet
+            self.taken_bytes = max(0, before - device_of(device).memory()[0])
+
+    def _reaches_others(self, device: torch.device) -> bool:
+        """Whether all ranks reach the memory of all others, and none is to exchange in another way."""
+        wanted = os.environ.get(WAY, "peers") == "peers"
+        others = range(torch.cuda.device_count())
+        reaches = all(torch.cuda.can_device_access_peer(device, one) for one in others if one != (device.index or 0))
+        return bool(self.minimum(wanted and reaches)[0])
 
     def minimum(self, *values: int) -> list[int]:
         found = torch.tensor(values, dtype=torch.int64)
@@ -60,6 +91,13 @@ class Group:
 
     def gather(self, own: Tensor) -> Tensor:
         """Return what all ranks give, in their order: [N, n] -> [ranks, N, n]; on the current stream, and in graphs."""
+        words = own.numel() * own.element_size() // 4
+        if self._mailbox is not None and 0 < words <= self._mailbox.most_words:
+            parts = self._mailbox.gather(own.view(-1).view(torch.int32))
+            return parts.view(own.dtype).view(self.size, *own.shape)
+        return self._gather(own)
+
+    def _gather(self, own: Tensor) -> Tensor:
         out = own.new_empty(self.size, *own.shape)
         # As bytes: gloo does not know every dtype.
         self._own._allgather_base(out.view(torch.uint8).view(-1), own.view(torch.uint8).view(-1)).wait()
@@ -79,5 +117,24 @@ class Group:
     def close(self) -> None:
         """End it; what others wait for fails there."""
         for group in {self._own, self._host}:
-            if hasattr(group, "abort"):
-                group.abort()
+            group.abort()
+
+
+def _mailbox(store: dist.Store, rank: int, size: int, device: torch.device) -> Mailbox:
+    """Return the memory of all ranks that each writes to, mapped into this process."""
+    from nanoinfer.kernels.launch.exchange import BLOCK, Mailbox  # triton comes with CUDA builds of torch only
+
+    programs = -(-_MAILBOX_BYTES // (4 * BLOCK))
+    sizes = 2 * size * _MAILBOX_BYTES // 4, size * programs
+    own = [torch.zeros(count, dtype=torch.int32, device=device) for count in sizes]
+    store.set(f"memory of {rank}", pickle.dumps([reduce_tensor(one) for one in own]))
+    mapped = []
+    for other in range(size):
+        if other == rank:
+            mapped.append(own)
+            continue
+        found = pickle.loads(store.get(f"memory of {other}"))  # what another process of ours has written
+        # Each process counts GPUs from its own on: what it maps is mapped to that one.
+        mapped.append([rebuild(*arguments[:6], device.index or 0, *arguments[7:]) for rebuild, arguments in found])
+    memories, signals = zip(*mapped, strict=True)
+    return Mailbox(rank, [*memories], [*signals])

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from nanoinfer.devices.registry import device_of
 from nanoinfer.kernels.linear.cuts import columns_cut
-from nanoinfer.kernels.linear.shard import Held, Shard
+from nanoinfer.kernels.linear.shard import Held, Shard, joined_rows
 from nanoinfer.kernels.operations import operations_of
-from nanoinfer.layers.formats.base import DENSE, ExpandedFormat, Filling, Formats
+from nanoinfer.layers.formats.base import DENSE, Dense, ExpandedFormat, Filling, Formats
 from nanoinfer.layers.formats.parted import merge_formats
 from nanoinfer.layers.norm import RMSNorm, add_and_norm
 
@@ -151,10 +151,22 @@ class Linear(nn.Module):
         }
 
     def fill_with_noise(self, generator: torch.Generator) -> None:
-        """Fill weight and bias with random values."""
-        self.weights.fill_with_noise(self, generator)
+        """Fill weight and bias with random values. A rank's wide weight has the values that it has in the whole one."""
+        if self.held and isinstance(self.weights, Dense):
+            self._fill_part_with_noise(generator)
+        else:
+            self.weights.fill_with_noise(self, generator)
         if self.bias is not None:
             self.bias.normal_(0.0, 0.02, generator=generator)
+
+
+    def _fill_part_with_noise(self, generator: torch.Generator) -> None:
+        held = joined_rows([*self.held.values()]) if not self.is_part else self.held[""]
+        shape = (self.num_rows, held.total) if self.is_part else (held.total, self.in_features)
+        whole = torch.empty(shape, dtype=self.weight.dtype, device=generator.device)
+        whole.normal_(0.0, 0.02, generator=generator)
+        some = [whole.narrow(int(self.is_part), begin, end - begin) for begin, end in held.ranges]
+        self.weight.copy_(torch.cat(some, int(self.is_part)))
 
 
 class Head(Linear):

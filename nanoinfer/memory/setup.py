@@ -34,13 +34,13 @@ class Setup:
         config: the given one, with the size of KV blocks.
         device: the description of the device that was given.
         agreed: what several ranks have agreed to count on: bytes of host memory that are available, for all of them,
-            and of the device's memory what is free and what there is. None: what is there when a plan is asked for.
+            of the device's memory what is free and what there is, and how much of it their exchange has taken. None: what is there when a plan is asked for.
 
     Raises:
         ValueError: the model is not supported, or the attention backend cannot run it in this mode.
     """
 
-    agreed: tuple[int, tuple[int, int] | None] | None = None
+    agreed: tuple[int, tuple[int, int] | None, int] | None = None
 
     def __init__(
         self, config: EngineConfig, device: torch.device, offload: bool | None = None, shard: Shard = WHOLE
@@ -67,8 +67,12 @@ class Setup:
 
     def budget(self, config: EngineConfig, host_available: int) -> int:
         """Return the bytes that an engine with this config may take on the device now."""
-        memory = device_memory(self.device.torch_device) if self.agreed is None else self.agreed[1]
-        return gpu_budget(config, memory, host_available)
+        if self.agreed is None:
+            return gpu_budget(config, device_memory(self.device.torch_device), host_available)
+        _, memory, taken = self.agreed
+        if memory is not None:  # a limit counts what the exchange has taken
+            memory = memory[0] + taken, memory[1]
+        return gpu_budget(config, memory, host_available) - taken
 
 
 class Specs:

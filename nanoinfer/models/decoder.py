@@ -142,10 +142,11 @@ class Decoder(nn.Module):
             self.streamed.take_layer(index, self.layers[index])
         self.norm = traits.norm(spec.hidden_size, traits.norm_eps, factor=traits.residual_factor, **options)
         rows = head_rows(spec.vocab_size, shard)
+        self.repeats_embeddings = hf_config.tie_word_embeddings and not spec.tied_embeddings
         if not spec.tied_embeddings:
             where = options | dict(device="cpu" if on_host.head else device)
             # A rank has its own copy of its rows of a tied head.
-            where["formats"] = table["formats"] if hf_config.tie_word_embeddings else formats.below("lm_head")
+            where["formats"] = table["formats"] if self.repeats_embeddings else formats.below("lm_head")
             where |= {} if shard.is_whole else dict(held=held_rows(spec.vocab_size, *rows))
             block = head_block(spec.vocab_size)
             self.lm_head = Head(spec.hidden_size, rows[1] - rows[0], block=block, **where)

@@ -72,6 +72,7 @@ class Logits:
     def _take_others(self, out: Tensor) -> None:
         own = out[:, self._begin : self._end]
         width = max(end - begin for begin, end in self._of_ranks)
+        width += width % 2  # whole words
         if own.shape[1] < width:
             own = torch.nn.functional.pad(own, (0, width - own.shape[1]))
         for (begin, end), values in zip(self._of_ranks, self.gather(own.contiguous()), strict=True):

@@ -26,13 +26,13 @@ def check_alike(facts: list[list]) -> None:
     Raises:
         ValueError: they differ; the message has the values of both.
     """
-    (first, _, memory), *others = facts
-    for rank, (same, _, other_memory) in enumerate(others, 1):
+    (first, _, memory, _), *others = facts
+    for rank, (same, _, other_memory, _) in enumerate(others, 1):
         for (name, value), (_, other) in zip(first, same, strict=True):
             if value != other:
                 raise ValueError(f"ranks must have the same {name}: rank 0 has {value}, rank {rank} {other}")
         if memory is not None and abs(memory[0] - other_memory[0]) > UNEVEN_BYTES:
-            free = [f"rank {number}: {one[0] / GIB:.1f} GiB" for number, (_, _, one) in enumerate(facts)]
+            free = [f"rank {number}: {one[0] / GIB:.1f} GiB" for number, (_, _, one, _) in enumerate(facts)]
             raise ValueError(
                 f"the GPUs have unlike free memory ({', '.join(free)}), and each rank takes as much: end what else "
                 "runs on them, or give gpu_memory_limit and free as much on each"

@@ -302,6 +302,8 @@ def fill_with_noise(model: Decoder, seed: int, progress: bool) -> None:
     Otherwise all rows of a prompt would soon choose the same, as the mean over the prompt is most of each.
     """
     generator = torch.Generator(model.norm.weight.device).manual_seed(seed)
+    # For what a rank has of packed weights and of experts: the others' would have to be made, too.
+    apart = torch.Generator(model.norm.weight.device).manual_seed(seed + 1 + model.spec.shard.rank)
     # In the order of the modules, which is that of the pieces, too: streamed or not, a weight has the same values.
     groups = model.streamed.groups()
     is_resident, is_of_run = next(groups).has, lambda module: False
@@ -310,7 +312,8 @@ def fill_with_noise(model: Decoder, seed: int, progress: bool) -> None:
         while not is_resident(module) and not is_of_run(module):
             is_of_run = next(groups).has
         if isinstance(module, Linear | Experts):
-            module.fill_with_noise(generator)
+            is_apart = module.held and not (isinstance(module, Linear) and isinstance(module.weights, Dense))
+            module.fill_with_noise(apart if is_apart else generator)
             continue
         if isinstance(module, nn.ParameterList):  # whose experts fill it
             continue
@@ -320,3 +323,6 @@ def fill_with_noise(model: Decoder, seed: int, progress: bool) -> None:
     if model.spec.sparse is not None:
         table = model.embed_tokens
         (table.weight if isinstance(table.weights, Dense) else table.packed.scales).mul_(1 / 0.02)
+    if model.repeats_embeddings and isinstance(model.lm_head.weights, Dense):
+        (begin, end), rows = model.lm_head.held[""].ranges[0], model.embed_tokens.weight
+        model.lm_head.weight.copy_(rows[begin:end])

@@ -1,0 +1,106 @@
+"""What ranks on GPUs that reach each other's memory say to each other: each writes its part into all others' memory.
+
+One kernel, in a graph or not: a program writes some numbers of its rank's part to every rank, says so there, and waits
+until all others have said so here. Then the parts of all lie in this rank's memory, in the order of the ranks.
+
+The memory has two slots, used in turn. Who writes to a slot for exchange n has finished exchange n - 1, for which every
+other rank had to begin it, behind whatever has read the slot of exchange n - 2. So nobody's numbers are overwritten
+before they are read. How many exchanges there were is counted on the device: a graph may be replayed after any other.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanoinfer.kernels.launch.pdl import launch_options, let_next_in, wait_for_inputs
+
+BLOCK = 2048
+"""Words of a program."""
+MOST_LOOKS = 2**27
+"""A kernel that has looked so often, for a minute or more, gives up, so that its process can be ended: who watches the
+ranks has said why before."""
+
+
+@triton.jit
+def gather_kernel(
+    own,  # [size] int32, this rank's part
+    out,  # [ranks, size] int32, out
+    memories,  # [ranks] int64, addresses of all ranks' memory: two slots, in each [ranks, size] int32
+    signals,  # [ranks] int64, addresses of all ranks' signals, [ranks, PROGRAMS] int32
+    counts,  # [2] int32, here: exchanges so far, programs of this one that are done
+    size,
+    slot_words,
+    most_looks,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    PROGRAMS: tl.constexpr,  # the most of a launch
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_inputs(PDL)
+    let_next_in(PDL)
+    program = tl.program_id(0)
+    number = tl.load(counts, volatile=True) + 1
+    slot = (number % 2).to(tl.int64) * slot_words
+    at = program * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    values = tl.load(own + at, mask=inside, other=0)
+    for step in tl.static_range(1, RANKS):
+        memory = tl.load(memories + (RANK + step) % RANKS).to(tl.pointer_type(tl.int32))
+        tl.store(memory + slot + RANK * size + at, values, mask=inside)
+    tl.debug_barrier()  # all threads have written what one of them says now
+    for step in tl.static_range(1, RANKS):
+        signal = tl.load(signals + (RANK + step) % RANKS).to(tl.pointer_type(tl.int32))
+        tl.atomic_xchg(signal + RANK * PROGRAMS + program, number, sem="release", scope="sys")
+    tl.store(out + RANK * size + at, values, mask=inside)
+    said_here = tl.load(signals + RANK).to(tl.pointer_type(tl.int32))
+    for step in tl.static_range(1, RANKS):
+        said_at = said_here + (RANK + step) % RANKS * PROGRAMS + program
+        said = tl.atomic_add(said_at, 0, sem="acquire", scope="sys")
+        looks = 0
+        while (said - number < 0) & (looks < most_looks):  # the other may be an exchange ahead
+            said = tl.atomic_add(said_at, 0, sem="acquire", scope="sys")
+            looks += 1
+    tl.debug_barrier()  # one thread has seen what all read now
+    here = tl.load(memories + RANK).to(tl.pointer_type(tl.int32)) + slot
+    for step in tl.static_range(1, RANKS):
+        other = (RANK + step) % RANKS * size
+        tl.store(out + other + at, tl.load(here + other + at, mask=inside, other=0), mask=inside)
+    done = tl.atomic_add(counts + 1, 1, sem="acq_rel", scope="gpu")
+    if done == tl.num_programs(0) - 1:
+        tl.store(counts + 1, 0)
+        tl.store(counts, number)
+
+
+class Mailbox:
+    """The memory of a rank that the others write to, and where that of the others is.
+
+    Args:
+        memories: of each rank, [2 * slot] int32, mapped into this process.
+        signals: of each rank, [ranks * programs] int32, zeros before the first exchange.
+    """
+
+    def __init__(self, rank: int, memories: list[Tensor], signals: list[Tensor]) -> None:
+        self._rank, self._size, self._kept = rank, len(memories), (memories, signals)
+        device = memories[rank].device
+        self._memories, self._signals = (
+            torch.tensor([one.data_ptr() for one in tensors], dtype=torch.int64, device=device)
+            for tensors in (memories, signals)
+        )
+        self._programs, self._slot_words = signals[rank].numel() // self._size, memories[rank].numel() // 2
+        self._counts = torch.zeros(2, dtype=torch.int32, device=device)
+        self.most_words = min(self._slot_words // self._size, self._programs * BLOCK)
+
+    def gather(self, own: Tensor) -> Tensor:
+        """[n] int32 -> [ranks, n] int32, of at most `most_words`; a new tensor."""
+        size = own.numel()
+        assert 0 < size <= self.most_words and own.is_contiguous()
+        out = torch.empty(self._size, size, dtype=torch.int32, device=own.device)
+        gather_kernel[(triton.cdiv(size, BLOCK),)](
+            own, out, self._memories, self._signals, self._counts, size, self._slot_words, MOST_LOOKS, RANK=self._rank,
+            RANKS=self._size, PROGRAMS=self._programs, BLOCK=BLOCK, num_warps=8, **launch_options(own, fuses=False),
+        )  # fmt: skip
+        return out
