@@ -159,7 +159,6 @@ class Linear(nn.Module):
         if self.bias is not None:
             self.bias.normal_(0.0, 0.02, generator=generator)
 
-
     def _fill_part_with_noise(self, generator: torch.Generator) -> None:
         held = joined_rows([*self.held.values()]) if not self.is_part else self.held[""]
         shape = (self.num_rows, held.total) if self.is_part else (held.total, self.in_features)

@@ -101,8 +101,8 @@ def _attentions(
         states = [state for state in layers if isinstance(state, AttentionState) and state.shape == shape]
         if traits.qk_norm == "all heads" and kv_heads % shard.size:
             raise ValueError(
-                f"tensor_parallel_size={shard.size}: a norm of {architecture} spans all its {kv_heads} KV heads, which so "
-                "many GPUs cannot share evenly: give a number that divides them"
+                f"tensor_parallel_size={shard.size}: a norm of {architecture} spans all its {kv_heads} KV heads, which "
+                "so many GPUs cannot share evenly: give a number that divides them"
             )
         if not shard.is_whole:
             q_heads, kv_heads = (end - begin for begin, end in shard.heads(q_heads, kv_heads))

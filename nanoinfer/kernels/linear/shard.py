@@ -103,7 +103,8 @@ class Shard:
         return self.size == 1
 
     def columns(self, total: int, block: int = LEAST) -> tuple[int, int]:
-        """Return the columns, [begin, end), of a sum whose columns may be divided anywhere. block: see `columns_cut`."""
+        """Return the columns, [begin, end), of a sum whose columns may be divided anywhere. block: as in
+        `columns_cut`."""
         return self._part(total, lambda size: columns_cut(size, block))
 
     def even(self, total: int) -> tuple[int, int]:
