@@ -67,10 +67,9 @@ class Group:
         self._own, self.way = self._host, "gloo"
         if device.type == "cuda":
             before = device_of(device).memory()[0]
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = _FOREVER
-            self._own, self.way = dist.ProcessGroupNCCL(dist.PrefixStore("device", store), rank, size, options), "nccl"
-            self._gather(torch.zeros(1, dtype=torch.int32, device=device))  # it makes its channels now
+            self._own = dist.ProcessGroupNCCL(dist.PrefixStore("device", store), rank, size, _FOREVER)
+            self.way = "nccl"
+            self.gather_by_library(torch.zeros(1, dtype=torch.int32, device=device))  # it makes its channels now
             if self._reaches_others(device):
                 self._mailbox, self.way = _mailbox(store, rank, size, device), "peers"
             torch.cuda.synchronize(device)
@@ -95,9 +94,10 @@ class Group:
         if self._mailbox is not None and 0 < words <= self._mailbox.most_words:
             parts = self._mailbox.gather(own.view(-1).view(torch.int32))
             return parts.view(own.dtype).view(self.size, *own.shape)
-        return self._gather(own)
+        return self.gather_by_library(own)
 
-    def _gather(self, own: Tensor) -> Tensor:
+    def gather_by_library(self, own: Tensor) -> Tensor:
+        """`gather` with NCCL, or gloo on the host: of any size."""
         out = own.new_empty(self.size, *own.shape)
         # As bytes: gloo does not know every dtype.
         self._own._allgather_base(out.view(torch.uint8).view(-1), own.view(torch.uint8).view(-1)).wait()

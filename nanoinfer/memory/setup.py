@@ -34,7 +34,8 @@ class Setup:
         config: the given one, with the size of KV blocks.
         device: the description of the device that was given.
         agreed: what several ranks have agreed to count on: bytes of host memory that are available, for all of them,
-            of the device's memory what is free and what there is, and how much of it their exchange has taken. None: what is there when a plan is asked for.
+            of the device's memory what is free and what there is, and how much of it their exchange has taken. None:
+            what is there when a plan is asked for.
 
     Raises:
         ValueError: the model is not supported, or the attention backend cannot run it in this mode.

@@ -72,7 +72,9 @@ def test_numbers_of_tokens_may_be_given_as_on_the_command_line():
             dict(host_memory_limit=1000, enable_cpu_offload=True),
             "is too small: the KV cache of 384 tokens takes 0.19 MiB: give at least .1MiB",
         ),
-        (dict(tensor_parallel_size=2), "tensor_parallel_size=2 is not supported, but for 1"),
+        (dict(tensor_parallel_size=3), "tensor_parallel_size=3 must be 1, 2, 4 or 8"),
+        (dict(data_parallel_size=2), "data_parallel_size=2 is not supported, but for 1: give tensor_parallel_size"),
+        (dict(tensor_parallel_size=8), "4 query heads and 2 KV heads cannot be divided .* give 1 or 2 or 4"),
         (dict(trust_remote_code=True), "trust_remote_code=True is not supported, but for False"),
         (dict(quantization="awq"), "quantization='awq' does not fit this checkpoint, which is not quantised"),
         (dict(quantization=8), "quantization=8 must be None or text"),
@@ -95,7 +97,7 @@ def test_a_bad_setting_is_refused(path, arguments, message):
 def test_vllms_arguments_may_name_the_only_thing_there_is(path):
     doing_without = {name: (*values, None)[0] for name, (values, _) in ENGINE.items()}
     assert {
-        "tensor_parallel_size": 1,
+        "data_parallel_size": 1,
         "trust_remote_code": False,
         "enable_lora": False,
     }.items() <= doing_without.items()

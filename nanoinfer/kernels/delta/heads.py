@@ -43,7 +43,8 @@ class DeltaHeads(NamedTuple):
         divides = values % keys == 0 if self._repeats_keys else keys % shard.size == 0
         if self.num_value_heads % shard.size or not divides:
             return self
-        return self._replace(num_key_heads=keys if self._repeats_keys else keys // shard.size, num_value_heads=values)
+        keys = keys if self._repeats_keys else keys // shard.size
+        return DeltaHeads(keys, values, self.key_size, self.value_size, self.is_tiled)
 
     @property
     def _repeats_keys(self) -> bool:
