@@ -35,7 +35,7 @@ from transformers import PretrainedConfig
 
 from nanoinfer.kernels.attention.spec import HeadShape
 from nanoinfer.kernels.layer.state_runs import StateRuns
-from nanoinfer.kernels.linear.shard import WHOLE, Held, Shard, held_rows
+from nanoinfer.kernels.linear.shard import Held, Shard, held_rows
 from nanoinfer.layers.experts import Experts
 from nanoinfer.layers.formats.base import Filling, Renamed, rename
 from nanoinfer.layers.fused_experts import fused_held, fused_views
@@ -114,7 +114,7 @@ class Decoder(nn.Module):
         self.spec, self.streamed = spec, StreamedWeights(spec, on_host, device)
         hf_config, formats, held = checkpoint.hf_config, checkpoint.formats, checkpoint.modules
         traits, shard = self.traits(hf_config), spec.shard
-        sizes, heads = self.mlp_sizes(hf_config, traits), self.attention_shapes(hf_config)
+        mlp_sizes, heads = self.mlp_sizes(hf_config, traits), self.attention_shapes(hf_config)
         options = dict(dtype=spec.dtype, device=device)
         table = dict(is_tied=spec.tied_embeddings, formats=formats.of_embeddings("model.embed_tokens"))
         table |= options | dict(is_on_host=on_host.embeddings or on_host.head and spec.tied_embeddings)
@@ -131,7 +131,7 @@ class Decoder(nn.Module):
         for index, state in enumerate(spec.layers):
             of_layer = Renamed(formats.below(f"model.layers.{index}", held), self.names)
             sparse = traits.sparse if self.is_sparse(hf_config, index) else None
-            own = replace(traits, formats=of_layer, sparse=sparse, intermediate_size=sizes[index], shard=shard)
+            own = replace(traits, formats=of_layer, sparse=sparse, intermediate_size=mlp_sizes[index], shard=shard)
             if isinstance(state, AttentionState):
                 shape = spec.attentions[state.shape]
                 turned = None if traits.interleaved_rope else self.rope_parameters(hf_config)[index]
@@ -182,11 +182,8 @@ class Decoder(nn.Module):
         return Traits(**found, **cls.own_traits, **own)
 
     @classmethod
-    def layer_states(
-        cls, hf_config: PretrainedConfig, shard: Shard = WHOLE
-    ) -> tuple[AttentionState | RecurrentState, ...]:
-        """Return what each layer keeps on a rank: full attention, or what the config names. ValueError: a window is
-        missing."""
+    def layer_states(cls, hf_config: PretrainedConfig) -> tuple[AttentionState | RecurrentState, ...]:
+        """Return what each layer keeps: full attention, or what the config names. ValueError: a window is missing."""
         if not cls.has_layer_types:
             window = (hf_config.sliding_window or None) if cls.has_one_window else None
             return (AttentionState(window),) * hf_config.num_hidden_layers
@@ -195,6 +192,11 @@ class Decoder(nn.Module):
             raise ValueError(f"the config has sliding_attention layers, but sliding_window={window!r}")
         windows = {"full_attention": None, "sliding_attention": window}
         return tuple(AttentionState(windows[layer_type]) for layer_type in layer_types)
+
+    @classmethod
+    def states_of_rank(cls, hf_config: PretrainedConfig, shard: Shard) -> tuple[AttentionState | RecurrentState, ...]:
+        """Return the same for a rank, which may keep some of the heads or channels of a state."""
+        return cls.layer_states(hf_config)
 
     @classmethod
     def attention_shapes(cls, hf_config: PretrainedConfig) -> list[HeadShape]:

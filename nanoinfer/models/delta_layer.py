@@ -69,9 +69,11 @@ class DeltaDecoder(Decoder):
         return super().traits(hf_config, delta=delta, **own)
 
     @classmethod
-    def layer_states(
-        cls, hf_config: PretrainedConfig, shard: Shard = WHOLE
-    ) -> tuple[AttentionState | RecurrentState, ...]:
+    def layer_states(cls, hf_config: PretrainedConfig) -> tuple[AttentionState | RecurrentState, ...]:
+        return cls.states_of_rank(hf_config, WHOLE)
+
+    @classmethod
+    def states_of_rank(cls, hf_config: PretrainedConfig, shard: Shard) -> tuple[AttentionState | RecurrentState, ...]:
         if "full_attention" not in hf_config.layer_types:
             raise ValueError(f"layer_types={shown(hf_config.layer_types)} names no full_attention layer: one is needed")
         heads = heads_of(hf_config).of_rank(shard)

@@ -9,7 +9,6 @@ from dataclasses import replace
 from transformers import PretrainedConfig
 
 from nanoinfer.kernels.attention.spec import HeadShape
-from nanoinfer.kernels.linear.shard import WHOLE, Shard
 from nanoinfer.layers.experts import Sparse
 from nanoinfer.layers.norm import WideRMSNorm
 from nanoinfer.models.base import AttentionState
@@ -88,7 +87,7 @@ class Gemma4Unified(Decoder):
         ]
 
     @classmethod
-    def layer_states(cls, hf_config: PretrainedConfig, shard: Shard = WHOLE) -> tuple[AttentionState, ...]:
+    def layer_states(cls, hf_config: PretrainedConfig) -> tuple[AttentionState, ...]:
         shapes, types, states = cls.attention_shapes(hf_config), hf_config.layer_types, super().layer_states(hf_config)
         num_own = cls._num_own(hf_config)
         last = {layer_type: layer for layer, layer_type in enumerate(types[:num_own])}

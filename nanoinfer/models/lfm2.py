@@ -78,9 +78,11 @@ class Lfm2(Decoder):
     }
 
     @classmethod
-    def layer_states(
-        cls, hf_config: PretrainedConfig, shard: Shard = WHOLE
-    ) -> tuple[AttentionState | RecurrentState, ...]:
+    def layer_states(cls, hf_config: PretrainedConfig) -> tuple[AttentionState | RecurrentState, ...]:
+        return cls.states_of_rank(hf_config, WHOLE)
+
+    @classmethod
+    def states_of_rank(cls, hf_config: PretrainedConfig, shard: Shard) -> tuple[AttentionState | RecurrentState, ...]:
         if "full_attention" not in (hf_config.layer_types or ()):
             raise ValueError(f"layer_types={shown(hf_config.layer_types)} names no full_attention layer: one is needed")
         channels = hf_config.hidden_size // (shard.size if channels_divide(hf_config.hidden_size, shard) else 1)

@@ -29,7 +29,7 @@ def spec_of(model_class: type[Decoder], checkpoint: CheckpointInfo, dtype: torch
         (hf_config.architectures or [model_class.__name__])[0],
         tuple(
             state.with_dtype(dtype) if isinstance(state, RecurrentState) else state
-            for state in model_class.layer_states(hf_config, shard)
+            for state in model_class.states_of_rank(hf_config, shard)
         ),
     )
     traits = model_class.traits(hf_config)
