@@ -210,6 +210,11 @@ class Experts(nn.Module):
         return *self.gate_up, self.down
 
     @property
+    def is_share(self) -> bool:
+        """Whether these are what one of several ranks has."""
+        return self.held is not None or bool(self._of_shared)
+
+    @property
     def stride(self) -> int:
         """Bytes of an expert."""
         return self.down.end

@@ -56,7 +56,7 @@ class Linear(nn.Module):
     ) -> None:
         super().__init__()
         self.cut, self.row_sizes = cut, tuple(row_sizes)
-        self.held = {"": held} if isinstance(held, Held) else held or {}
+        self.shares = {"": held} if isinstance(held, Held) else held or {}
         self.is_part = isinstance(held, Held) and held.along == "columns"
         self.held_columns = held if self.is_part else None
         self.merged = out_features if isinstance(out_features, dict) else None
@@ -77,10 +77,15 @@ class Linear(nn.Module):
             self.bias = nn.Parameter(torch.empty(self.num_rows, dtype=dtype, device=device), requires_grad=False)
 
     @property
+    def is_share(self) -> bool:
+        """Whether this is what one of several ranks has of a weight."""
+        return bool(self.shares)
+
+    @property
     def whole_size(self) -> int:
         """The numbers of the weight, of which a rank may have some."""
-        columns = self.held[""].total if self.is_part else self.in_features
-        num_rows = self.num_rows if self.is_part or not self.held else sum(one.total for one in self.held.values())
+        columns = self.shares[""].total if self.is_part else self.in_features
+        num_rows = self.num_rows if self.is_part or not self.shares else sum(one.total for one in self.shares.values())
         return num_rows * columns
 
     def forward(self, x: Tensor, out: Tensor | None = None, activation: str | None = None) -> Tensor:
@@ -141,9 +146,9 @@ class Linear(nn.Module):
 
     def held_views(self) -> dict[str, Held]:
         """Return which rows or columns of a checkpoint's tensors `checkpoint_views` take, by the same names."""
-        whole = self.held.get("")
+        whole = self.shares.get("")
         names = {ending: ending.rpartition(".")[0] for ending in self.checkpoint_views()}
-        found = {ending: self.held.get(name, whole) for ending, name in names.items()}
+        found = {ending: self.shares.get(name, whole) for ending, name in names.items()}
         return {
             ending: held
             for ending, held in found.items()
@@ -152,7 +157,7 @@ class Linear(nn.Module):
 
     def fill_with_noise(self, generator: torch.Generator) -> None:
         """Fill weight and bias with random values. A rank's wide weight has the values that it has in the whole one."""
-        if self.held and isinstance(self.weights, Dense):
+        if self.shares and isinstance(self.weights, Dense):
             self._fill_part_with_noise(generator)
         else:
             self.weights.fill_with_noise(self, generator)
@@ -160,7 +165,7 @@ class Linear(nn.Module):
             self.bias.normal_(0.0, 0.02, generator=generator)
 
     def _fill_part_with_noise(self, generator: torch.Generator) -> None:
-        held = joined_rows([*self.held.values()]) if not self.is_part else self.held[""]
+        held = joined_rows([*self.shares.values()]) if not self.is_part else self.shares[""]
         shape = (self.num_rows, held.total) if self.is_part else (held.total, self.in_features)
         whole = torch.empty(shape, dtype=self.weight.dtype, device=generator.device)
         whole.normal_(0.0, 0.02, generator=generator)

@@ -154,9 +154,8 @@ class Decoder(nn.Module):
         head = self.embed_tokens if spec.tied_embeddings else self.lm_head
         slices, of_logits = self.streamed.take_head(head), (traits.logits_divisor, traits.logits_softcap)
         of_ranks = [head_rows(spec.vocab_size, one) for one in shard.all]
-        self.logits = Logits(
-            slices, of_ranks, shard.rank, *of_logits, self.streamed.head.bring if on_host.head else None
-        )
+        bring = self.streamed.head.bring if on_host.head else None
+        self.logits = Logits(slices, *of_logits, bring, of_ranks, shard.rank)
         share_scratch(self, self.logits.slices, **options)
         self.expert_pools = self.streamed.share_pools(self)
         self._embedding_scale = traits.embedding_scale

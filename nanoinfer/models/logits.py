@@ -16,10 +16,9 @@ class Logits:
 
     Args:
         slices: heads that have rows of the vocabulary one after the other: all in one, or as they are streamed.
-        of_ranks: the rows, [begin, end), that each of several devices has; all, where there is one.
-        rank: of this device.
         divisor, softcap: what is done to each logit; None: nothing.
         bring: copies a slice of a head that is streamed, by its number, to its landing buffer, on the current stream.
+        of_ranks: the rows, [begin, end), that each of several devices has; None: there is one. rank: of this one.
 
     Attributes:
         gather: where there are several devices, returns what all have, [ranks, N, n] for [N, n].
@@ -30,12 +29,13 @@ class Logits:
     def __init__(
         self,
         slices: Sequence[Head],
-        of_ranks: Sequence[tuple[int, int]],
-        rank: int,
         divisor: float | None,
         softcap: float | None,
         bring: Callable[[int], None] | None = None,
+        of_ranks: Sequence[tuple[int, int]] | None = None,
+        rank: int = 0,
     ) -> None:
+        of_ranks = of_ranks or [(0, sum(one.num_rows for one in slices))]
         self.slices, self._divisor, self._softcap, self._bring = slices, divisor, softcap, bring
         self._of_ranks, (begin, self._end) = of_ranks, of_ranks[rank]
         self._ends = [begin + sum(one.num_rows for one in slices[: number + 1]) for number in range(len(slices))]

@@ -312,7 +312,7 @@ def fill_with_noise(model: Decoder, seed: int, progress: bool) -> None:
         while not is_resident(module) and not is_of_run(module):
             is_of_run = next(groups).has
         if isinstance(module, Linear | Experts):
-            is_apart = module.held and not (isinstance(module, Linear) and isinstance(module.weights, Dense))
+            is_apart = module.is_share and not (isinstance(module, Linear) and isinstance(module.weights, Dense))
             module.fill_with_noise(apart if is_apart else generator)
             continue
         if isinstance(module, nn.ParameterList):  # whose experts fill it
@@ -324,5 +324,5 @@ def fill_with_noise(model: Decoder, seed: int, progress: bool) -> None:
         table = model.embed_tokens
         (table.weight if isinstance(table.weights, Dense) else table.packed.scales).mul_(1 / 0.02)
     if model.repeats_embeddings and isinstance(model.lm_head.weights, Dense):
-        (begin, end), rows = model.lm_head.held[""].ranges[0], model.embed_tokens.weight
+        (begin, end), rows = model.lm_head.shares[""].ranges[0], model.embed_tokens.weight
         model.lm_head.weight.copy_(rows[begin:end])

@@ -77,7 +77,7 @@ class PackedScaled(Packed):
         if self.words != torch.int32:
             return {self.codes_name: codes}
 
-        is_some = getattr(module, "held", None) or getattr(module, "held_columns", None)
+        is_some = getattr(module, "shares", None) or getattr(module, "held_columns", None)
 
         def check_shape(shapes: Tensor) -> None:
             if is_some:  # of a weight whose shape this is
