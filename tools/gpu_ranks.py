@@ -90,18 +90,20 @@ def exchange(rank: int, folder: Path) -> dict[str, float]:
     """The exchange of each way, on one of two ranks: of parts with residual and norm, and of logits."""
     device = torch.device("cuda", 0)
     found: dict[str, float] = {}
-    group = Group(folder, rank, 2, device)
-    found["taken MiB"] = group.taken_bytes / 2**20
     weight = torch.ones(2560, dtype=torch.bfloat16, device=device)
-    for way in dict.fromkeys([group.way, "nccl"]):
-        gather = group.gather if way == group.way else group.gather_by_library
-        for rows in (1, 8, 64, 512):
+    for way in ("peers", "nccl"):
+        os.environ[WAY] = way
+        (folder / way).mkdir(exist_ok=True)
+        group = Group(folder / way, rank, 2, device)
+        gather = group.gather
+        found[f"{group.way}: taken MiB"] = group.taken_bytes / 2**20
+        for rows in (1, 8, 64, 512, 4096):
             x = torch.randn(rows, 2560, device=device).bfloat16()
-            part = torch.randn(rows, 2560, device=device)
+            part, times = torch.randn(rows, 2560, device=device), 50 if rows < 4096 else 5
             found[f"{way}: {rows} rows, residual and norm"] = graph_us(
-                lambda: rms_norm(x, weight, 1e-6, offset=False, other=gather(part))
+                lambda: rms_norm(x, weight, 1e-6, offset=False, other=gather(part)), times
             )
-            found[f"{way}: {rows} rows alone"] = graph_us(lambda: gather(part))
+            found[f"{way}: {rows} rows alone"] = graph_us(lambda: gather(part), times)
         for rows in (1, 256):
             logits = torch.randn(rows, 75776, device=device).bfloat16()
             found[f"{way}: logits of {rows} rows"] = graph_us(lambda: gather(logits), 10)

@@ -115,7 +115,8 @@ class Share:
             ("CPU threads", torch.get_num_threads()),
             ("model files", hash_of(files)),
         ]
-        return [same, memory_available_bytes(), device_memory(device.torch_device), group.taken_bytes]
+        memory = device_memory(device.torch_device)
+        return [same, memory_available_bytes(), memory and memory.free_bytes, group.taken_bytes]
 
     def _files(self) -> list:
         entries = (self.setup.checkpoint.tensors or {}).values()
@@ -164,9 +165,8 @@ class Several:
         """
         own, others = share.facts(self._group), self._ranks.ask("known?", self._settings)
         check_alike([own, *others])
-        _, hosts, devices, taken = zip(own, *others, strict=True)
-        memory = None if devices[0] is None else tuple(map(min, zip(*devices, strict=True)))
-        share.setup.agreed = min(hosts), memory, max(taken)
+        _, hosts, free, taken = zip(own, *others, strict=True)
+        share.setup.agreed = min(hosts), free[0] and min(free), max(taken)
 
     def build(self, share: Share, plan: MemoryPlan) -> ParallelExecutor:
         """Have all ranks load their share, and return who tells them what to do."""

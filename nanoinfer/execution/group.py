@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 WAY = "NANOINFER_EXCHANGE"
 """The environment variable with the `way` that is to be used: "nccl", though peers could be reached."""
-_MAILBOX_BYTES = 4 * 2**20
+_MAILBOX_BYTES = 32 * 2**20
+# Of a rank's memory that others write to: twice what all ranks may give in one exchange.
 # A server may be idle for weeks: who watches the ranks ends a call that nobody answers, not a limit of the library.
 _FOREVER = timedelta(days=365)
 
@@ -67,13 +68,13 @@ class Group:
         self._own, self.way = self._host, "gloo"
         if device.type == "cuda":
             before = device_of(device).memory()[0]
-            self._own = dist.ProcessGroupNCCL(dist.PrefixStore("device", store), rank, size, _FOREVER)
-            self.way = "nccl"
-            self.gather_by_library(torch.zeros(1, dtype=torch.int32, device=device))  # it makes its channels now
             if self._reaches_others(device):
                 self._mailbox, self.way = _mailbox(store, rank, size, device), "peers"
+            else:
+                self._own = dist.ProcessGroupNCCL(dist.PrefixStore("device", store), rank, size, _FOREVER)
+                self.way = "nccl"
+            self.gather(torch.zeros(1, dtype=torch.int32, device=device))  # it makes its channels now
             torch.cuda.synchronize(device)
-            self.minimum(0)  # nobody writes to memory that is not there yet
             self.taken_bytes = max(0, before - device_of(device).memory()[0])
 
     def _reaches_others(self, device: torch.device) -> bool:
@@ -89,23 +90,21 @@ class Group:
         return found.tolist()
 
     def gather(self, own: Tensor) -> Tensor:
-        """Return what all ranks give, in their order: [N, n] -> [ranks, N, n]; on the current stream, and in graphs."""
-        words = own.numel() * own.element_size() // 4
-        if self._mailbox is not None and 0 < words <= self._mailbox.most_words:
+        """Return what all ranks give, in their order: [N, n] -> [ranks, N, n]; on the current stream, and in graphs.
+
+        own: packed, of whole words of 4 bytes.
+        """
+        if self._mailbox is not None:
             parts = self._mailbox.gather(own.view(-1).view(torch.int32))
             return parts.view(own.dtype).view(self.size, *own.shape)
-        return self.gather_by_library(own)
-
-    def gather_by_library(self, own: Tensor) -> Tensor:
-        """`gather` with NCCL, or gloo on the host: of any size."""
         out = own.new_empty(self.size, *own.shape)
         # As bytes: gloo does not know every dtype.
-        self._own._allgather_base(out.view(torch.uint8).view(-1), own.view(torch.uint8).view(-1)).wait()
+        self._own._allgather_base(out.view(-1).view(torch.uint8), own.view(-1).view(torch.uint8)).wait()
         return out
 
     def take_of_first(self, values: Tensor) -> None:
         """Give values, [N, n], the bits that they have on rank 0."""
-        self._own.broadcast([values.view(torch.uint8).view(-1)], 0).wait()
+        values.copy_(self.gather(values)[0])
 
     def join(self, model: Decoder) -> None:
         """Have a model's sums and logits exchanged among ranks."""
@@ -124,9 +123,10 @@ def _mailbox(store: dist.Store, rank: int, size: int, device: torch.device) -> M
     """Return the memory of all ranks that each writes to, mapped into this process."""
     from nanoinfer.kernels.launch.exchange import BLOCK, Mailbox  # triton comes with CUDA builds of torch only
 
-    programs = -(-_MAILBOX_BYTES // (4 * BLOCK))
-    sizes = 2 * size * _MAILBOX_BYTES // 4, size * programs
+    programs = _MAILBOX_BYTES // (size * 4 * BLOCK)
+    sizes = 2 * _MAILBOX_BYTES // 4, size * programs
     own = [torch.zeros(count, dtype=torch.int32, device=device) for count in sizes]
+    torch.cuda.synchronize(device)  # nobody writes there before the zeros
     store.set(f"memory of {rank}", pickle.dumps([reduce_tensor(one) for one in own]))
     mapped = []
     for other in range(size):

@@ -34,14 +34,14 @@ class Setup:
         config: the given one, with the size of KV blocks.
         device: the description of the device that was given.
         agreed: what several ranks have agreed to count on: bytes of host memory that are available, for all of them,
-            of the device's memory what is free and what there is, and how much of it their exchange has taken. None:
-            what is there when a plan is asked for.
+            of the device's memory what is free, and how much their exchange has taken. None: what is there when a plan
+            is asked for.
 
     Raises:
         ValueError: the model is not supported, or the attention backend cannot run it in this mode.
     """
 
-    agreed: tuple[int, tuple[int, int] | None, int] | None = None
+    agreed: tuple[int, int | None, int] | None = None
 
     def __init__(
         self, config: EngineConfig, device: torch.device, offload: bool | None = None, shard: Shard = WHOLE
@@ -68,11 +68,10 @@ class Setup:
 
     def budget(self, config: EngineConfig, host_available: int) -> int:
         """Return the bytes that an engine with this config may take on the device now."""
-        if self.agreed is None:
-            return gpu_budget(config, device_memory(self.device.torch_device), host_available)
-        _, memory, taken = self.agreed
-        if memory is not None:  # a limit counts what the exchange has taken
-            memory = memory[0] + taken, memory[1]
+        memory, taken = device_memory(self.device.torch_device), 0
+        if self.agreed is not None and memory is not None:  # a limit counts what the exchange has taken
+            _, free, taken = self.agreed
+            memory = replace(memory, free_bytes=free + taken)
         return gpu_budget(config, memory, host_available) - taken
 
 

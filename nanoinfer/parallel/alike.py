@@ -21,7 +21,7 @@ def hash_of(value: Any) -> str:
 
 
 def check_alike(facts: list[list]) -> None:
-    """Compare what ranks have said, rank 0 first: pairs of what it is and what it is there, and free memory.
+    """Compare what ranks have said, rank 0 first: pairs of what it is and what it is there, and memory.
 
     Raises:
         ValueError: they differ; the message has the values of both.
@@ -31,8 +31,8 @@ def check_alike(facts: list[list]) -> None:
         for (name, value), (_, other) in zip(first, same, strict=True):
             if value != other:
                 raise ValueError(f"ranks must have the same {name}: rank 0 has {value}, rank {rank} {other}")
-        if memory is not None and abs(memory[0] - other_memory[0]) > UNEVEN_BYTES:
-            free = [f"rank {number}: {one[0] / GIB:.1f} GiB" for number, (_, _, one, _) in enumerate(facts)]
+        if memory is not None and abs(memory - other_memory) > UNEVEN_BYTES:
+            free = [f"rank {number}: {one / GIB:.1f} GiB" for number, (_, _, one, _) in enumerate(facts)]
             raise ValueError(
                 f"the GPUs have unlike free memory ({', '.join(free)}), and each rank takes as much: end what else "
                 "runs on them, or give gpu_memory_limit and free as much on each"

@@ -27,11 +27,12 @@ ranks has said why before."""
 @triton.jit
 def gather_kernel(
     own,  # [size] int32, this rank's part
-    out,  # [ranks, size] int32, out
+    out,  # [ranks, size] int32, rows out_stride apart, out
     memories,  # [ranks] int64, addresses of all ranks' memory: two slots, in each [ranks, size] int32
     signals,  # [ranks] int64, addresses of all ranks' signals, [ranks, PROGRAMS] int32
     counts,  # [2] int32, here: exchanges so far, programs of this one that are done
     size,
+    out_stride,
     slot_words,
     most_looks,
     RANK: tl.constexpr,
@@ -55,7 +56,7 @@ def gather_kernel(
     for step in tl.static_range(1, RANKS):
         signal = tl.load(signals + (RANK + step) % RANKS).to(tl.pointer_type(tl.int32))
         tl.atomic_xchg(signal + RANK * PROGRAMS + program, number, sem="release", scope="sys")
-    tl.store(out + RANK * size + at, values, mask=inside)
+    tl.store(out + RANK * out_stride + at, values, mask=inside)
     said_here = tl.load(signals + RANK).to(tl.pointer_type(tl.int32))
     for step in tl.static_range(1, RANKS):
         said_at = said_here + (RANK + step) % RANKS * PROGRAMS + program
@@ -67,8 +68,9 @@ def gather_kernel(
     tl.debug_barrier()  # one thread has seen what all read now
     here = tl.load(memories + RANK).to(tl.pointer_type(tl.int32)) + slot
     for step in tl.static_range(1, RANKS):
-        other = (RANK + step) % RANKS * size
-        tl.store(out + other + at, tl.load(here + other + at, mask=inside, other=0), mask=inside)
+        other = (RANK + step) % RANKS
+        part = tl.load(here + other * size + at, mask=inside, other=0)
+        tl.store(out + other * out_stride + at, part, mask=inside)
     done = tl.atomic_add(counts + 1, 1, sem="acq_rel", scope="gpu")
     if done == tl.num_programs(0) - 1:
         tl.store(counts + 1, 0)
@@ -95,12 +97,14 @@ class Mailbox:
         self.most_words = min(self._slot_words // self._size, self._programs * BLOCK)
 
     def gather(self, own: Tensor) -> Tensor:
-        """[n] int32 -> [ranks, n] int32, of at most `most_words`; a new tensor."""
-        size = own.numel()
-        assert 0 < size <= self.most_words and own.is_contiguous()
-        out = torch.empty(self._size, size, dtype=torch.int32, device=own.device)
-        gather_kernel[(triton.cdiv(size, BLOCK),)](
-            own, out, self._memories, self._signals, self._counts, size, self._slot_words, MOST_LOOKS, RANK=self._rank,
-            RANKS=self._size, PROGRAMS=self._programs, BLOCK=BLOCK, num_warps=8, **launch_options(own, fuses=False),
-        )  # fmt: skip
+        """[n] int32, packed -> [ranks, n] int32, a new tensor: in as many exchanges as it takes."""
+        assert own.is_contiguous() and own.dtype == torch.int32
+        out = torch.empty(self._size, own.numel(), dtype=torch.int32, device=own.device)
+        for begin in range(0, own.numel(), self.most_words):
+            some, target = own[begin : begin + self.most_words], out[:, begin:]
+            gather_kernel[(triton.cdiv(some.numel(), BLOCK),)](
+                some, target, self._memories, self._signals, self._counts, some.numel(), out.stride(0),
+                self._slot_words, MOST_LOOKS, RANK=self._rank, RANKS=self._size, PROGRAMS=self._programs, BLOCK=BLOCK,
+                num_warps=8, **launch_options(own, fuses=False),
+            )  # fmt: skip
         return out
