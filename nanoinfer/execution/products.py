@@ -48,20 +48,20 @@ def run_ours(model: Decoder) -> None:
         in_own_tiles(modules[0], weight, weight.new_zeros(MAX_ROWS, weight.shape[1]))
 
 
-def _by_shape(model: Decoder) -> dict[tuple[int, int, int | None, bool], list[Linear]]:
-    """Return the projections that the library may compute, by rows and columns of the weight, its cut and whether it
-    has a bias.
+def _by_shape(model: Decoder) -> dict[tuple[int, int, int | None, bool, bool], list[Linear]]:
+    """Return the projections that the library may compute, by rows and columns of the weight, its cut, whether it is
+    one part of a sum and whether it has a bias.
 
     In float32 there are none.
     """
-    groups: dict[tuple[int, int, int | None, bool], list[Linear]] = {}
+    groups: dict[tuple[int, int, int | None, bool, bool], list[Linear]] = {}
     if model.spec.dtype.itemsize != 2:
         return groups
     for module in model.modules():
         if not isinstance(module, Linear) or isinstance(module, Head):
             continue
         if device_of(next(module.parameters()).device).is_fused:
-            kind = module.num_rows, module.in_features, module.cut, module.bias is not None
+            kind = module.num_rows, module.in_features, module.cut, module.is_part, module.bias is not None
             groups.setdefault(kind, []).append(module)
     return groups
 
@@ -75,6 +75,8 @@ def library_counts(module: Linear, counts: list[int]) -> frozenset[int]:
     rows = torch.randn(MAX_ROWS, weight.shape[1], dtype=weight.dtype, device=weight.device, generator=generator)
 
     def library(x: Tensor) -> Tensor:
+        if module.is_part:  # the bias is added behind it
+            return torch.mm(x, weight.t(), out_dtype=torch.float32)
         if module.cut is None:
             return torch.nn.functional.linear(x, weight, module.bias)
         return library_sum(x, weight, module.cut, module.bias)
@@ -86,6 +88,8 @@ def in_own_tiles(module: Linear, weight: Tensor, x: Tensor) -> Tensor:
     """Compute x @ weight.T, the projection's own bias added, with our kernels; parts in the order of `rms_norm`."""
     from nanoinfer.kernels.linear import rows as kernels  # triton comes with CUDA builds of torch only
 
+    if module.is_part:
+        return kernels.wide_linear(x, weight)
     if module.cut is None:
         return kernels.linear(x, weight, module.bias)
     return reduce(

@@ -62,8 +62,8 @@ def linear_parts(x: Tensor, weight: Tensor, cut: int, bias: Tensor | None = None
     return total.add_(exact.wide_linear(x[:, cut:], weight[:, cut:]))[None]
 
 
-def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T of values widened to float32, not rounded: [N, num_rows] float32."""
+def wide_linear(x: Tensor, weight: Tensor, *, library_counts=()) -> Tensor:
+    """x @ weight.T of values widened to float32, not rounded: [N, num_rows] float32. library_counts: unused."""
     return exact.wide_linear(x, weight)
 
 

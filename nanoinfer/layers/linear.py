@@ -120,7 +120,7 @@ class Linear(nn.Module):
         """Return the part of the sums that this rank has: [N, num_rows] float32."""
         part = self.weights.wide_product(self, x)
         if part is None:
-            part = self.operations.wide_linear(x, self.weights.matrix(self))
+            part = self.operations.wide_linear(x, self.weights.matrix(self), library_counts=self.library_counts)
         return part if self.bias is None else part.add_(self.bias.float())
 
     def project_add_norm(self, x: Tensor, y: Tensor, norm: RMSNorm | None, behind: RMSNorm | None = None) -> Tensor:

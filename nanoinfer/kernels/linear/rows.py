@@ -173,11 +173,13 @@ def linear_parts(
     return _product(x, weight, bias, None, out, cut)
 
 
-def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T, not rounded: [N, num_rows] float32. The library computes it in float32 alone."""
+def wide_linear(x: Tensor, weight: Tensor, *, library_counts: Collection[int] = ()) -> Tensor:
+    """x @ weight.T, not rounded: [N, num_rows] float32. library_counts: as of `linear`."""
     if x.element_size() == 4:
         return linear(x, weight)
     _check(x, weight)
+    if len(x) > MAX_ROWS and (count := padded_rows(len(x))) in library_counts:
+        return torch.mm(padded(x, count), weight.t(), out_dtype=torch.float32)[: len(x)]
     return _product(x, weight, None, None, torch.empty(len(x), len(weight), dtype=torch.float32, device=x.device))
 
 
