@@ -34,6 +34,13 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--compare-gpus", action="store_true", help="a table of all cards that are known")
     parser.add_argument("--link-gbps", type=float, help="host to GPU, GB/s; default: the card's, or 25")
     parser.add_argument("--device-gbps", type=float, help="the GPU's memory, GB/s; default: the card's")
+    parser.add_argument(
+        "--tokens-per-pass",
+        type=float,
+        default=1.0,
+        metavar="N",
+        help="as if drafts brought so many (default: 1, none)",
+    )
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
     texts = {
         "max_model_len": "tokens of each sequence, output included, such as 32k; default: as serve, timed with 32k",
@@ -64,6 +71,7 @@ def _run(options: argparse.Namespace, arguments: dict) -> int:
         batch=options.batch,
         link_gbps=options.link_gbps,
         device_gbps=options.device_gbps,
+        tokens_per_pass=options.tokens_per_pass,
         **arguments,
     )
     print(forecast.to_json() if options.json else in_options(forecast.report(), options.parser))
@@ -97,7 +105,7 @@ def _compare(options: argparse.Namespace, arguments: dict) -> int:
     given |= dict(link_gbps=options.link_gbps, device_gbps=options.device_gbps)
     if names := [name for name, value in given.items() if value is not None]:
         raise ValueError(f"--compare-gpus takes each card's memory and bandwidths: leave out {names[0]}")
-    found = compare_gpus(options.model, batch=options.batch, **arguments)
+    found = compare_gpus(options.model, batch=options.batch, tokens_per_pass=options.tokens_per_pass, **arguments)
     if options.json:
         print(json.dumps({name: asdict(step) for name, step in found.items()}, indent=1))
     else:

@@ -54,4 +54,5 @@ def report(forecasts: dict[str, Forecast]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     title = f"{first.model}, {first.batch} x {first.context:,} tokens: what a program gets of each card, and the least"
-    return "\n".join([f"{title} time of a step", "", *lines])
+    assumed = f"; {first.tokens_per_pass:g} tokens a pass are assumed" if first.tokens_per_pass > 1 else ""
+    return "\n".join([f"{title} time of a step{assumed}", "", *lines])

@@ -94,15 +94,17 @@ def kv_bytes(spec: ModelSpec, lengths: list[int]) -> int:
     return sum(map(spec.kv_bytes, lengths))
 
 
-def bytes_read_per_step(spec: ModelSpec, lengths: list[int]) -> int:
+def bytes_read_per_step(spec: ModelSpec, lengths: list[int], num_lines: int | None = None) -> int:
     """Device bytes that a decode step must read: weights, and what is kept of every row.
 
     Of the weights not the unused embeddings, and of experts those that the rows choose: so many as are expected where
     each row chooses any of them, independently of the others.
+
+    num_lines: rows and drafted tokens together; None: there are no drafts.
     """
     unread = spec.unread_bytes
     if spec.sparse is not None:
-        unread += int(spec.sparse.expert_bytes * (1 - spec.sparse.chosen_share(len(lengths))))
+        unread += int(spec.sparse.expert_bytes * (1 - spec.sparse.chosen_share(num_lines or len(lengths))))
     return spec.weight_bytes - unread + kv_bytes(spec, lengths) + len(lengths) * spec.state_bytes
 
 

@@ -22,11 +22,13 @@ class Forecast:
         resident_kv_bytes: the part of it that stays on the GPU.
         host_kv_bytes: what lies in host memory; in offload mode each full block does, streamed or not.
         streamed_bytes_per_step: what each decode step moves over the link, weights and KV.
+        tokens_per_pass: tokens that each sequence is assumed to gain in a step; more than 1: by drafts.
         longest_context: the longest that fits with this batch.
         longest_resident_context: the longest at which nothing streams.
         largest_batch: the largest that fits with this context.
-        ms_per_token: floor of a decode step, which gives each sequence a token; of a sparse model, whose step has few
-            bytes, with what its layers take besides. None where nothing streams and no device bandwidth was stated.
+        ms_per_token: floor of a decode step, which gives each sequence a token, or `tokens_per_pass`; of a sparse
+            model, whose step has few bytes, with what its layers take besides. None where nothing streams and no device
+            bandwidth was stated.
         ms_at_hit_rate: where experts lie in host memory, this floor by the share of chosen ones that are on the GPU.
             `ms_per_token` is for experts that are all chosen equally often, the worst case.
         is_floor: whether no step can be faster; of a sparse model `ms_per_token` is what steps were seen to take.
@@ -43,6 +45,7 @@ class Forecast:
     device_gbps: float | None
     budget_bytes: int
     host_budget_bytes: int
+    tokens_per_pass: float = 1
     problem: str | None = None
     memory: MemoryPlan | None = None
     kv_bytes: int | None = None
@@ -73,7 +76,7 @@ class Forecast:
     @property
     def tokens_per_second(self) -> float | None:
         """The most that all sequences together can get; None where `ms_per_token` is."""
-        return self.batch / self.ms_per_token * 1e3 if self.ms_per_token else None
+        return self.batch * self.tokens_per_pass / self.ms_per_token * 1e3 if self.ms_per_token else None
 
     def _speed(self) -> str:
         if self.ms_per_token is None:
@@ -138,6 +141,8 @@ class Forecast:
                                 f"{_count(self.longest_resident_context)} with nothing to stream"),
             ("largest batch", f"{_count(self.largest_batch)} of {self.context:,} tokens"),
             ("decode step", f"{self._speed()}{', at ' if rates else ''}{', '.join(rates)}"),
+            *([("  assumed", f"{self.tokens_per_pass:g} tokens a pass, which drafts bring where text repeats; without "
+                             "them it is 1")] if self.tokens_per_pass > 1 else []),
             *([("  by hit rate", ", ".join(f"{ms:.1f} ms at {rate:.0%}" for rate, ms in by_rate.items())
                                  + " of the chosen experts on the GPU")] if slots else []),
         ]  # fmt: skip

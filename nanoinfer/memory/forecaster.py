@@ -13,11 +13,13 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 from nanoinfer.attention.base import check_format
 from nanoinfer.common.other_names import takes_also
+from nanoinfer.common.speculation import MOST_TOKENS
 from nanoinfer.common.units import GIB, format_gib, format_size, parse_count
 from nanoinfer.config import EngineConfig
 from nanoinfer.devices.base import Device
@@ -58,6 +60,7 @@ def plan(
     batch: int | None = None,
     link_gbps: float | None = None,
     device_gbps: float | None = None,
+    tokens_per_pass: float = 1,
     **arguments: Any,
 ) -> Forecast:
     """Work out what an engine with these limits would do: what is not given is as `nanoinfer serve` has it.
@@ -72,6 +75,7 @@ def plan(
         link_gbps: bandwidth from host to GPU, in GB/s (10^9): about 12 for PCIe 3 x16, 25 for PCIe 4, 52 for PCIe 5;
             None: the card's, or 25.
         device_gbps: bandwidth of the GPU's memory in GB/s; None leaves the device out of the forecast.
+        tokens_per_pass: tokens that a sequence is assumed to gain in a step, on average, by drafts (docs/drafts.md).
         arguments: further fields of `EngineConfig`.
 
     Raises:
@@ -80,13 +84,13 @@ def plan(
     """
     limits = dict(gpu_memory_limit=gpu_memory_limit, host_memory_limit=host_memory_limit, max_model_len=max_model_len)
     limits |= dict(gpu=gpu, batch=batch, link_gbps=link_gbps, device_gbps=device_gbps)
-    return forecaster(model, **limits, **arguments).forecast()
+    return forecaster(model, tokens_per_pass=tokens_per_pass, **limits, **arguments).forecast()
 
 
 def forecaster(
     model: str | Path, *, gpu: str | None, gpu_memory_limit: int | float | str | None,
     host_memory_limit: int | str | None, max_model_len: int | None, batch: int | None, link_gbps: float | None,
-    device_gbps: float | None, **arguments: Any,
+    device_gbps: float | None, tokens_per_pass: float = 1, **arguments: Any,
 ) -> Forecaster:  # fmt: skip
     """Return what forecasts for any context and batch; for the arguments see `plan`."""
     card = None if gpu is None else card_named(gpu)
@@ -97,6 +101,11 @@ def forecaster(
     for name, value in (("link_gbps", link_gbps), ("device_gbps", device_gbps)):
         if value is not None and not 0 < value < float("inf"):
             raise ValueError(f"{name}={value!r} must be a positive number of GB/s")
+    if type(tokens_per_pass) not in (int, float) or not 1 <= tokens_per_pass <= 1 + MOST_TOKENS:
+        raise ValueError(
+            f"tokens_per_pass={tokens_per_pass!r} must be a number from 1, which is without drafts, to "
+            f"{1 + MOST_TOKENS}: a draft has at most {MOST_TOKENS} tokens"
+        )
     if isinstance(max_model_len, str):
         max_model_len = parse_count(max_model_len, "max_model_len")
     max_model_len = None if max_model_len == -1 else max_model_len  # as in EngineConfig
@@ -120,6 +129,7 @@ def forecaster(
         model=str(model),
         context=max_model_len or min(DEFAULT_CONTEXT, spec.max_position),
         batch=batch or 1,
+        tokens_per_pass=tokens_per_pass,
         link_gbps=link_gbps,
         device_gbps=device_gbps,
         budget_bytes=_budget(config, host_bytes),
@@ -259,7 +269,8 @@ class Forecaster:
                     limit += " (of what is available here: state host_memory_limit for another machine)"
                 return replace(asked, problem=f"{needed}, {limit}")
         streamed = streamed_bytes(config, self.spec, memory, lengths)
-        read = bytes_read_per_step(self.spec, lengths)
+        num_lines = ceil(batch * asked.tokens_per_pass)  # each chooses experts of its own
+        read = bytes_read_per_step(self.spec, lengths, num_lines)
         times = {"link": streamed / (asked.link_gbps * 1e9)}
         if asked.device_gbps is not None:
             times["device memory"] = read / (asked.device_gbps * 1e9)
@@ -268,10 +279,11 @@ class Forecaster:
 
         def floor(hit_rate: float | None) -> float:
             # A missing expert is waited for; KV and layers pass beside what is computed.
-            missed = missed_bytes(self.spec, memory, batch, hit_rate)
+            missed = missed_bytes(self.spec, memory, num_lines, hit_rate)
             return max(times.values()) + missed / (asked.link_gbps * 1e9) + beside
 
-        seconds, waited = floor(None), missed_bytes(self.spec, memory, batch) / (asked.link_gbps * 1e9)
+        missed = missed_bytes(self.spec, memory, num_lines)
+        seconds, waited = floor(None), missed / (asked.link_gbps * 1e9)
         bound = max(times, key=lambda name: times[name] + waited * (name == "link"))
         is_known = seconds > beside
         kv_bytes = num_all * layout.block_bytes
@@ -281,7 +293,7 @@ class Forecaster:
             kv_bytes=kv_bytes,
             resident_kv_bytes=kv_bytes - num_streamed(config, self.spec, memory, lengths) * layout.block_bytes,
             host_kv_bytes=num_full * layout.block_bytes if is_offload else 0,
-            streamed_bytes_per_step=streamed + missed_bytes(self.spec, memory, batch),
+            streamed_bytes_per_step=streamed + missed,
             ms_at_hit_rate={rate: 1e3 * floor(rate) for rate in HIT_RATES if memory.num_expert_slots},
             read_bytes_per_step=read,
             ms_per_token=seconds * 1e3 if is_known else None,

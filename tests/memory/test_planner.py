@@ -170,6 +170,9 @@ def test_an_engine_has_what_was_forecast(tmp_path):
         (dict(link_gbps=0), "link_gbps=0 must be a positive number"),
         (dict(device_gbps=-1.0), "device_gbps=-1.0 must be a positive number"),
         (dict(batch=0), "batch=0 must be a whole number"),
+        (dict(tokens_per_pass=0.5), "tokens_per_pass=0.5 must be a number from 1, which is without drafts, to 17"),
+        (dict(tokens_per_pass=True), "tokens_per_pass=True must be a number"),
+        (dict(tokens_per_pass=float("nan")), "tokens_per_pass=nan must be a number"),
         (dict(context=1.5), "max_model_len=1.5 must be a whole number"),
         (dict(max_num_batched_token=5), "did you mean 'max_num_batched_tokens'"),
         (dict(gpu_memory=None), 'no GPU .*: name the card that it is for, gpu="RTX 4070", or state gpu_memory_limit'),
@@ -179,6 +182,18 @@ def test_an_engine_has_what_was_forecast(tmp_path):
 def test_bad_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         nanoinfer.plan("qwen3-4b", **(QWEN3_4B | arguments))
+
+
+def test_tokens_a_pass_are_an_assumption_that_is_named(capsys, monkeypatch):
+    given = dict(quantization="int4", host_memory="64GiB", gpu_memory="8GiB", context=16_384, batch=2, link_gbps=25)
+    plain, three = (nanoinfer.plan("qwen3-30b-a3b", tokens_per_pass=number, **given) for number in (1, 3))
+    assert three.streamed_bytes_per_step > plain.streamed_bytes_per_step, "each drafted token chooses its experts"
+    assert three.tokens_per_second == 2 * 3 / three.ms_per_token * 1e3 > plain.tokens_per_second
+    assert "a pass" not in plain.report() and " 3 tokens a pass, which drafts bring" in three.report()
+    without_proposals(monkeypatch)
+    words = ["plan", "qwen3-4b", "--host-memory-limit", "64GiB", "--context", "32k", "--tokens-per-pass", "2.5"]
+    assert main([*words, "--gpu", "RTX 3060"]) == 0 and "2.5 tokens a pass" in capsys.readouterr().out
+    assert main([*words, "--compare-gpus"]) == 0 and "; 2.5 tokens a pass are assumed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
