@@ -29,6 +29,7 @@ from nanoinfer.memory.budget import gpu_budget
 from nanoinfer.memory.cards import card_named
 from nanoinfer.memory.floors import bytes_read_per_step, sparse_layers_seconds
 from nanoinfer.memory.forecast import Forecast
+from nanoinfer.memory.limits import TooSmall
 from nanoinfer.memory.machine import device_memory
 from nanoinfer.memory.measure import DEFAULT_CONTEXT
 from nanoinfer.memory.planner import Planner
@@ -249,6 +250,8 @@ class Forecaster:
         asked, layout = replace(self.asked, context=context or self.asked.context, batch=batch), self.spec.layout
         try:
             memory = best_plan(self._planner(config, is_quick))
+        except TooSmall as error:
+            return replace(asked, problem=error.problem)  # how much memory would do is among what helps
         except ValueError as error:
             return replace(asked, problem=str(error))
         context = context or min(asked.context, memory.max_model_len)

@@ -12,7 +12,17 @@ KV_SHARE = 0.6
 
 
 class TooSmall(ValueError):
-    """What is wanted does not fit into the memory; with other settings it may."""
+    """What is wanted does not fit into the memory; with other settings, or more of it, it may.
+
+    Attributes:
+        problem: what is short, and what takes the memory.
+        helps: how much memory would do, cheapest first.
+    """
+
+    def __init__(self, short: str, *helps: str, needed: str = "") -> None:
+        needed = f". Needed: {needed}" if needed else ""
+        super().__init__(f"{short}: {', or '.join(helps)}{needed}")
+        self.problem, self.helps = short + needed, helps
 
 
 def min_blocks(config: EngineConfig, plan: MemoryPlan) -> int:

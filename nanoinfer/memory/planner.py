@@ -133,7 +133,7 @@ class Planner:
         wanted, limit = int((config.cpu_offload_gb or 0) * GIB), config.resident_weights_limit
         if wanted > streamable:
             stays = "norms and" if may_stream_head else "the head, norms and"
-            raise TooSmall(
+            raise ValueError(
                 f"cpu_offload_gb={config.cpu_offload_gb!r} is more than the {format_size(streamable)} of weights that "
                 f"can be streamed: {stays} the first layer's queries, keys and values stay on the GPU. Give "
                 f"at most {streamable / GIB:.2f}, or resident_weights_limit=0 to stream all that can be"

@@ -39,7 +39,11 @@ _WORDS = {
     "max_num_seqs": "at most {:,} sequences at once",
 }
 # Changes that are said in words of their own.
-_SAID = {("enable_cpu_offload", False): "no KV in host memory", ("max_num_seqs", 1): "one sequence at a time"}
+_SAID = {
+    ("enable_cpu_offload", False): "no KV in host memory",
+    ("max_num_seqs", 1): "one sequence at a time",
+    ("expert_slots", None): "as many experts on the GPU as there is room for",
+}
 MOST_FORMATS = 6
 _SHORTEST = 1024  # shorter contexts are not worth proposing
 _FASTER = 0.95  # Of two formats the one that loses more is named only if its step takes at most this share of time.
@@ -205,6 +209,8 @@ class Proposer:
             changes["enable_cpu_offload"] = True
         if self.config.max_num_batched_tokens is not None:
             changes["max_num_batched_tokens"] = None
+        if self.config.expert_slots is not None:
+            changes["expert_slots"] = None
         if self.config.max_num_seqs is None:  # nobody asked for more
             changes["max_num_seqs"] = 1
         return changes
@@ -272,8 +278,8 @@ def fastest_format(proposals: Iterable[Proposal]) -> Proposal | None:
 
 def in_words(changes: dict[str, Any]) -> str:
     """Return changed settings as a report names them: "weights in int4, KV in fp8"."""
-    said = {name: value for name, value in changes.items() if value is not None}
-    return ", ".join(_SAID.get((name, value)) or _WORDS[name].format(value) for name, value in said.items())
+    said = {one: _SAID.get(one) or one[1] is not None and _WORDS[one[0]].format(one[1]) for one in changes.items()}
+    return ", ".join(filter(None, said.values()))
 
 
 def command(config: EngineConfig) -> str:

@@ -1,9 +1,8 @@
-"""What is said where memory is too small: how much would do, and of which kind."""
+"""What is said where memory is too small: what is short, and how much would do."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from nanoinfer.common.units import enough, format_size
 from nanoinfer.config import EngineConfig
@@ -22,27 +21,28 @@ def refuse(planner: Planner, costs: Iterable[Cost]) -> ValueError:
         return _lacks_length(
             config, planner.plan(max(long, key=lambda cost: (cost.max_model_len, -cost.streamed_bytes)))
         )
-    if (without := lacking.get("host_kv")) is not None:
-        return _lacks_host_kv(config, planner.plan(min(without, key=lambda cost: cost.host_weight_bytes)))
-    # Candidates that the host has no room for, but the GPU has: the one with the least host memory is what to ask for.
-    least = {cost.candidate.tokens: planner.least_blocks(cost.candidate.tokens) for cost in lacking.get("host", ())}
-    streaming = [cost for cost in lacking.get("host", ()) if cost.num_gpu_blocks >= least[cost.candidate.tokens]]
-    streaming += lacking.get("limit", [])
-    also, roomy = "", min(streaming, key=lambda cost: cost.host_weight_bytes, default=None)
-    if "gpu" in lacking:
+
+    def least_of_host(*names: str) -> Cost | None:
+        """Return the one with the least host memory of those for which the GPU has room."""
+        costs = (cost for name in names for cost in lacking.get(name, ()))
+        costs = (cost for cost in costs if cost.num_gpu_blocks >= planner.least_blocks(cost.candidate.tokens))
+        return min(costs, key=lambda cost: cost.host_weight_bytes, default=None)
+
+    if (without := least_of_host("host_kv")) is not None:
+        return _lacks_host_kv(config, planner.plan(without))
+    roomy = least_of_host("host", "limit")
+    if short := [*lacking.get("gpu", ()), *lacking.get("host_kv", ())]:
         longest = planner.sized(planner.steps[-1]).max_model_len  # as asked, not cut to what fits
-        plans = [planner.plan(cost._replace(max_model_len=longest)) for cost in lacking["gpu"]]
+        plans = [planner.plan(cost._replace(max_model_len=longest)) for cost in short]
         smallest = min(plans, key=lambda plan: (least_bytes(config, plan), len(plan.streamed_pieces), plan.head_bytes))
-        if roomy is not None:
-            also = f", or stream more: {host_wanted(config, planner.plan(roomy), available)}"
-        return _lacks_gpu(config, smallest, also)
+        refusal = _lacks_gpu(config, smallest)
+        if roomy is None or not isinstance(refusal, TooSmall):
+            return refusal
+        host = _lacks_host(planner, roomy)  # the cheaper memory
+        return TooSmall(host.problem, *host.helps, *refusal.helps)
     if "limit" in lacking:
         return ValueError(above_available(config, available))
-    closest = roomy or min(lacking["host"], key=lambda cost: cost.host_weight_bytes)
-    plan, room = planner.plan(closest), max(0, planner.host_room(closest.fixed_bytes))
-    if plan.host_weight_bytes > room:
-        return TooSmall(host_wanted(replace(config, host_memory_limit=None), plan, room))
-    return TooSmall(host_wanted(config, plan, available))
+    return _lacks_host(planner, roomy or min(lacking["host"], key=lambda cost: cost.host_weight_bytes))
 
 
 def _lacks_length(config: EngineConfig, plan: MemoryPlan) -> TooSmall:
@@ -50,8 +50,8 @@ def _lacks_length(config: EngineConfig, plan: MemoryPlan) -> TooSmall:
     wanted, fit = (plan.groups.most_blocks(tokens) * plan.block_bytes for tokens in (config.max_model_len, longest))
     return TooSmall(
         f"max_model_len={config.max_model_len} needs a KV cache of {format_size(wanted)}, and "
-        f"{format_size(fit)} fit: lower max_model_len to at most {longest} "
-        f"or raise {'host_memory_limit' if config.may_offload else 'gpu_memory_limit'}"
+        f"{format_size(fit)} fit, those of max_model_len={longest}",
+        f"raise {'host_memory_limit' if config.may_offload else 'gpu_memory_limit'}",
     )
 
 
@@ -65,12 +65,13 @@ def _lacks_host_kv(config: EngineConfig, plan: MemoryPlan) -> TooSmall:
     beside = f" beside {format_size(streamed)} of weights" if streamed else ""
     return TooSmall(
         f"host_memory_limit={limit!r} is too small{beside}: the KV cache of {tokens} tokens takes "
-        f'{format_size(num_bytes)}: give at least "{enough(num_bytes + streamed)}"'
+        f"{format_size(num_bytes)}",
+        f'give at least "{enough(num_bytes + streamed)}" of host memory',
     )
 
 
-def _lacks_gpu(config: EngineConfig, plan: MemoryPlan, also: str = "") -> ValueError:
-    """Return the refusal of a plan with less than the smallest useful pool. also: what else would do."""
+def _lacks_gpu(config: EngineConfig, plan: MemoryPlan) -> ValueError:
+    """Return the refusal of a plan with less than the smallest useful pool."""
     blocks = min_blocks(config, plan)
     if config.num_gpu_blocks_override is not None and config.num_gpu_blocks_override < blocks:
         return ValueError(
@@ -86,34 +87,33 @@ def _lacks_gpu(config: EngineConfig, plan: MemoryPlan, also: str = "") -> ValueE
     limit = "what is free of the device's memory, or the share of it that may be taken,"
     if config.gpu_memory_limit is not None:
         limit = f"gpu_memory_limit={config.gpu_memory_limit!r}"
-    lower = [name for name in ("max_num_batched_tokens", "max_num_seqs") if getattr(plan, name) > 1]
-    if plan.weight_bytes + plan.landing_bytes >= plan.budget_bytes:
-        lower = []
-    help_lower = ", or set " + " or ".join(f"{name} below {getattr(plan, name)}" for name in lower) if lower else ""
-    help_offload = "" if config.may_offload else ", lower max_model_len or set enable_cpu_offload=True"
-    if config.expert_slots is not None:
-        help_offload = f", or lower expert_slots={config.expert_slots}"
     rest = plan.fixed_bytes - plan.weight_bytes - plan.landing_bytes * bool(plan.num_expert_slots)
     return TooSmall(
-        f"{limit} ({format_size(plan.budget_bytes)}) is too small by {format_size(needed - plan.budget_bytes)}: "
-        f'give at least "{enough(needed)}"{help_lower}{help_offload}{also}. Needed: weights '
-        f"{format_size(plan.weight_bytes)}{streamed}, working memory and buffers {format_size(rest)} and the least KV "
-        f"cache {format_size(needed - plan.fixed_bytes)}"
+        f"{limit} ({format_size(plan.budget_bytes)}) is too small by {format_size(needed - plan.budget_bytes)}",
+        f'give at least "{enough(needed)}" of GPU memory',
+        needed=f"weights {format_size(plan.weight_bytes)}{streamed}, working memory and buffers {format_size(rest)} "
+        f"and the least KV cache {format_size(needed - plan.fixed_bytes)}",
     )
 
 
-def host_wanted(config: EngineConfig, plan: MemoryPlan, available_bytes: int) -> str:
-    """Say how much host memory the weights that this plan streams need, and KV beside them."""
+def _lacks_host(planner: Planner, cost: Cost) -> TooSmall:
+    """Return the refusal of a plan that streams more weights than the host has room for, and KV beside them."""
+    config, available, plan = planner.config, planner.host_available_bytes, planner.plan(cost)
     limit, blocks = config.host_memory_limit, plan.groups.most_blocks(config.max_model_len or plan.groups.block_size)
+    room = max(0, planner.host_room(cost.fixed_bytes))
+    if plan.host_weight_bytes > room and limit != available:  # of another machine the limit alone is known
+        limit, available = None, room
     if not config.may_offload or config.enable_cpu_offload == "auto" and plan.num_gpu_blocks > blocks:
         blocks = 0
     share = KV_SHARE if limit is None else 1.0
     needed = enough(plan.host_weight_bytes + -int(-blocks * plan.block_bytes // share))
     streamed = f"for the {format_size(plan.host_weight_bytes)} of weights that are streamed from there"
     if limit is None:
-        available = f"{format_size(available_bytes)} of host memory are available, too few"
-        return f'{available} {streamed}: free some, "{needed}" are enough'
-    has = f'host_memory_limit={limit!r} is too small {streamed}: give at least "{needed}"'
-    if available_bytes > limit:  # a plan for another machine knows the limit alone
-        has += f" of what is available, {format_size(available_bytes)}"
-    return has
+        return TooSmall(
+            f"{format_size(available)} of host memory are available, too few {streamed}",
+            f'free some of the host\'s memory, "{needed}" are enough',
+        )
+    of_all = f", of which {format_size(available)} are available" if available > limit else ""
+    return TooSmall(
+        f"host_memory_limit={limit!r} is too small {streamed}", f'give at least "{needed}" of host memory{of_all}'
+    )

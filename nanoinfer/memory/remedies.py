@@ -13,8 +13,8 @@ from nanoinfer.memory.setup import Setup
 from offload.memory.host_memory import memory_available_bytes
 
 
-def with_remedies(error: TooSmall, setup: Setup) -> TooSmall:
-    """Return the refusal with the settings that fit, if there are any."""
+def with_remedies(error: TooSmall, setup: Setup) -> ValueError:
+    """Return the refusal with one list of what would help: settings that fit, if there are any, and then memory."""
     config, spec, available = setup.config, setup.spec, memory_available_bytes()
     asked = Forecast(
         model=str(config.model),
@@ -31,7 +31,7 @@ def with_remedies(error: TooSmall, setup: Setup) -> TooSmall:
     lines = [_line(proposal) for proposal in forecaster.proposer().to_fit()]
     if not lines:
         return error
-    return TooSmall("\n  - ".join([f"{error}\nWhat would help, cheapest first:", *lines]))
+    return ValueError("\n  - ".join([f"{error.problem}\nWhat would help, cheapest first:", *lines, *error.helps]))
 
 
 def _line(proposal: Proposal) -> str:

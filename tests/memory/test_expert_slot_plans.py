@@ -3,6 +3,7 @@
 import pytest
 from described import GPU
 
+import nanoinfer
 from nanoinfer.config import EngineConfig
 from nanoinfer.devices.base import Device
 from nanoinfer.memory.limits import TooSmall
@@ -106,7 +107,9 @@ def test_what_is_missed_follows_from_the_share_that_is_found(plan, specs_of):
 
 @pytest.mark.parametrize("slots", [64, 128])
 def test_a_refusal_names_the_slots_that_were_asked_for(plan, slots):
-    said = rf"or lower expert_slots={slots}\. .*for {slots} experts of each layer"
-    with pytest.raises(TooSmall, match=said) as caught:
+    with pytest.raises(TooSmall, match=rf"of GPU memory\. .*for {slots} experts of each layer"):
         plan("qwen3-30b-a3b", 8, **INT4, expert_slots=slots)
-    assert "max_num_batched_tokens" not in str(caught.value) and "enable_cpu_offload" not in str(caught.value)
+    given = dict(gpu_memory_limit="8GiB", host_memory_limit="64GiB", max_model_len=2048, expert_slots=slots)
+    first = nanoinfer.plan("qwen3-30b-a3b", **INT4, **given).proposals[0]
+    assert first.changes == {"expert_slots": None} and first.what.startswith("as many experts on the GPU as")
+    assert "--expert-slots" not in first.command

@@ -93,6 +93,7 @@ def test_a_replica_that_drains_refuses_what_is_new_and_ends_what_runs_on(path, m
         await asyncio.sleep(0)
         refused = await answered()
         assert not running.done() and not draining.done(), "it has its time"
+        await replica.check_health()  # Ray would load the model anew, beside this one
         await replica.drain(0)  # a second signal
         await asyncio.wait_for(draining, 30)
         may_go_on.set()

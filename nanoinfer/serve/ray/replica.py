@@ -30,7 +30,7 @@ class Replica:
     """
 
     def __init__(self, options: dict[str, Any], threads: str | None, name: str) -> None:
-        self._engine, self._logging = None, ExitStack()
+        self._engine, self._logging, self._drains = None, ExitStack(), False
         if threads is None:
             os.environ.pop("OMP_NUM_THREADS", None)
         else:
@@ -68,12 +68,14 @@ class Replica:
         return self._name, status, body
 
     async def check_health(self) -> None:
-        """Raise if requests would not be answered: Ray starts another replica then."""
-        self._engine.check_health()
+        """Raise if requests would not be answered: Ray starts another replica then, but for one that ends anyway."""
+        if not self._drains:
+            self._engine.check_health()
 
     async def drain(self, seconds: float) -> None:
         """Refuse new requests, and return when all others have ended. Those that run for longer than these seconds end
         with the error that one server has for them: Ray would kill the replica, and nobody would know why."""
+        self._drains = True
         self._engine.begin_shutdown()
         await self._engine.drain(seconds)
 
