@@ -19,10 +19,9 @@ class TooSmall(ValueError):
         helps: how much memory would do, cheapest first.
     """
 
-    def __init__(self, short: str, *helps: str, needed: str = "") -> None:
-        needed = f". Needed: {needed}" if needed else ""
-        super().__init__(f"{short}: {', or '.join(helps)}{needed}")
-        self.problem, self.helps = short + needed, helps
+    def __init__(self, problem: str, *helps: str) -> None:
+        super().__init__(f"{problem}: {', or '.join(helps)}")
+        self.problem, self.helps = problem, helps
 
 
 def min_blocks(config: EngineConfig, plan: MemoryPlan) -> int:

@@ -10,7 +10,7 @@ from nanoinfer.common.units import GIB, format_size
 from nanoinfer.config import EngineConfig
 from nanoinfer.devices.base import Device
 from nanoinfer.memory.candidates import Candidate, StreamedChoice, sizes_of, slot_bytes
-from nanoinfer.memory.limits import KV_SHARE, TooSmall, above_available, min_blocks
+from nanoinfer.memory.limits import KV_SHARE, above_available, min_blocks
 from nanoinfer.memory.rates import Rates
 from nanoinfer.memory.sized import most_blocks, sized_plan
 from nanoinfer.models.base import ModelSpec

@@ -35,7 +35,8 @@ def refuse(planner: Planner, costs: Iterable[Cost]) -> ValueError:
         longest = planner.sized(planner.steps[-1]).max_model_len  # as asked, not cut to what fits
         plans = [planner.plan(cost._replace(max_model_len=longest)) for cost in short]
         smallest = min(plans, key=lambda plan: (least_bytes(config, plan), len(plan.streamed_pieces), plan.head_bytes))
-        refusal = _lacks_gpu(config, smallest)
+        beside = () if "gpu" in lacking else _lacks_host_kv(config, smallest).helps
+        refusal = _lacks_gpu(config, smallest, beside)
         if roomy is None or not isinstance(refusal, TooSmall):
             return refusal
         host = _lacks_host(planner, roomy)  # the cheaper memory
@@ -70,8 +71,8 @@ def _lacks_host_kv(config: EngineConfig, plan: MemoryPlan) -> TooSmall:
     )
 
 
-def _lacks_gpu(config: EngineConfig, plan: MemoryPlan) -> ValueError:
-    """Return the refusal of a plan with less than the smallest useful pool."""
+def _lacks_gpu(config: EngineConfig, plan: MemoryPlan, beside: Iterable[str]) -> ValueError:
+    """Return the refusal of a plan with less than the smallest useful pool. beside: what else it takes."""
     blocks = min_blocks(config, plan)
     if config.num_gpu_blocks_override is not None and config.num_gpu_blocks_override < blocks:
         return ValueError(
@@ -89,10 +90,10 @@ def _lacks_gpu(config: EngineConfig, plan: MemoryPlan) -> ValueError:
         limit = f"gpu_memory_limit={config.gpu_memory_limit!r}"
     rest = plan.fixed_bytes - plan.weight_bytes - plan.landing_bytes * bool(plan.num_expert_slots)
     return TooSmall(
-        f"{limit} ({format_size(plan.budget_bytes)}) is too small by {format_size(needed - plan.budget_bytes)}",
-        f'give at least "{enough(needed)}" of GPU memory',
-        needed=f"weights {format_size(plan.weight_bytes)}{streamed}, working memory and buffers {format_size(rest)} "
-        f"and the least KV cache {format_size(needed - plan.fixed_bytes)}",
+        f"{limit} ({format_size(plan.budget_bytes)}) is too small by {format_size(needed - plan.budget_bytes)}, as "
+        f"weights take {format_size(plan.weight_bytes)}{streamed}, working memory and buffers {format_size(rest)} and "
+        f"the least KV cache {format_size(needed - plan.fixed_bytes)}",
+        " and ".join([f'give at least "{enough(needed)}" of GPU memory', *beside]),
     )
 
 
