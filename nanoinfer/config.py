@@ -127,7 +127,8 @@ class EngineConfig:
         enable_prefix_caching: keep the KV of prompts, and states beside it, for others that begin alike. None: yes.
         speculative_config: have tokens guessed and computed beside the one that is known, which changes no token: as
             vLLM writes it, {"method": "suffix", "num_speculative_tokens": 8} guesses what came behind the last tokens
-            before, in the prompt or the answer. None: none are guessed.
+            before, in the prompt or the answer. None: none are guessed. Where layers keep a state, each guess takes
+            a slot that no sequence has.
         seed: what the seeds of requests that give none are drawn from, and dummy weights.
         load_format: "auto" (safetensors) or "dummy" (random weights from the config alone).
         pin_host_memory: what to do if the system refuses to pin host memory. "auto": use pageable memory and report its

@@ -30,6 +30,7 @@ WRITERS = {
     "fetched_bytes": "nanoinfer/engine/meter.py",
     "row": "nanoinfer/kv/cache.py",
     "state_slot": "nanoinfer/kv/cache.py",
+    "draft_slots": "nanoinfer/kv/cache.py",
     "num_computed": "nanoinfer/kv/cache.py",
     "num_cached": "nanoinfer/kv/cache.py",
     "num_reserved_host": "nanoinfer/kv/cache.py",

@@ -91,7 +91,7 @@ class Drafts:
         if batch.chunks:
             return batch
         kv_cache, drafts, masks = self._kv_cache, {}, {}
-        left = min(MAX_LINES - len(batch.decoding), len(kv_cache.free_rows))
+        left = min(MAX_LINES - len(batch.decoding), kv_cache.num_free_lines)
         splits = self._max_splits - kv_cache.num_reserved_splits
         for sequence in batch.decoding:
             if sequence.num_pending or not _may_draft(sequence) or (pace := self._pace(sequence)).pause:
@@ -109,6 +109,7 @@ class Drafts:
                 self._note(sequence, 0, 0)
                 continue
             kv_cache.grow(sequence, sequence.num_tokens + len(found))
+            kv_cache.take_draft_slots(sequence, len(found))
             drafts[sequence] = found
             left, splits = left - len(found), splits - of_line * len(found)
         return replace(batch, drafts=drafts, draft_masks=masks) if drafts else batch

@@ -8,7 +8,6 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 
 from nanoinfer.config import EngineConfig
@@ -48,8 +47,7 @@ class LLMEngine:
     Attributes:
         on_logits: called for each step that samples, with the sequences that get a token and their logits,
             [len(sequences), vocab_size], for work on the compute stream between the layers and the sampling. It may
-            change the logits there. Behind all of them each sequence comes again for each of its drafted tokens, in
-            their order. None: no call.
+            change the logits there. A sequence comes again for each of its drafted tokens. None: no call.
         samples_late: call `on_logits` and launch the sampling only when the tokens of the step before were read, so
             that what is uploaded may depend on them. The layers run meanwhile. Of the sequences some may have ended
             with the token just read; theirs will be dropped. A step with a grammar does so in any case.
@@ -243,20 +241,19 @@ class LLMEngine:
             self.planner.end_step(batch, plan)
             self.scheduler.keep_snapshots(batch)
             if of_members is not None:
-                members = [*batch.sequences, *(sequence for sequence, *_ in batch.lines())]
+                members = [*(chunk.sequence for chunk in batch.chunks), *(sequence for sequence, *_ in batch.lines())]
                 for sequence, num_bytes in zip(members, of_members.tolist(), strict=True):
                     sequence.streamed_bytes += num_bytes
             self.meter.note_blocks(self.kv_cache.copies.num_resident, self.kv_cache.copies.num_streamed)
         return launched
 
     def _sample(self, step: LaunchedStep) -> None:
-        lines = [*step.batch.sampled, *(sequence for sequence, *_ in step.batch.lines())]
-        on_logits = None if self.on_logits is None else partial(self.on_logits, lines)
+        on_logits = None if self.on_logits is None else partial(self.on_logits, step.batch.sampled_lines)
         masks, failed = self.masks.make(step.batch.sampled)
         for sequence, error in failed:
             self._outputs += self.work.requests[sequence.request_id].fail(error, sequence)
-        if of_drafts := self.masks.of_drafts(step.batch):
-            masks = np.stack(of_drafts if masks is None else [*masks, *of_drafts])
+        if step.batch.drafts:
+            masks = self.masks.with_drafts(step.batch, masks)
         self.executor.sample(step.number, masks, on_logits)
         step.is_sampled = True
 
@@ -265,6 +262,8 @@ class LLMEngine:
         with self.work.risking(step.batch.sampled):
             self.work.in_flight = None
             self._read_tokens(step)
+            for sequence in step.batch.drafts:
+                self.kv_cache.release_states(sequence)
             with self.meter.span("give back"):
                 # In their order: in which order blocks are given back decides which cached ones are evicted first.
                 names = dict.fromkeys(one.request_id for one in step.batch.sequences if one.finish_reason is not None)
@@ -279,10 +278,10 @@ class LLMEngine:
             for chunk, found in zip(step.batch.chunks, self.executor.read_prompts(step.number), strict=False):
                 if found is not None and chunk.sequence.finish_reason is None:
                     self._take_prompt(chunk, *found)
-            drafts, of_lines = step.batch.drafts, iter(sampled[len(step.batch.sampled) :])
-            for sequence, result in zip(step.batch.sampled, sampled, strict=False):
-                draft = drafts.get(sequence, [])
-                results = [result, *islice(of_lines, len(draft))]
+            of_lines = iter(sampled)
+            for sequence in step.batch.sampled:
+                draft = step.batch.drafts.get(sequence, [])
+                results = list(islice(of_lines, 1 + len(draft)))
                 if sequence.finish_reason is not None:
                     continue
                 request, times = self.work.requests[sequence.request_id], (read, step.made or read)

@@ -63,13 +63,17 @@ class MaskMaker:
             lines = np.stack(ends) if lines is None else np.concatenate((lines, ends))
         return lines, failed
 
-    def of_drafts(self, batch: Batch[Sequence]) -> list[np.ndarray]:
-        """Return lines as `make` does, of the drafted tokens of a batch: their places come behind `sampled`."""
-        found, numbers = [], {sequence: iter(masks) for sequence, masks in batch.draft_masks.items()}
-        for place, (sequence, *_) in enumerate(batch.lines(), len(batch.sampled)):
-            if sequence in numbers:
-                found.append(np.concatenate(([place], next(numbers[sequence])[: self._num_words]), dtype=np.int32))
-        return found
+    def with_drafts(self, batch: Batch[Sequence], masks: np.ndarray | None) -> np.ndarray | None:
+        """Return what `make` has returned of a batch with drafted tokens, and their masks: places are those among all
+        rows."""
+        known = {} if masks is None else {batch.sampled[line[0]]: line[1:] for line in masks}
+        found = []
+        for place, (sequence, number, _) in enumerate(batch.lines()):
+            of_drafts = batch.draft_masks.get(sequence, ())
+            words = (known.get(sequence), *of_drafts)[number] if number <= len(of_drafts) else None
+            if words is not None:
+                found.append(np.concatenate(([place], words[: self._num_words]), dtype=np.int32))
+        return np.stack(found) if found else None
 
     def begin(self, sequences: Iterable[Sequence]) -> None:
         """Begin the masks that are made aside, of sequences whose tokens were all read."""

@@ -71,39 +71,38 @@ class StepPlanner:
         kv_cache, chunks, decoding, sampled = self._kv_cache, batch.chunks, batch.decoding, batch.sampled
         lines, tables = list(batch.lines()), kv_cache.tables
         # Drafted tokens lie in rows that no sequence has; what these hold is worthless to whoever gets them.
-        spare = kv_cache.free_rows[: len(lines)]
-        of_rows = [*decoding, *(sequence for sequence, *_ in lines)]
-        owners = np.array([sequence.row for sequence in of_rows], dtype=np.int32)
-        rows = np.concatenate([owners[: len(decoding)], np.array(spare, dtype=np.int32)])
-        ends = np.array(
-            [*(one.num_tokens for one in decoding), *(one.num_tokens + number for one, number, _ in lines)],
-            dtype=np.int64,
-        )
+        spare = iter(kv_cache.free_rows)
+        owners = np.array([sequence.row for sequence, *_ in lines], dtype=np.int32)
+        rows = np.array([next(spare) if number else one.row for one, number, _ in lines], dtype=np.int32)
+        ends = np.array([one.num_tokens + number for one, number, _ in lines], dtype=np.int64)
         write_through, promoted, operation, gone = (), None, 0, ()
         if tables.is_offload:
             taken = [kv_cache.take_promised(chunk.sequence, chunk.end) for chunk in chunks]
             taken += [kv_cache.take_promised(sequence, sequence.num_tokens) for sequence in decoding]
             write_through = tuple(tuple(chain(*of_group)) for of_group in zip(*taken, strict=True))
             write_through = write_through if any(write_through) else ()
-        changed = self._changed_lines(decoding, rows[: len(decoding)])
+        own_rows = np.array([sequence.row for sequence in decoding], dtype=np.int32)
+        changed = self._changed_lines(decoding, own_rows)
         sampling = self._changed_settings(sampled)
-        if lines:
-            changed = np.concatenate([changed, self._draft_lines(lines, spare)])
-            sampling += tuple((row, self._settings(one, number)) for row, (one, number, _) in zip(spare, lines))
+        if batch.drafts:
+            guessed = [(row, *line) for row, line in zip(rows.tolist(), lines, strict=True) if line[1]]
+            changed = np.concatenate([changed, self._draft_lines(guessed)])
+            sampling += tuple((row, self._settings(one, number)) for row, one, number, _ in guessed)
         of_chunks = np.array([chunk.sequence.row for chunk in chunks], dtype=np.int32)
         all_rows, homes = np.concatenate([of_chunks, rows]), np.concatenate([of_chunks, owners])
         longest = max([*(chunk.end for chunk in chunks), int(ends.max(initial=0))])
         width = tables.groups.table_width(longest)
         gpu_blocks, host_blocks = tables.gpu[:, homes, :width], tables.host[:, homes, :width]
         if tables.is_offload:
-            promoted = kv_cache.copies.promote(owners[: len(decoding)].tolist())
+            promoted = kv_cache.copies.promote(own_rows.tolist())
             operation = tables.lifetimes.begin([gpu_block for gpu_block, _ in chain(*write_through)])
             gone = tables.lifetimes.take_gone()
         plan = StepPlan(
             number=self._number,
             chunks=tuple(map(_prompt_chunk, chunks)),
             rows=rows,
-            state_slots=np.array([sequence.state_slot for sequence in of_rows], dtype=np.int32),
+            state_slots=np.array([kv_cache.slot_of(one, number) for one, number, _ in lines], dtype=np.int32),
+            num_lines=np.array([1 + len(batch.drafts.get(one, ())) for one in decoding], dtype=np.int32),
             begins=ends - 1,
             ends=ends,
             gpu_blocks=gpu_blocks,
@@ -114,7 +113,7 @@ class StepPlanner:
             sampled_rows=all_rows[[*(chunk.is_last for chunk in chunks), *[True] * len(rows)]] if chunks else rows,
             num_logprobs={
                 place: sequence.params.logprobs
-                for place, sequence in enumerate([*sampled, *(one for one, *_ in lines)])
+                for place, sequence in enumerate(batch.sampled_lines)
                 if sequence.params.logprobs is not None
             },
             write_through=write_through,
@@ -134,8 +133,8 @@ class StepPlanner:
             self._kv_cache.commit(chunk.sequence, chunk.end)
             if chunk.is_last:
                 self.versions[chunk.sequence.row] = UNKNOWN  # length and token, too, are not those on the device
-        for sequence, end in zip(batch.decoding, plan.ends[: len(batch.decoding)].tolist(), strict=True):
-            self._kv_cache.commit(sequence, end)
+        for sequence in batch.decoding:
+            self._kv_cache.commit(sequence, sequence.num_tokens)
         for sequence in batch.sampled:
             sequence.num_tokens += 1
 
@@ -144,15 +143,17 @@ class StepPlanner:
         if self._kv_cache.tables.is_offload:
             self._kv_cache.store_filled(sequence, sequence.num_tokens)
         self._kv_cache.commit(sequence, sequence.num_tokens)
+        self._kv_cache.take_state(sequence)
         sequence.num_tokens += 1
         # The device knows neither its length nor its token, nor how many were sampled.
         self.versions[sequence.row], self._settings_of[sequence.row] = UNKNOWN, UNKNOWN
 
-    def _draft_lines(self, lines: list[tuple[Sequence, int, int]], rows: list[int]) -> np.ndarray:
-        """Return the lines of `StepPlan.changed_rows` of drafted tokens, which lie in these rows."""
+    def _draft_lines(self, guessed: list[tuple[int, Sequence, int, int]]) -> np.ndarray:
+        """Return the lines of `StepPlan.changed_rows` of drafted tokens, each with its row before what `Batch.lines`
+        says."""
         table = self._kv_cache.tables.gpu
-        found = np.zeros((len(lines), NUM_HEAD_COLUMNS + table.shape[0] * table.shape[2]), dtype=np.int32)
-        for line, row, (sequence, number, token_id) in zip(found, rows, lines, strict=True):
+        found = np.zeros((len(guessed), NUM_HEAD_COLUMNS + table.shape[0] * table.shape[2]), dtype=np.int32)
+        for line, (row, sequence, number, token_id) in zip(found, guessed, strict=True):
             line[:NUM_HEAD_COLUMNS] = row, token_id, sequence.num_tokens + number
             line[NUM_HEAD_COLUMNS:] = np.maximum(table[:, sequence.row], 0).reshape(-1)
             self.versions[row], self._settings_of[row] = UNKNOWN, UNKNOWN

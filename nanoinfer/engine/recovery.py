@@ -16,6 +16,9 @@ from nanoinfer.engine.start import BuiltEngine
 from nanoinfer.requests.request import Request
 from nanoinfer.requests.sequence import Sequence, SequenceState
 
+NO_TOKEN = -1
+"""In place of a drafted token: it is not the one that was sampled."""
+
 
 class BusyError(RuntimeError):
     """Another thread is in a call of the engine."""
@@ -160,8 +163,9 @@ class Work:
         built.executor.settle()
         step, self.in_flight = self.in_flight, None
         if step is not None and is_sound:
-            # To take a drafted token takes blocks, and who has which is not known before all is rebuilt.
-            step.batch = replace(step.batch, drafts={})
+            # To take a drafted token takes blocks, and who has which is not known before all is rebuilt: none is right.
+            drafts = {sequence: [NO_TOKEN] * len(draft) for sequence, draft in step.batch.drafts.items()}
+            step.batch = replace(step.batch, drafts=drafts)
             try:
                 self._read_tokens(step)
             except Exception:

@@ -269,10 +269,11 @@ def kv_side(config: EngineConfig, executor: Executor, end_ids: Iterable[int] = (
     several = executor.num_host_blocks // (STRETCHES_OF_A_GROUP * len(groups))
     stretch = max(1, min(-(-STRETCH_BYTES // layout.part_bytes), several)) if len(groups) > 1 else None
     host_blocks = HostBlocks(executor, executor.num_host_blocks, stretch)
-    slots = BlockPool(plan.num_state_slots)
+    slots = BlockPool(plan.num_slots)
     lifetimes = BlockLifetimes(gpu_blocks, host_blocks, executor, executor.let_go, slots)
     blocks_of_state = -(-executor.spec.state_bytes // layout.block_bytes)
-    tables = BlockTables(groups, lifetimes, plan.max_num_seqs, plan.max_model_len, blocks_of_state)
+    sizes = plan.max_num_seqs, plan.max_model_len, blocks_of_state, plan.num_draft_slots
+    tables = BlockTables(groups, lifetimes, *sizes)
     gpu_copies = GPUCopies(tables, plan.max_resident_blocks)
     options = dict(enable_prefix_caching=config.caches_prefixes, end_token_ids=end_ids, store=executor.store)
     kv_cache = KVCache(tables, gpu_copies, **options)

@@ -74,7 +74,7 @@ def _count(
         ring=Ring(runtime, spec.layout, num_ring_slots, sizes.blocks_per_slot),
         landings=Places(runtime, []),
         graphs={},
-        states=States(spec, sizes.num_state_slots, runtime.device),
+        states=States(spec, sizes.num_slots, runtime.device),
     )
     decode = DecodeProgram(resources)
     read_back = ReadBack(runtime, None, len(decode.tokens), fault="")

@@ -68,14 +68,14 @@ class DecodeProgram:
         self._lengths = torch.ones(max_batch, dtype=torch.int32, device=device)
         tables = len(groups), max_batch, resources.table_width
         self._block_tables = torch.zeros(tables, dtype=torch.int32, device=device)
-        # How many rows are live; their numbers, and where a layer keeps states of them.
-        self._num_columns = 1 + bool(resources.states.of_layer)
-        self.batch = DeviceTable(resources.runtime, 4 + self._num_columns * max_batch)
-        self.num_live, columns = self.batch.tensor[:1], self.batch.tensor[4:].view(self._num_columns, max_batch)
+        # How many rows are live; their numbers, and where a layer keeps states of them and finds those before.
+        num_columns = 4 if resources.states.of_layer else 1
+        self.batch = DeviceTable(resources.runtime, 4 + num_columns * max_batch)
+        self.num_live, columns = self.batch.tensor[:1], self.batch.tensor[4:].view(num_columns, max_batch)
         self.batch_rows, self._runs = columns[0], None
         if resources.states.of_layer:
-            begins = torch.from_numpy(np.arange(max_batch, dtype=np.int32)).to(device)
-            self._runs = StateRuns(columns[1], begins, begins + 1, begins[:0], begins)
+            every = torch.from_numpy(np.arange(max_batch, dtype=np.int32)).to(device)
+            self._runs = StateRuns(*columns[1:], every[:0], every)
         self.attention = DecodeAttention(resources, self._buffers.queries, self._lengths, self._block_tables)
         self.section_ends = resources.pieces.ends_without_kv, resources.pieces.ends_with_kv
         self.last: DecodeStep | None = None
@@ -185,18 +185,20 @@ class DecodeProgram:
         """Fill the tables with padding rows only, for the warm-up run before a capture to compute."""
         self.last = None
         nobody = np.zeros(0, dtype=np.int32)
-        self._set_batch(nobody, nobody, len(self.tokens))
+        self._set_batch(nobody, nobody, nobody, len(self.tokens))
         num_groups = len(self.resources.groups)
         self.attention.upload([NO_SPLITS] * num_groups, [[]] * num_groups)
 
-    def _set_batch(self, rows: np.ndarray, state_slots: np.ndarray, size: int) -> None:
-        """Upload the rows of a batch and the slots of their states, [rows] int32, padded to `size`."""
+    def _set_batch(self, rows: np.ndarray, state_slots: np.ndarray, num_lines: np.ndarray, size: int) -> None:
+        """Upload the rows of a batch, as in `StepPlan`, padded to `size`."""
         table = np.full(4 + size, self.rows.padding_row, dtype=np.int32)
         table[:4], table[4 : 4 + len(rows)] = len(rows), rows
         if self._runs is not None:
-            rest = np.full(2 * len(self.tokens) - size, self.resources.states.padding_slot, dtype=np.int32)
-            rest[len(self.tokens) - size :][: len(rows)] = state_slots
-            table = np.concatenate([table, rest])
+            columns = np.full((4, len(self.tokens)), self.resources.states.padding_slot, dtype=np.int32)
+            columns[0, :size], ends = table[4:], np.cumsum(num_lines)
+            columns[1, : len(rows)] = state_slots
+            columns[2:, : len(rows)] = np.repeat([ends - num_lines, ends], num_lines, axis=1)
+            table = np.concatenate([table[:4], columns.reshape(-1)])
         self.batch.set(self._compute, table)
 
     def forget_tables(self) -> None:
@@ -228,7 +230,7 @@ class DecodeProgram:
             return self.last
         self.last, planner = None, self.attention.planner  # forget first: from here on the tables may hold anything
         self.rows.update(self._compute, step.changed_rows)
-        self._set_batch(rows, step.state_slots, size)
+        self._set_batch(rows, step.state_slots, step.num_lines, size)
         pieces = self.resources.pieces
         host_blocks = step.host_blocks[:, first:]
         lists = planner.splits(size, step.gpu_blocks[:, first:], host_blocks, step.ends)

@@ -114,7 +114,7 @@ class ModelRunner:
             self.num_gpu_blocks -= blocks_over_plan
         (self.num_gpu_blocks,) = group.minimum(self.num_gpu_blocks)
         self.gpu_kv = _zeros(self.layout.pool_shape(self.num_gpu_blocks), runtime.device)
-        states = States(spec, plan.num_state_slots, runtime.device)
+        states = States(spec, plan.num_slots, runtime.device)
         max_bytes, self.num_host_blocks = _kv_limit(config, plan.host_weight_bytes), plan.num_host_blocks
         if max_bytes is not None:
             self.num_host_blocks = min(plan.num_host_blocks, max_bytes // layout.block_bytes)
@@ -157,7 +157,7 @@ class ModelRunner:
             self._activations.run_each_kind()
             if self._has_graphs:
                 kv = _zeros(self.layout.pool_shape(1), self.runtime.device)
-                states = States(self.spec, self.plan.num_state_slots, self.runtime.device)
+                states = States(self.spec, self.plan.num_slots, self.runtime.device)
                 decode, prefill = self._programs(kv, states)
                 decode.run_each_kind()
                 prefill.pieces.run_each_kind()

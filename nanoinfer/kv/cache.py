@@ -96,7 +96,34 @@ class KVCache:
     @property
     def num_free_rows(self) -> int:
         """How many sequences more may have a row, and a slot for states."""
-        return min(len(self.free_rows), self.slots.num_free)
+        return min(len(self.free_rows), self.slots.num_free - self.tables.num_draft_slots)
+
+    # States of drafted tokens
+
+    @property
+    def num_free_lines(self) -> int:
+        """How many drafted tokens may have a row, and a slot for states."""
+        return min(len(self.free_rows), self.slots.num_free) if self.tables.blocks_of_state else len(self.free_rows)
+
+    def take_draft_slots(self, sequence: Sequence, count: int) -> None:
+        """Take a slot for the state behind each of so many drafted tokens."""
+        if self.tables.blocks_of_state:
+            sequence.draft_slots = self.slots.allocate(count)
+
+    def slot_of(self, sequence: Sequence, number: int) -> int:
+        """Return the slot of the state behind the drafted token of this number, or behind the last token: 0."""
+        return sequence.draft_slots[number - 1] if number and sequence.draft_slots else sequence.state_slot
+
+    def take_state(self, sequence: Sequence) -> None:
+        """Have the state behind the token that was drafted next be the sequence's own."""
+        if sequence.draft_slots:
+            slot, *left = sequence.draft_slots
+            sequence.state_slot, sequence.draft_slots = slot, [*left, sequence.state_slot]
+
+    def release_states(self, sequence: Sequence) -> None:
+        """Give back all slots of a sequence but that of its own state."""
+        slots, sequence.draft_slots = sequence.draft_slots, []
+        self.tables.lifetimes.release_slots(slots)
 
     def begin(self, sequence: Sequence, num_found: int, num_known: int) -> None:
         """Note that the KV of so many tokens of an admitted sequence was found, and known of a beginning that may be
@@ -277,6 +304,7 @@ class KVCache:
         self.num_reserved_splits -= tables.num_splits(sequence.max_num_tokens)
         slot, sequence.row, sequence.state_slot = sequence.state_slot, None, None
         tables.lifetimes.release_slots([slot])
+        self.release_states(sequence)
         self.copies.clear(row)
         self.free_rows.append(row)
 
@@ -299,7 +327,7 @@ class KVCache:
         self.num_reserved_host = 0
         self.num_reserved_splits = sum(self.tables.num_splits(sequence.max_num_tokens) for sequence in running)
         for sequence in [*running, *others]:
-            sequence.num_reserved_host = 0
+            sequence.num_reserved_host, sequence.draft_slots = 0, []
         for sequence in others:
             sequence.row = sequence.state_slot = None
             if not sequence.is_finished and sequence.kept_blocks is None:

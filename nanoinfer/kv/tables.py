@@ -19,6 +19,7 @@ class BlockTables:
         max_num_seqs: number of rows.
         max_model_len: tokens of a row at most.
         blocks_of_state: host blocks whose bytes a sequence's state fills; 0: no layer keeps one.
+        num_draft_slots: slots of states beyond those of as many sequences as may run.
 
     Attributes:
         groups: the groups of layers, each of which has blocks of its own.
@@ -40,8 +41,10 @@ class BlockTables:
         max_num_seqs: int,
         max_model_len: int,
         blocks_of_state: int = 0,
+        num_draft_slots: int = 0,
     ) -> None:
         self.groups, self._max_model_len, self.blocks_of_state = groups, max_model_len, blocks_of_state
+        self.num_draft_slots = num_draft_slots
         self.block_size = groups.block_size
         shape = (len(groups), max_num_seqs, groups.table_width(max_model_len))
         self.gpu = np.full(shape, NO_BLOCK, dtype=np.int32)
@@ -59,7 +62,7 @@ class BlockTables:
     @property
     def all_sequences_fit(self) -> bool:
         """Whether the GPU pool holds as many sequences as may run, however long they grow."""
-        num_running = min(self.num_rows, self.lifetimes.slots.num_blocks)
+        num_running = min(self.num_rows, self.lifetimes.slots.num_blocks - self.num_draft_slots)
         return num_running * self.groups.most_blocks(self._max_model_len) <= self.gpu_blocks.num_blocks
 
     def num_to_begin(self, sequence: Sequence) -> int:

@@ -90,10 +90,6 @@ class Specs:
         """Return the model's numbers, those of its KV blocks among them; ValueError if these settings do not fit it."""
         checkpoint, spec = self._in_formats(config)
         checkpoint.formats.check_quantization(config.quantization)
-        if spec.state_bytes and config.speculative_config is not None:
-            raise ValueError(
-                f"speculative_config is not supported for {spec.architecture}, whose layers keep states: leave it out"
-            )
         most = config.max_num_batched_tokens
         if most is not None and most < spec.step_unit:
             raise ValueError(

@@ -18,17 +18,20 @@ LARGE = 32 * GIB
 LEAST_STATES = 4
 
 
-def _state_slots(config: EngineConfig, spec: ModelSpec, budget_bytes: int, max_num_seqs: int) -> int:
-    """Return how many sequences may have states: as asked, or as many as a small share of the budget holds.
+def _slots(
+    config: EngineConfig, spec: ModelSpec, budget_bytes: int, max_num_seqs: int, num_lines: int
+) -> tuple[int, int]:
+    """Return how many sequences may have states: as asked, or as many as a small share of the budget holds; and how
+    many slots there are beside theirs, where the share holds more, for so many rows and drafted tokens.
 
     States of 64 sequences of a 27B model with Gated DeltaNet are 9 GiB, whoever runs.
     """
     if not spec.state_bytes:
-        return max_num_seqs
-    if config.state_slots is not None:
-        return min(max_num_seqs, config.state_slots)
+        return max_num_seqs, 0
     share = budget_bytes // (8 if budget_bytes >= LARGE else 16)
-    return min(max_num_seqs, max(LEAST_STATES, share // spec.state_bytes))
+    most = max(LEAST_STATES, share // spec.state_bytes)
+    num_slots = min(max_num_seqs, most if config.state_slots is None else config.state_slots)
+    return num_slots, max(0, min(num_lines, most) - num_slots)
 
 
 def sized_plan(
@@ -38,10 +41,11 @@ def sized_plan(
     """Return the plan of a prefill step without a pool: all weights are on the GPU, and `slot_rows` as with slots."""
     layout, max_model_len = spec.layout, config.max_model_len or spec.max_position
     max_num_seqs = config.max_num_seqs or (256 if budget_bytes >= LARGE else 64)
-    num_slots = _state_slots(config, spec, budget_bytes, max_num_seqs)
+    num_lines = 0
     if config.speculative_config is not None:  # drafted tokens lie in rows of their own
-        wanted = max_num_seqs * (1 + config.speculative_config["num_speculative_tokens"])
-        max_num_seqs = max(max_num_seqs, min(MAX_LINES, wanted))
+        num_lines = min(MAX_LINES, max_num_seqs * (1 + config.speculative_config["num_speculative_tokens"]))
+    num_slots, num_draft_slots = _slots(config, spec, budget_bytes, max_num_seqs, num_lines)
+    max_num_seqs = max(max_num_seqs, num_lines)
     max_blocks = spec.kv_groups.most_blocks(max_model_len)
     blocks_per_slot = min(slot_bytes // layout.part_bytes, max_blocks * max_num_seqs)
     resident = config.resident_kv_limit
@@ -54,6 +58,7 @@ def sized_plan(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         num_state_slots=num_slots,
+        num_draft_slots=num_draft_slots,
         max_num_batched_tokens=max_num_batched_tokens,
         step_unit=spec.step_unit,
         is_taken_as_needed=device.is_host,

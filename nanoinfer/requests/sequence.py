@@ -36,7 +36,8 @@ class Sequence:
         num_tokens: tokens so far, pending ones included.
         max_num_tokens: the most tokens that this sequence can ever have.
         row: place in the persistent device tables, kept from admission to the end.
-        state_slot: place of what its layers keep besides keys and values, kept as long.
+        state_slot: place of what its layers keep besides keys and values, as long.
+        draft_slots: places of the same behind each of the tokens that are drafted in the step in flight.
         kept_blocks: host blocks with the KV of a sequence that gave way (see `nanoinfer.kv.mover`); None: it did not.
         kept_state: host blocks with what its layers keep besides, likewise.
         snapshot_ends: tokens behind which its state is to be kept for others, ascending (see `nanoinfer.kv.snapshots`).
@@ -64,6 +65,7 @@ class Sequence:
     state: SequenceState = SequenceState.WAITING
     row: int | None = None
     state_slot: int | None = None
+    draft_slots: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_cached: int = 0
     num_published: int = 0  # tokens whose full blocks were offered to the prefix cache of this mode

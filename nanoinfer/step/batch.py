@@ -32,7 +32,8 @@ class Batch(Generic[S]):
     Attributes:
         sequences: those of the chunks, then those of `decoding`.
         sampled: the sequences that get a token, in the order of `StepPlan.sampled_rows`.
-        drafts: tokens that may come next of some of those in `decoding`. Each is a row of the step, behind all others.
+        drafts: tokens that may come next of some of those in `decoding`. Each is a row of the step, behind its
+            sequence's own.
         draft_masks: of those with a grammar, which tokens may come behind each of these.
     """
 
@@ -43,8 +44,17 @@ class Batch(Generic[S]):
     drafts: dict[S, list[int]] = field(default_factory=dict)
     draft_masks: dict[S, list[np.ndarray]] = field(default_factory=dict)
 
-    def lines(self) -> Iterator[tuple[S, int, int]]:
-        """Yield each drafted token, in the order of the rows: (sequence, its number behind the last token, token)."""
-        for sequence in self.decoding if self.drafts else ():
+    def lines(self) -> Iterator[tuple[S, int, int | None]]:
+        """Yield each row that decodes, in their order: its sequence, the number of a drafted token behind the last one,
+        and that token. Of the last one itself the number is 0."""
+        for sequence in self.decoding:
+            yield sequence, 0, None
             for number, token_id in enumerate(self.drafts.get(sequence, ()), 1):
                 yield sequence, number, token_id
+
+    @property
+    def sampled_lines(self) -> list[S]:
+        """The sequence of each row that gets a token: those in `sampled`, each again for each of its drafted tokens."""
+        if not self.drafts:
+            return self.sampled
+        return [sequence for sequence in self.sampled for _ in range(1 + len(self.drafts.get(sequence, ())))]

@@ -39,6 +39,7 @@ class MemoryPlan:
         max_splits: splits of whole blocks that one decode step may attend to.
         step_unit: as in `ModelSpec`.
         num_state_slots: sequences of which layers may keep states at a time.
+        num_draft_slots: states beside these, for drafted tokens, which also have those that no sequence has.
         is_taken_as_needed: memory for KV is taken page by page as requests fill it, as on the CPU.
     """
 
@@ -62,6 +63,7 @@ class MemoryPlan:
     max_model_len: int = 0
     max_num_seqs: int = 0
     num_state_slots: int = 0
+    num_draft_slots: int = 0
     step_unit: int = 0
     max_num_batched_tokens: int = 0
     slice_rows: int = 0
@@ -79,6 +81,11 @@ class MemoryPlan:
     def max_running(self) -> int:
         """Sequences that run at once at most. Rows beyond these are for drafted tokens, or lack a slot for states."""
         return min(self.max_num_seqs, self.num_state_slots)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots for states."""
+        return self.num_state_slots + self.num_draft_slots
 
     @property
     def fixed_bytes(self) -> int:

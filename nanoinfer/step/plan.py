@@ -48,7 +48,9 @@ class StepPlan:
         number: counts up from 0, without gaps.
         chunks: prompts' tokens to compute.
         rows: [d] int32, the rows that decode; their tokens lie on the device.
-        state_slots: [d] int32, where layers keep states of these.
+        state_slots: [d] int32, where layers keep states behind the tokens of these.
+        num_lines: [sequences] int32, how many neighbours in `rows` each sequence has: its own row comes first, then one
+            for each drafted token, whose state follows from that of the row before.
         begins, ends: [d] int64; row i computes its tokens [begins[i], ends[i]), one token for now.
         gpu_blocks, host_blocks: [groups, members, width] int32, the members' block tables (or `NO_BLOCK`) when the step
             begins, for each group of layers.
@@ -72,6 +74,7 @@ class StepPlan:
     chunks: tuple[PromptChunk, ...]
     rows: np.ndarray
     state_slots: np.ndarray
+    num_lines: np.ndarray
     begins: np.ndarray
     ends: np.ndarray
     gpu_blocks: np.ndarray

@@ -3,7 +3,6 @@
 import random
 
 import pytest
-import state_family
 from engines import (
     LAYER_BLOCK_BYTES,
     SMALL,
@@ -15,12 +14,13 @@ from engines import (
     run,
     switching,
 )
-from guessing import guess
+from guessing import Right, guess
 from simulated import RaceError, SimulatedRuntime
 
 from nanoinfer import SamplingParams
 from nanoinfer.engine.figures import FACTS, Reading, values
 from nanoinfer.engine.suffixes import LONG, SHORT, SuffixIndex
+from nanoinfer.kv.cache import KVCache
 from nanoinfer.serve.served_requests import ServedRequests
 
 SUFFIX = dict(method="suffix", num_speculative_tokens=5)
@@ -28,7 +28,7 @@ OFFLOAD = dict(enable_cpu_offload=True, num_ring_slots=2, ring_slot_bytes=2 * LA
 ENGINES = {
     "resident": dict(resident_kv_limit=None),
     "offload": OFFLOAD,
-    "some blocks stay": OFFLOAD | dict(resident_kv_limit=None, num_gpu_blocks_override=30),
+    "some blocks stay": OFFLOAD | dict(resident_kv_limit=None, num_gpu_blocks_override=20),
     "gives way": dict(num_gpu_blocks_override=20, max_model_len=160),
     "weights stream": OFFLOAD | dict(resident_weights_limit=0, block_size=32, ring_slot_bytes=2**15),
 }
@@ -38,6 +38,11 @@ FAMILIES = {
     "gpt_oss": dict(sliding_window=24),
     "qwen3_moe": {},
     "gemma4_moe": {},
+    "lfm2": {},
+    "lfm2_moe": {},
+    "qwen3_5": {},
+    "qwen3_5_moe": {},
+    "qwen3_next": {},
 }
 
 
@@ -45,7 +50,7 @@ def requests_of(seed: int) -> list[tuple[list[int], SamplingParams]]:
     """Greedy and sampled, with all that may differ between rows that draft and those that do not."""
     kinds = [
         dict(temperature=0),
-        dict(temperature=0.9, top_p=0.9),
+        dict(temperature=0.9, top_p=0.9, logprobs=None),
         dict(temperature=0.7, min_tokens=20, stop_token_ids=[5, 9]),
         dict(temperature=0.9, n=2),
         dict(temperature=0, presence_penalty=0.7),
@@ -73,7 +78,8 @@ def check(path, seed: int, runtime=None, at_step=None, **arguments):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.sampled(
     "qwen3-resident", "gemma3-offload", "gpt_oss-some blocks stay", "qwen3_moe-gives way", "gemma4_moe-weights stream",
-    "gemma3-gives way",
+    "gemma3-gives way", "lfm2-gives way", "lfm2_moe-resident", "qwen3_5-offload", "qwen3_5_moe-gives way",
+    "qwen3_next-weights stream",
 )  # fmt: skip
 def test_any_draft_gives_the_bits_of_none(path_of, family, name):
     engine = check(path_of(family, **FAMILIES[family]), 1, **ENGINES[name])
@@ -84,18 +90,25 @@ def test_any_draft_gives_the_bits_of_none(path_of, family, name):
     )
 
 
+def test_whose_state_is_not_that_behind_its_last_token_answers_otherwise(path_of, monkeypatch):
+    monkeypatch.setattr(KVCache, "take_state", lambda *_: None)
+    with pytest.raises(AssertionError):
+        check(path_of("lfm2", **SMALL), 1)
+
+
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "k8v4", "int4"])
 @pytest.mark.filterwarnings("ignore:small models lose much")
 def test_codes_of_what_was_wrong_leave_no_trace(path_of, kv_cache_dtype):
     check(path_of("qwen3", head_dim=32), 2, kv_cache_dtype=kv_cache_dtype, **OFFLOAD)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "lfm2", "qwen3_5"])
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.sampled("3")
-def test_every_order_of_streams_and_switches_give_the_same_bits(path_of, seed):
+@pytest.mark.sampled("3-qwen3", "4-lfm2", "5-qwen3_5")
+def test_every_order_of_streams_and_switches_give_the_same_bits(path_of, seed, family):
     modes = {7: "resident", 15: "offload", 22: "resident", 30: "offload"}
     arguments = OFFLOAD | dict(num_gpu_blocks_override=90, resident_kv_limit=None)
-    check(path_of("qwen3", **SMALL), seed, SimulatedRuntime(seed), switching(modes), **arguments)
+    check(path_of(family, **SMALL), seed, SimulatedRuntime(seed), switching(modes), **arguments)
 
 
 def test_a_block_that_drafts_have_filled_is_read_when_it_was_written(path_of, monkeypatch):
@@ -111,8 +124,9 @@ def test_a_block_that_drafts_have_filled_is_read_when_it_was_written(path_of, mo
     assert all(dropped.values()), dropped
 
 
-def test_an_exception_in_a_step_with_drafts_harms_no_other_request(path_of, monkeypatch):
-    path, requests = path_of("qwen3", **SMALL), requests_of(4)[:3]
+@pytest.mark.parametrize("family", ["qwen3", "lfm2"])
+def test_an_exception_in_a_step_with_drafts_harms_no_other_request(path_of, family, monkeypatch):
+    path, requests = path_of(family, **SMALL), requests_of(4)[:3]
     engine = make_engine(path, speculative_config=SUFFIX, max_num_seqs=2, **OFFLOAD)
     wanted = guess(engine, make_engine(path), requests, random.Random(4))
     added = [engine.add_request(str(i), *request) for i, request in enumerate(requests)]
@@ -130,16 +144,6 @@ def test_an_exception_in_a_step_with_drafts_harms_no_other_request(path_of, monk
         assert one == other or {reason for _, _, reason in one} == {"abort"}
     assert found[2] == wanted[2]
     assert_pools_as_before(engine)
-
-
-class Right(random.Random):
-    """Has all be drafted that may be, and nothing that is wrong."""
-
-    def randint(self, least, most):
-        return most
-
-    def choice(self, kinds):
-        return kinds[0]
 
 
 @pytest.mark.parametrize("name", ["resident", "offload"])
@@ -189,8 +193,10 @@ def test_what_fails_while_a_drafted_token_is_taken_is_not_of_its_request_alone(p
     assert_pools_as_before(engine)
 
 
-def test_a_switch_that_is_interrupted_while_drafts_are_in_flight_loses_no_block(path_of, monkeypatch):
-    path, requests = path_of("qwen3", **SMALL), requests_of(4)[:3]
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_a_switch_that_is_interrupted_while_drafts_are_in_flight_loses_no_block(path_of, family, monkeypatch):
+    """Nor a state: what was sampled behind drafted tokens is dropped, and each goes on behind its own token."""
+    path, requests = path_of(family, **SMALL), requests_of(4)[:3]
     engine = make_engine(path, speculative_config=SUFFIX, max_num_seqs=4, **OFFLOAD)
     wanted = guess(engine, make_engine(path), requests, Right())
     added = [engine.add_request(str(i), *request) for i, request in enumerate(requests)]
@@ -257,12 +263,6 @@ def test_vllms_ngram_is_taken(path_of):
     given = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=4, prompt_lookup_min=2)
     engine = make_engine(path_of("qwen3", **SMALL), speculative_config=given)
     assert engine.config.speculative_config == dict(method="suffix", num_speculative_tokens=3)
-
-
-def test_layers_with_states_do_not_draft_yet(tmp_path):
-    with state_family.registered():
-        with pytest.raises(ValueError, match="speculative_config is not supported for StatesForCausalLM, whose layers"):
-            make_engine(state_family.write_model(tmp_path), load_format="dummy", speculative_config=SUFFIX)
 
 
 # The index

@@ -44,9 +44,10 @@ def test_a_step_comes_back():
     tables = np.zeros((2, 1, 3), dtype=np.int32)
     sampling = RowSampling(banned_token_ids=(4,))
     plan = StepPlan(
-        number=3, chunks=(chunk,), rows=ids[:0], state_slots=ids[:0], begins=ids[:0], ends=ids[:0], gpu_blocks=tables,
-        host_blocks=tables - 1, later_gpu_blocks=None, changed_rows=tables[0], sampling=((1, sampling),),
-        sampled_rows=ids[:1], num_logprobs={0: 2}, write_through=(((1, 2),), ()), promoted={4: 5},
+        number=3, chunks=(chunk,), rows=ids[:0], state_slots=ids[:0], num_lines=ids[:0], begins=ids[:0], ends=ids[:0],
+        gpu_blocks=tables, host_blocks=tables - 1, later_gpu_blocks=None, changed_rows=tables[0],
+        sampling=((1, sampling),), sampled_rows=ids[:1], num_logprobs={0: 2}, write_through=(((1, 2),), ()),
+        promoted={4: 5},
     )  # fmt: skip
     found = decode(encode(plan))
     assert str(found) == str(plan) and found.sampling == plan.sampling and found.num_logprobs == plan.num_logprobs

@@ -9,7 +9,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 
 from delta_cases import SHARED, drawn, error, inputs, runs_of, scan, state_of
-from delta_checks import check_against_a_scan, check_bits, check_rows, whole
+from delta_checks import check_against_a_scan, check_bits, check_lines, check_rows, whole
 
 from nanoinfer.kernels import reference
 from nanoinfer.kernels.delta.heads import DeltaHeads
@@ -47,6 +47,7 @@ def test_the_kernels_compute_what_a_scan_does(heads, dtype, fused):
 def test_bits_depend_on_a_runs_own_tokens_alone(heads, dtype, fused):
     check_bits(fused, heads, dtype, "cuda")
     check_rows(fused, heads, dtype, "cuda", num_rows=65)
+    check_lines(fused, heads, dtype, "cuda")
 
 
 @pytest.mark.parametrize("heads, dtype", [(REAL, torch.bfloat16), (DeltaHeads(1, 1, 128, 128), torch.float32)], ids=str)

@@ -8,7 +8,7 @@ import torch
 from engines import assert_pools_as_before, random_prompts, run, some_params, switching
 from gpu_models import COMMON, DELTA, LFM2
 from loading import loaded
-from short_conv_cases import drawn, in_turn, runs_of
+from short_conv_cases import check_lines, drawn, in_turn, runs_of
 from tiny_models import make_checkpoint, random_tokens
 
 from nanoinfer import EngineConfig, LLMEngine
@@ -49,6 +49,7 @@ def test_steps_of_any_lengths_are_the_whole_sequence_at_once(taps, dtype):
     for lengths in ([1] * 300, [2, 298], [298, 1, 1], [64, 128, 1, 107]):
         found = in_turn(fused, projected, weight, None, lengths)
         assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True)), lengths
+    check_lines(fused, dtype, taps, "cuda")
 
 
 KINDS = LFM2 | DELTA

@@ -4,6 +4,7 @@ from unittest.mock import Mock
 
 import pytest
 from engines import SMALL, make_engine, random_prompts, run
+from guessing import Guessing, Right
 from simulated import SimulatedRuntime
 
 from nanoinfer.kernels import reference
@@ -34,3 +35,6 @@ def test_an_engine_with_the_kernels_answers_as_one_without_and_alone_as_in_a_cro
     assert all(kernel.called for kernel in kernels)
     assert [tokens for ((tokens, *_),) in crowd] == [tokens for ((tokens, *_),) in plain]
     assert [answers([prompt])[0] for prompt in prompts] == crowd
+    drafting = make_engine(path, speculative_config=dict(method="suffix", num_speculative_tokens=2), **options)
+    drafting.drafts.drafter = Guessing(Right(), [prompt + tokens for prompt, ((tokens, *_),) in zip(prompts, crowd)])
+    assert run(drafting, prompts, [params] * 3) == crowd and drafting.drafts.num_accepted > 0

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from delta_cases import ONE_TO_ONE, SHARED, TILED, drawn, error, inputs, runs_of, scan, state_of
-from delta_checks import check_against_a_scan, check_bits, check_rows, whole
+from delta_checks import check_against_a_scan, check_bits, check_lines, check_rows, whole
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
@@ -75,6 +75,7 @@ def test_three_parts_of_bfloat16_have_all_bits_of_a_state():
 def test_bits_depend_on_a_runs_own_tokens_alone(heads):
     check_bits(fused, heads, torch.float32, lengths=(1, 63, 65, 128))
     check_rows(fused, heads, torch.float32, num_rows=5)
+    check_lines(fused, heads, torch.float32)
 
 
 def test_pieces_of_any_size_have_the_same_bits(monkeypatch):

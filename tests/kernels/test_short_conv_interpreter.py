@@ -8,7 +8,7 @@ triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
     pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
 
-from short_conv_cases import drawn, in_turn, runs_of
+from short_conv_cases import check_lines, drawn, in_turn, runs_of
 
 from nanoinfer.kernels import fused, reference
 
@@ -48,6 +48,7 @@ def test_steps_of_any_lengths_are_the_whole_sequence_at_once(taps, dtype, operat
     for lengths in ([1] * 20, [2, 18], [18, 1, 1], [3, 5, 1, 11], [16, 2, 2]):
         found = in_turn(operations, projected, weight, None, lengths)
         assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+    check_lines(operations, dtype, taps)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

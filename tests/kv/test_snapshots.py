@@ -5,6 +5,7 @@ import random
 import pytest
 import state_family
 from engines import BLOCK_BYTES, LAYER_BLOCK_BYTES, assert_pools_as_before, make_engine, outcome, random_prompts, run
+from guessing import Guessing
 from request_helpers import play_at_random
 from simulated import RaceError, SimulatedRuntime
 
@@ -239,15 +240,19 @@ def draw_engine(generator, path, seed, runtime):
         num_ring_slots=generator.choice([2, 3]),
         resident_kv_limit=generator.choice([None, 0, 9 * BLOCK_BYTES]),
     )
-    return engine_of(path, runtime, **drawn | (tight if is_tight else {}))
+    drafts = dict(speculative_config=dict(method="suffix", num_speculative_tokens=4)) if seed % 2 else {}
+    return engine_of(path, runtime, **drafts | drawn | (tight if is_tight else {}))
 
 
 def play_random(path, alone, seed, dropped_rule=None):
     """Play a random workload; return how many tokens were found, how many sequences gave way, and how many
-    requests failed as the host had no room for what they would have given way."""
+    requests failed as the host had no room for what they would have given way. With odd seeds tokens are drafted."""
     generator = random.Random(seed)
     requests = draw_requests(generator, seed)
     engine = draw_engine(generator, path, seed, SimulatedRuntime(generator.choice([None, seed, seed]), dropped_rule))
+    if engine.drafts:
+        answers = [(prompt, alone(prompt, one)[0][0]) for prompt, params in requests for one in completions(params)]
+        engine.drafts.drafter = Guessing(random.Random(seed), [prompt + tokens for prompt, tokens in answers])
     added, aborted = play_at_random(engine, requests, generator, comes=0.3, is_aborted=0.02, is_switched=0.03)
     num_failed, is_short = 0, not engine.config.may_offload and engine.plan.num_host_blocks < 100
     for number, (request, pair) in enumerate(zip(added, requests, strict=True)):
@@ -257,7 +262,8 @@ def play_random(path, alone, seed, dropped_rule=None):
             wanted = [alone(pair[0], one)[0] for one in completions(pair[1])]
             assert outcome(request) == wanted, f"seed {seed}, request {number}"
     assert_pools_as_before(engine)
-    return engine.kv_cache.prefixes.num_hit_tokens, engine.scheduler.num_preemptions, num_failed
+    num_accepted = engine.drafts.num_accepted if engine.drafts else 0
+    return engine.kv_cache.prefixes.num_hit_tokens, engine.scheduler.num_preemptions, num_failed, num_accepted
 
 
 def completions(params):
@@ -269,16 +275,16 @@ NUM_GROUPS = 6
 
 
 @pytest.mark.parametrize("group", range(NUM_GROUPS))
-@pytest.mark.sampled("0")
+@pytest.mark.sampled("0", "3")
 @pytest.mark.filterwarnings("ignore:offload mode cannot be entered")
 def test_random_workloads_get_what_each_request_gets_alone(path, alone, group, fuzz):
     found = [play_random(path, alone, seed) for seed in range(group, 1000 if fuzz else 42, NUM_GROUPS)]
-    num_found, num_preempted, _ = map(sum, zip(*found, strict=True))
-    assert num_found and num_preempted
+    num_found, num_preempted, _, num_accepted = map(sum, zip(*found, strict=True))
+    assert num_found and num_preempted and bool(num_accepted) == group % 2
 
 
 def test_who_cannot_give_way_fails_alone_where_another_comes_in_its_place(path, alone):
-    assert play_random(path, alone, seed=142)[-1]
+    assert play_random(path, alone, seed=142)[2]
 
 
 # A workload in which it shows, where hardly any of the first does.

@@ -65,3 +65,16 @@ def test_states_take_a_small_share_of_a_card_unless_more_are_asked_for(shape, gi
     assert forecast(shape, gib, 4096, **LEAST).step().memory.num_state_slots == slots
     assert forecast(shape, gib, 4096, **LEAST, state_slots=2).step().memory.num_state_slots == 2
     assert forecast(shape, gib, 4096, **LEAST, max_num_seqs=3).step().memory.num_state_slots == 3
+
+
+@pytest.mark.parametrize("shape, gib, most", [("qwen3.6-27b", 24, 10), ("qwen3.5-9b", 8, 10), ("lfm2-1.2b", 8, 64)])
+def test_states_of_drafts_lie_in_the_same_share(shape, gib, most):
+    drafts = LEAST | dict(speculative_config=dict(method="suffix", num_speculative_tokens=8))
+    of_many, of_one, plain = (
+        forecast(shape, gib, 4096, **options).step().memory
+        for options in (drafts, drafts | dict(max_num_seqs=1), LEAST | dict(max_num_seqs=1))
+    )
+    assert (of_many.max_running, of_many.num_slots) == (most, most)
+    assert (of_one.max_running, of_one.num_slots, plain.num_slots) == (1, min(9, most), 1)
+    states = (of_one.num_slots - 1) * forecast(shape, gib, 4096, **LEAST).spec.state_bytes
+    assert states <= of_one.workspace_bytes - plain.workspace_bytes < states + 2**25

@@ -4,6 +4,7 @@ import pytest
 import state_family
 import torch
 from engines import LAYER_BLOCK_BYTES, assert_pools_as_before, make_engine, random_prompts, run, some_params
+from guessing import Right, guess
 from simulated import SimulatedRuntime
 
 from nanoinfer import SamplingParams
@@ -72,3 +73,19 @@ def test_the_order_of_the_oldest_tokens_counts(path):
         run(engine, [start + prompt[2:]], [SamplingParams(temperature=0, max_tokens=1)])
         states.append(tensors_of(engine)[0, "sums"].clone())
     assert not torch.equal(*states)
+
+
+def test_drafts_take_the_slots_that_nobody_has_and_no_more(tmp_path):
+    """Of a small share of the memory, in which each drafted token needs a state."""
+    requests = list(zip(random_prompts(3, 40, 70), some_params(3, max_tokens=30), strict=True))
+    with state_family.registered(2**20):
+        path = state_family.write_model(tmp_path)
+        options = COMMON | dict(max_num_seqs=2, gpu_memory_limit=2**27)
+        drafts = dict(speculative_config=dict(method="suffix", num_speculative_tokens=5))
+        plain, engine = make_engine(path, **options), make_engine(path, **options | drafts)
+        assert (engine.plan.max_running, engine.plan.num_slots, plain.plan.num_slots) == (2, 7, 2)
+        wanted, used = guess(engine, plain, requests, Right()), []
+        found = run(engine, *map(list, zip(*requests, strict=True)), lambda *_: used.append(engine.stats()))
+    assert found == wanted and engine.drafts.num_accepted > 20
+    assert max(one["state_slots_used"] for one in used) == 2 and engine.drafts.num_drafted == engine.drafts.num_accepted
+    assert_pools_as_before(engine)

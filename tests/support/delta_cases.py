@@ -48,7 +48,8 @@ def inputs(num_tokens: int, heads: DeltaHeads, dtype=torch.float32, seed=0, devi
 
 
 def runs_of(prompts, decoding=(), padding=0, num_slots=8, spare=0, device="cpu"):
-    """The runs of a step and how many rows are live: prompts' runs, (slot, length) each, then slots of decoding rows.
+    """The runs of a step and how many rows are live: prompts' runs, (slot, length) each, then slots of decoding rows:
+    one each, or a list of them, of the row and of what is drafted behind it.
 
     spare: entries of the lists that name nothing, as a captured graph has them.
     """
@@ -57,8 +58,10 @@ def runs_of(prompts, decoding=(), padding=0, num_slots=8, spare=0, device="cpu")
         columns += [(slot, begin, begin + length)] * length
         chunks += range(begin, begin + length, CHUNK)
         begin += length
-    end = begin + len(decoding)
-    columns += [(slot, begin + number, begin + number + 1) for number, slot in enumerate(decoding)]
+    end = begin
+    for slots in [[one] if isinstance(one, int) else one for one in decoding]:
+        columns += [(slot, end, end + len(slots)) for slot in slots]
+        end += len(slots)
     columns += [(num_slots - 1, 0, 0)] * padding
     chunks, rows = chunks + [-1] * spare, [*range(begin, end), *[-1] * spare]
     columns = torch.tensor(columns, dtype=torch.int32).reshape(-1, 3).T.contiguous()

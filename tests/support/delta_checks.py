@@ -83,3 +83,19 @@ def check_rows(operations, heads, dtype, device="cpu", num_rows=9):
         )
         assert torch.equal(found[row : row + 1], out) and torch.equal(state[slot], alone[slot])
     assert torch.equal(state[slots[-1]], before[slots[-1]])
+
+
+def check_lines(operations, heads, dtype, device="cpu"):
+    """Drafted tokens behind rows, and behind none: each leaves in its slot what the tokens leave one by one."""
+    given, before = inputs(10, heads, dtype, device=device), state_of(heads, 12, device=device)
+    lines, state, begin = [[3], [4, 8, 0, 9], [5, 2], [7]], before.clone(), 0
+    how = runs_of([], lines, padding=2, num_slots=12, device=device)
+    found = operations.gated_delta(*given, state, *how, heads)
+    for slots in lines:
+        alone = before[slots[0] : slots[0] + 1].clone()
+        for slot in slots:
+            one = slice(begin, begin + 1)
+            out = operations.gated_delta(*given.rows(one), alone, *runs_of([], [0], device=device), heads)
+            assert torch.equal(found[one], out) and torch.equal(state[slot], alone[0])
+            begin += 1
+    assert torch.equal(state[[1, 6, 10]], before[[1, 6, 10]])

@@ -185,7 +185,7 @@ def assert_pools_as_before(engine: LLMEngine) -> None:
     for pool in (tables.gpu_blocks, lifetimes.host_blocks):
         assert pool.num_used == 0 and pool.num_free == pool.num_blocks
     assert len(kv_cache.free_rows) == tables.num_rows
-    assert kv_cache.slots.num_used == 0 and kv_cache.slots.num_free == engine.plan.num_state_slots
+    assert kv_cache.slots.num_used == 0 and kv_cache.slots.num_free == engine.plan.num_slots
     assert not engine.mover.away and not lifetimes.host_blocks.borrowed, "somebody's KV is kept"
     assert offload.host.borrowed_bytes == 0
     assert kv_cache.num_reserved_host == kv_cache.num_reserved_splits == 0 and not tables.promised.any()

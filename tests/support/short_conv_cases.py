@@ -10,10 +10,11 @@ def drawn(*shape, dtype, seed=0):
 
 
 def runs_of(lengths, slots, num_padding, padding_slot, device="cpu"):
-    """Runs of these lengths, whose states lie in these slots, then padding."""
+    """Runs of these lengths, whose states lie in these slots, one or a list of one for each token, then padding."""
     columns, begin = [], 0
     for length, slot in zip(lengths, slots, strict=True):
-        columns += [(slot, begin, begin + length)] * length
+        of_tokens = [slot] * length if isinstance(slot, int) else slot
+        columns += [(one, begin, begin + length) for one in of_tokens]
         begin += length
     columns += [(padding_slot, 0, 0)] * num_padding
     none = torch.zeros(0, dtype=torch.int32, device=device)  # a convolution asks for neither chunks nor rows
@@ -34,3 +35,22 @@ def in_turn(operations, projected, weight, bias, lengths):
         outs.append(operations.short_conv(step, weight, bias, state, runs, num_live)[2 : 2 + length])
         begin += length
     return torch.cat(outs), state[1]
+
+
+def check_lines(operations, dtype, taps, device="cpu"):
+    """Drafted tokens behind rows, and behind none: each leaves in its slot what the tokens leave one by one."""
+    size, lines = 48, [[3], [4, 8, 0, 9, 11], [5, 2], [7]]
+    projected = drawn(sum(map(len, lines)) + 2, 3 * size, dtype=dtype).to(device)
+    weight = drawn(size, taps, dtype=dtype, seed=1).to(device)
+    before, begin = drawn(13, taps - 1, size, dtype=dtype, seed=2).to(device), 0
+    state = before.clone()
+    runs, num_live = runs_of([len(slots) for slots in lines], lines, 2, 12, device)
+    found = operations.short_conv(projected, weight, None, state, runs, num_live)
+    for slots in lines:
+        alone = torch.stack([before[slots[0]]] * 2)  # of which the last is for padding
+        for slot in slots:
+            one = slice(begin, begin + 1)
+            out = operations.short_conv(projected[one], weight, None, alone, *runs_of([1], [0], 0, 1, device))
+            assert torch.equal(found[one], out) and torch.equal(state[slot], alone[0])
+            begin += 1
+    assert torch.equal(state[[1, 6, 10]], before[[1, 6, 10]])

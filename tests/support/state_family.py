@@ -44,8 +44,9 @@ class Remembering(torch.nn.Module):
         number = torch.arange(sums.shape[1], dtype=sums.dtype, device=sums.device)[:, None]
         values = (256 * self.proj(normed)).round().clamp(-100, 100)  # exact in 16 bits, too
         for i, value in enumerate(values):
-            slot = runs.slots[i : i + 1].long()
-            own = 3 * sums.index_select(0, slot) + number % 11 + 2 * last.index_select(0, slot)[:, None] + value
+            slot, begin = runs.slots[i : i + 1].long(), int(runs.begins[i])
+            before = runs.slots[i - 1 : i].long() if i > begin else slot
+            own = 3 * sums.index_select(0, before) + number % 11 + 2 * last.index_select(0, before)[:, None] + value
             own = own.remainder_(MODULUS)
             sums.index_copy_(0, slot, own)
             last.index_copy_(0, slot, value[None])

@@ -51,7 +51,8 @@ def gated_delta(
             exp(rates * softplus(decay_in + decay_bias)), beta is sigmoid(beta_in).
         rates: [value heads] float32, never above 0; decay_bias: [value heads].
         state: [slots, value heads, key_size, value_size] float32, slots at any stride; changed in place.
-        runs: runs of prompts, which begin at multiples of `CHUNK`, take the chunk form, rows the recurrent one.
+        runs: runs of prompts, which begin at multiples of `CHUNK`, take the chunk form, rows the recurrent one, token
+            by token.
         num_live: [1] int32: rows from this number on are left as they are.
 
     Returns:
@@ -68,7 +69,7 @@ def gated_delta(
     if len(runs.rows):
         tile, num_warps = min(ROWS[0], next_power_of_2(heads.value_size)), ROWS[1]
         delta_rows_kernel[(heads.num_value_heads * triton.cdiv(heads.value_size, tile), len(runs.rows))](
-            *gates, state, runs.slots, runs.rows, num_live, out, *(one.stride(0) for one in gates[:3]),
+            *gates, state, *runs[:3], runs.rows, num_live, out, *(one.stride(0) for one in gates[:3]),
             state.stride(0), VALUE_SIZE=heads.value_size, BLOCK_V=tile, num_warps=num_warps, **_sizes(heads),
             **launch_options(mixed),
         )  # fmt: skip

@@ -38,13 +38,14 @@ def gated_delta(
         out[rows] = made[:, : rows.stop - begin].transpose(0, 1).to(out.dtype)
         state[slot] = left
     rows = runs.rows[(runs.rows >= 0) & (runs.rows < num_live)].long()
-    if len(rows):
-        slots = runs.slots[rows].long()
-        made, left = _recurrent(
-            query(q[rows]), normed(k[rows]), v[rows].float(), *(g[rows] for g in gates), state[slots]
-        )
+    rows = rows[runs.begins[rows] == rows]
+    before = state[runs.slots[rows].long()]
+    while len(rows):  # of each run the first token, then the next one, of those that have one
+        made, left = _recurrent(query(q[rows]), normed(k[rows]), v[rows].float(), *(g[rows] for g in gates), before)
         out[rows] = made.to(out.dtype)
-        state.index_copy_(0, slots, left)
+        state.index_copy_(0, runs.slots[rows].long(), left)
+        goes_on = rows + 1 < runs.ends[rows]
+        rows, before = rows[goes_on] + 1, left[goes_on]
     return out
 
 

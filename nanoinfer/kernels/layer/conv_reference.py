@@ -32,9 +32,10 @@ def _convolved(
     num_before = weight.shape[1] - 1
     slots, begins, ends = (one.long() for one in runs[:3])
     index = torch.arange(len(inputs), device=inputs.device)
+    firsts = slots[begins.clamp(0, len(inputs) - 1)]
 
     def at(place: Tensor) -> Tensor:  # the input at a token of each one's run, or before that, where the state has it
-        before = state[slots, (num_before + place - begins).clamp(0, num_before - 1)]
+        before = state[firsts, (num_before + place - begins).clamp(0, num_before - 1)]
         return torch.where((place >= begins)[:, None], inputs[place.clamp(0, len(inputs) - 1)], before)
 
     # Products of two bytes each are exact in float32; those of float32 are exact in float64, where the sum is rounded
@@ -43,8 +44,8 @@ def _convolved(
     total = inputs.new_zeros((), dtype=torch.float32) if bias is None else bias.float()
     for tap, factor in enumerate(weight.to(wide).unbind(1)):
         total = (at(index - num_before + tap).to(wide) * factor + total.to(wide)).float()
-    # Of a run the last token alone writes; the others write to the last slot, which is padding's.
-    is_last = (index == ends - 1) & (index < num_live)
+    # Of tokens with one slot the last alone writes; the others write to the last slot, which is padding's.
+    is_last = ((index == ends - 1) | (slots != slots.roll(-1))) & (index < num_live)
     kept = torch.stack([at(index + 1 - num_before + place) for place in range(num_before)], dim=1)
     state.index_copy_(0, slots.where(is_last, len(state) - 1), kept)
     return total.to(inputs.dtype)

@@ -63,6 +63,19 @@ def convolved(
 
 
 @triton.jit
+def keep_inputs(
+    x, stride, own_state, target, end, begin, column, inside, SIZE: tl.constexpr, TAPS: tl.constexpr,
+    GATED: tl.constexpr,
+):  # fmt: skip
+    """Leave in `target` the last inputs before token `end` of a run. It may be where the state before the run lies."""
+    for place in tl.static_range(TAPS - 1):  # ascending: a place is read before the next one writes there
+        value = input_at(x, stride, own_state, end - (TAPS - 1 - place), begin, column, inside, SIZE, TAPS, GATED)
+        tl.debug_barrier()  # a late thread may not have read what another one writes
+        tl.store(target + place * SIZE + column, value, mask=inside)
+        tl.debug_barrier()  # nor read what one has not written yet
+
+
+@triton.jit
 def short_conv_kernel(
     x,  # [N, 3 * SIZE], rows stride apart: B, C, z; without GATED [N, SIZE]
     weight,  # [SIZE, TAPS]
@@ -89,23 +102,32 @@ def short_conv_kernel(
     if index >= tl.load(num_live):
         return
     begin = tl.load(begins + index)
-    own_state = state + tl.load(slots + index).to(tl.int64) * state_stride
+    own_slot = tl.load(slots + begin)
+    own_state = state + own_slot.to(tl.int64) * state_stride
     if index >= begin + TAPS - 1:  # its taps reach tokens of this step alone
         convolved(x, stride, weight, bias, own_state, out, index, begin, column, inside, SIZE, TAPS, GATED)
+        slot = tl.load(slots + index)
+        if slot != own_slot:  # a drafted token's
+            target = state + slot.to(tl.int64) * state_stride
+            keep_inputs(x, stride, own_state, target, index + 1, begin, column, inside, SIZE, TAPS, GATED)
         return
     if index > begin:
         return
-    # The program of a run's first token is the only one that touches the state, so that nobody reads what it writes.
+    # The program of a run's first token is the only one that touches the state before the run, so that nobody reads
+    # what it writes, and it does so last.
     end = tl.load(ends + index)
     for later in tl.static_range(TAPS - 1):
         if index + later < end:
             convolved(
                 x, stride, weight, bias, own_state, out, index + later, begin, column, inside, SIZE, TAPS, GATED
             )  # fmt: skip
-    for place in tl.static_range(TAPS - 1):  # ascending: a place is read before the next one writes there
-        value = input_at(x, stride, own_state, end - (TAPS - 1 - place), begin, column, inside, SIZE, TAPS, GATED)
-        tl.debug_barrier()  # a late thread may not have read what another one writes
-        tl.store(own_state + place * SIZE + column, value, mask=inside)
+            slot = tl.load(slots + index + later)
+            if slot != own_slot:
+                target = state + slot.to(tl.int64) * state_stride
+                keep_inputs(x, stride, own_state, target, index + later + 1, begin, column, inside, SIZE, TAPS, GATED)
+    if tl.load(slots + end - 1) != own_slot:
+        end = index + 1
+    keep_inputs(x, stride, own_state, own_state, end, begin, column, inside, SIZE, TAPS, GATED)
 
 
 def short_conv(
@@ -120,7 +142,7 @@ def short_conv(
         projected: [N, 3 * size], B, C and z.
         weight, bias: [size, taps] and [size], in the same dtype; the last tap is the token's own.
         state: [slots, taps - 1, size], the inputs before each run, the newest last; changed in place.
-        runs: as in `StateRuns`.
+        runs: as in `StateRuns`; of rows with drafted tokens each slot gets the inputs up to its own token.
         num_live: [1] int32: rows from this number on are left as they are.
 
     Returns:

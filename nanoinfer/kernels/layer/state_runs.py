@@ -16,14 +16,17 @@ class StateRuns(NamedTuple):
 
     The tokens that a step computes of a sequence are a *run* of neighbours, in ascending order. Runs of prompts, even
     of one token, are cut into chunks of `CHUNK`, of which a run's last one may be shorter. A decoding row has a run of
-    one token, which is in no chunk. All are int32 on the device.
+    one token, which is in no chunk, or of several, where tokens are drafted behind it. All are int32 on the device.
 
     Attributes:
-        slots: [N], of the token's sequence. Padding names the last slot, whose content does not matter.
+        slots: [N], where the state behind the token is kept: of prompts that of the sequence, which the last token of
+            the run leaves; of decoding rows a slot for each. The state before a run lies in the slot of its first
+            token. Padding names the last slot, whose content does not matter.
         begins, ends: [N], index in the step of the run's first token, and of the one behind its last; of padding
             anything.
         chunks: [n] first tokens of chunks, those of a run in ascending order, and -1, which is none, behind them.
-        rows: [m] tokens of rows that decode, and -1, or rows from `num_live` on, which are none, behind them.
+        rows: [m] tokens of rows that decode, and -1, or rows from `num_live` on, which are none, behind them. Of a run
+            of several some may be named, too, that are not its first: these are none.
     """
 
     slots: Tensor
