@@ -45,7 +45,7 @@ for _name, _block in BLOCKS.items():
 class Bare(Linear):
     """A projection that has what it is given, and makes nothing."""
 
-    cut, row_sizes = None, ()
+    cut, row_sizes, is_part = None, (), False
 
     def __init__(self, **fields) -> None:
         torch.nn.Module.__init__(self)
