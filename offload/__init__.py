@@ -11,7 +11,7 @@ from offload.layout import KVLayout
 from offload.lifetimes import BlockLifetimes
 from offload.memory.host_pool import HostPool
 from offload.plan import Chunk, Cut, KVPlace, Landing, Need, StreamPlan, Transfer, pack, pack_together
-from offload.ring import Places, Ring, ring_schedule
+from offload.ring import LandingBuffers, Ring, ring_schedule
 from offload.runtime.base import Event, Runtime, Stream
 from offload.runtime.cpu import CpuRuntime
 from offload.runtime.cuda import CudaRuntime

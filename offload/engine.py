@@ -24,7 +24,7 @@ from offload.layout import runs
 from offload.lifetimes import FILLS, GPU_RULE, HOST_RULE, LOAD_RULE, STORE_RULE, WRITES
 from offload.memory.host_pool import HostPool
 from offload.plan import Chunk, Cut, StreamPlan, Transfer, host_runs
-from offload.ring import Await, Compute, Fill, Places, Release, Ring, Use, ring_schedule
+from offload.ring import Await, Compute, Fill, LandingBuffers, Release, Ring, Use, ring_schedule
 from offload.runtime.base import Event, Runtime, Stream
 from offload.runtime.throttle import throttled
 from offload.runtime.timeline import COMPUTE, COPY, WAIT, WRITE, NoTimeline, Timeline
@@ -41,7 +41,7 @@ class OffloadStep(Protocol):
     A step goes through its pieces in *sections*: pieces between two cuts at which it wants transfers, or more of them.
     """
 
-    plan: StreamPlan
+    stream_plan: StreamPlan
     ahead: StreamPlan | None  # what the next step will stream if nothing changes
     # For each group of layers (GPU block, host block) of the blocks that this step makes full; empty: of none.
     write_through: Sequence[Sequence[tuple[int, int]]]
@@ -74,7 +74,7 @@ class OffloadEngine:
         ring: the ring slots.
         compute: the stream on which the steps' work is enqueued.
         cuts: of the model, one behind each piece.
-        places: where transfers lie that do not pass through the ring.
+        landing_buffers: where transfers lie that do not pass through the ring.
         states: `[num_slots, slot_bytes]` uint8, what sequences keep besides blocks; None: nothing.
 
     Attributes:
@@ -91,11 +91,11 @@ class OffloadEngine:
         ring: Ring,
         compute: Stream,
         cuts: Sequence[Cut],
-        places: Places,
+        landing_buffers: LandingBuffers,
         states: torch.Tensor | None = None,
     ) -> None:
         self.runtime, self.host, self.layout, self.ring, self.compute = runtime, host, host.layout, ring, compute
-        self.cuts, self.places = cuts, places
+        self.cuts, self.landing_buffers = cuts, landing_buffers
         self.copy, self.write = self._streams = runtime.stream("copy"), runtime.stream("write")
         self.counters = OffloadCounters()
         self._timeline = NoTimeline()  # of the newest step
@@ -132,7 +132,7 @@ class OffloadEngine:
         self._operation = operation or self._operation
         self.drop_prefetch(gone)
         self._timeline = timeline = NoTimeline() if timeline is None else timeline
-        plan, ring, places, num_fills = step.plan, self.ring, self.places, self.counters.num_fills
+        plan, ring, landing, num_fills = step.stream_plan, self.ring, self.landing_buffers, self.counters.num_fills
         # Write-through of the step before must have arrived before its blocks are read again. One wait serves the
         # whole step: blocks that become full in this step are not in its plan.
         if self._has_unread_writes:
@@ -171,11 +171,11 @@ class OffloadEngine:
                     self.compute.record(ring.used[ring_slot])
                     timeline.lap(self.compute, COMPUTE, "use of a ring slot", cut=cut, number=number)
                 case Await(cut, number, place):
-                    self.compute.wait(places.copied[place], "place.piece_after_fill")
+                    self.compute.wait(landing.copied[place], "place.piece_after_fill")
                     timeline.lap(self.compute, COMPUTE, WAIT, cut=cut, number=number)
                 case Release(place):
-                    self.runtime.poison(self.compute, places.bytes[place])
-                    self.compute.record(places.used[place])
+                    self.runtime.poison(self.compute, landing.bytes[place])
+                    self.compute.record(landing.used[place])
         self._first = (self._first + plan.num_through_ring) % ring.num_ring_slots
         if any(step.write_through):
             self._note_writes()
@@ -263,13 +263,13 @@ class OffloadEngine:
             self.copy, self.write = (throttled(one, bytes_per_second, self.runtime.link()) for one in self._streams)
             self.runtime.synchronize()
 
-    def hold_places(self) -> None:
+    def fence_landing_buffers(self) -> None:
         """Have whoever fills a place next wait for what was enqueued on the compute stream so far.
 
         For work behind a step that uses the places by itself. The step has fetched nothing ahead (`OffloadStep.ahead`).
         """
         assert all(transfer.landing is None for _, transfer in self.prefetched), "a place is filled for the next step"
-        for used in self.places.used:
+        for used in self.landing_buffers.used:
             self.compute.record(used)
 
     def drain(self) -> None:
@@ -307,7 +307,7 @@ class OffloadEngine:
 
     def _fill(self, cut: int, transfer: Transfer, target: int, is_place: bool) -> int:
         """Bring what is wanted at a cut into the ring slot, or to the place, and return its bytes."""
-        buffers = self.places if is_place else self.ring
+        buffers = self.landing_buffers if is_place else self.ring
         copies = self._copies.get((transfer, target))
         if copies is None:
             memory = buffers.bytes[target]

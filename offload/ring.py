@@ -1,7 +1,8 @@
-"""The ring and the places: which transfer goes where, and when its target may be filled again.
+"""The ring and the landing buffers: which transfer goes where, and when its target may be filled again.
 
-The arithmetic is a pure function over integers (`ring_schedule`), tested for all small sizes; `Ring` and `Places` hold
-the buffers and the two events of each with which the offload engine turns its order into an order of streams.
+The arithmetic is a pure function over integers (`ring_schedule`), tested for all small sizes; `Ring` and
+`LandingBuffers` hold the buffers and the two events of each with which the offload engine turns its order into an order
+of streams. A *place* is the number of a landing buffer.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ class Ring:
         self.used = [runtime.event() for _ in range(num_ring_slots)]
 
 
-class Places:
+class LandingBuffers:
     """Fixed-address GPU buffers for transfers that stay while pieces read them, with the two events of each.
 
     `bytes[p]` is place p, [bytes] uint8. `copied[p]` is recorded on the copy stream behind the fill of p, `used[p]` on

@@ -33,7 +33,7 @@ WRITERS = {
     "draft_slots": "nanoinfer/kv/cache.py",
     "num_computed": "nanoinfer/kv/cache.py",
     "num_cached": "nanoinfer/kv/cache.py",
-    "num_reserved_host": "nanoinfer/kv/cache.py",
+    "num_promised_host": "nanoinfer/kv/cache.py",
     "kept_blocks": "nanoinfer/kv/mover.py",
     "kept_state": "nanoinfer/kv/mover.py",
     "num_drafted": "nanoinfer/engine/drafts.py",

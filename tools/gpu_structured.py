@@ -93,14 +93,14 @@ def begin(engine: LLMEngine, batch: int, form: dict | None, seed: int, vocab_siz
             temperature=1, seed=number, max_tokens=1000, ignore_eos=True, detokenize=False, structured_outputs=form
         )
         engine.add_request(f"{seed}-{number}", prompt, params)
-    while not all(sequence.num_generated > WARM_UP for sequence in engine.work.sequences):
+    while not all(sequence.num_generated > WARM_UP for sequence in engine.live.sequences):
         engine.step()
 
 
 def end(engine: LLMEngine, batch: int) -> None:
-    failed = [request.error for request in engine.work.requests.values() if request.error]
-    assert len(engine.work.requests) == batch and not failed, f"a request has ended: {failed}"
-    for name in list(engine.work.requests):
+    failed = [request.error for request in engine.live.requests.values() if request.error]
+    assert len(engine.live.requests) == batch and not failed, f"a request has ended: {failed}"
+    for name in list(engine.live.requests):
         engine.abort(name)
     while engine.has_work:
         engine.step()
@@ -235,7 +235,7 @@ def measure_ways(engine: LLMEngine, clock: MaskClock, num_steps: int, num_rounds
 def measure_threads(engine: LLMEngine, batch: int, num_steps: int) -> None:
     """Print how long a step's masks of records take, by the number of threads."""
     begin(engine, 1, FORMS["records"], 0, engine.vocab_size)
-    grammar = engine.work.sequences[0].matcher.grammar
+    grammar = engine.live.sequences[0].matcher.grammar
     end(engine, 1)
     matchers, generator = [grammar.initial.deep_copy() for _ in range(batch)], np.random.default_rng(0)
     executors = {number: LLExecutor(num_threads=number) for number in NUM_THREADS}

@@ -48,7 +48,7 @@ class EngineModel:
         """
         prompt = self._template.encode(conversation(messages), settings.variables, tokenize=False)
         params = replace(settings.params, skip_special_tokens=not self.format.sees_special(with_tools=False))
-        for left in list(self._llm.engine.work.requests):  # of an answer that an interrupt ended before it began
+        for left in list(self._llm.engine.live.requests):  # of an answer that an interrupt ended before it began
             self._llm.engine.abort(left)
         before = self._llm.engine.meter.snapshot()
         try:
@@ -124,7 +124,7 @@ class EngineRun:
         self._engine, self._request, self._before = llm.engine, request, before
 
     def prompt_tokens(self) -> tuple[int, int]:
-        return self._engine.work.prompt_tokens()
+        return self._engine.live.prompt_tokens()
 
     def stop(self) -> None:
         self._engine.drop([self._request.request_id])  # whoever is inside ends it: this may come in the midst of a step

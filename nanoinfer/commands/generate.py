@@ -112,7 +112,7 @@ def _with_progress(llm: Any, outputs: Iterator[StreamOutput]) -> Iterator[Stream
     if not sys.stderr.isatty():
         yield from outputs
         return
-    with PromptProgress(llm.engine.work.prompt_tokens, *on_terminal(sys.stderr)) as progress:
+    with PromptProgress(llm.engine.live.prompt_tokens, *on_terminal(sys.stderr)) as progress:
         for output in outputs:
             progress.end()
             yield output

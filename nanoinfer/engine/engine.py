@@ -17,7 +17,7 @@ from nanoinfer.engine.masks import MaskMaker
 from nanoinfer.engine.meter import LaunchedStep, StepMeter
 from nanoinfer.engine.modes import Modes
 from nanoinfer.engine.planner import StepPlanner
-from nanoinfer.engine.recovery import Turns, Work
+from nanoinfer.engine.recovery import LiveRequests, Turns
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.start import build
 from nanoinfer.engine.stats import statistics
@@ -34,7 +34,7 @@ from nanoinfer.step.executor import ChunkLogprobs
 from offload import Runtime
 
 # What a closed engine lacks.
-_PARTS = ("work", "executor", "scheduler", "planner", "kv_cache", "mover", "admission", "masks")
+_PARTS = ("live", "executor", "scheduler", "planner", "kv_cache", "mover", "admission", "masks")
 
 
 class LLMEngine:
@@ -80,7 +80,7 @@ class LLMEngine:
         self.sampling_defaults = built.sampling_defaults  # for fields of SamplingParams that a user leaves out
         self.meter, speculation = StepMeter(self.executor), config.speculative_config
         self.drafts = speculation and Drafts(speculation, self.kv_cache, self.admission.max_splits, self.plan)
-        self.work = Work(built, self.scheduler, self.planner, self._read_tokens)
+        self.live = LiveRequests(built, self.scheduler, self.planner, self._read_tokens)
         self._outputs: list[StreamOutput] = []  # read from the device, but not returned by `step` yet
         try:
             self.modes.start()
@@ -110,7 +110,7 @@ class LLMEngine:
             ValueError: the id or the parameters cannot be used. Nothing changes.
             RequestError (a ValueError): the same, but the error names the field that is at fault.
         """
-        if request_id in self.work.requests:
+        if request_id in self.live.requests:
             raise ValueError(f"request id {request_id!r} is in use: give each request an id of its own")
         request = self.intake.make_request(request_id, prompt, params, token_ids, limits)
         self.queue(request)
@@ -118,20 +118,20 @@ class LLMEngine:
 
     def queue(self, request: Request) -> None:
         """Queue a request that `intake` has made."""
-        with self.changing(), self.work.risking(request.sequences):  # half queued it would never end
-            self.work.requests[request.request_id] = request
+        with self.changing(), self.live.risking(request.sequences):  # half queued it would never end
+            self.live.requests[request.request_id] = request
             for sequence in request.sequences:
                 self.scheduler.waiting.append(sequence)
 
     def abort(self, request_id: str) -> bool:
         """End a request and free its memory; return False if there is no such request."""
         with self.changing():
-            return self.work.abort([request_id])
+            return self.live.abort([request_id])
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything. A step also finishes a recovery that was interrupted."""
-        is_open = self.work.in_flight is not None or not self.work.is_whole
+        is_open = self.live.in_flight is not None or not self.live.is_whole
         return self.scheduler.has_work or is_open or bool(self._outputs)
 
     # Steps
@@ -160,7 +160,7 @@ class LLMEngine:
         return (self._outputs.clear(), outputs)[1]  # in one line: an interrupt loses no output
 
     def _advance(self) -> None:
-        before = self.work.in_flight
+        before = self.live.in_flight
         if before is not None and self.drafts:
             are_wanted = self.drafts.are_wanted(self.scheduler.running)  # it counts steps, so it is asked in each
             if are_wanted or before.batch.drafts:
@@ -178,35 +178,35 @@ class LLMEngine:
                 first = self.scheduler.waiting[0]
                 self._fail_sequence(first, self.modes.refusal(first))
             return
-        with self.work.risking(batch.sequences):
+        with self.live.risking(batch.sequences):
             launched = self._launch(batch)
             if before is not None:
                 self._take(before)
             if not launched.is_sampled:
                 self._sample(launched)
             if any(not sequence.is_finished for sequence in batch.sequences):
-                self.work.in_flight = launched
+                self.live.in_flight = launched
 
     @contextmanager
     def changing(self) -> Iterator[None]:
         """Wrap code that changes requests, pools or tables: an exception at any line leaves them consistent."""
         with self.alone():
-            work = self.work
-            if not work.is_whole:  # a recovery was interrupted
-                work.recover()
-            work.is_whole = False
+            live = self.live
+            if not live.is_whole:  # a recovery was interrupted
+                live.recover()
+            live.is_whole = False
             try:
                 if dropped := self._turns.dropped.copy():
-                    self.work.abort(dropped)
+                    self.live.abort(dropped)
                     del self._turns.dropped[: len(dropped)]
                 yield
             except BaseException:
-                work.recover()
+                live.recover()
                 raise
-            work.is_whole = True
+            live.is_whole = True
 
     def _end_dropped(self) -> None:
-        if "work" in vars(self):
+        if "live" in vars(self):
             with self.changing():
                 pass
         else:
@@ -214,12 +214,12 @@ class LLMEngine:
 
     def _fail_sequence(self, sequence: Sequence, error: Exception) -> None:
         """End the request of a sequence because of an error that concerns only this request; free what it holds."""
-        request = self.work.requests[sequence.request_id]
+        request = self.live.requests[sequence.request_id]
         self._outputs += request.fail(error)
-        self.work.remove_ended([request])
+        self.live.remove_ended([request])
 
     def _schedule(self) -> Batch[Sequence] | None:
-        step = self.work.in_flight
+        step = self.live.in_flight
         with self.meter.span("schedule") as begin:
             if step is not None and self.executor.is_done(step.number):
                 step.made = begin  # it is read when the next step was launched
@@ -231,7 +231,7 @@ class LLMEngine:
         with self.meter.span("launch prefill" if batch.chunks else "launch decode") as begin:
             if batch.chunks:  # a request's first step is never a decode step
                 for sequence in batch.sequences:
-                    self.work.requests[sequence.request_id].mark_scheduled()
+                    self.live.requests[sequence.request_id].mark_scheduled()
             timeline = self.meter.timeline(not batch.chunks)
             plan = self.planner.begin_step(batch)
             of_members, streamed_bytes = self.executor.execute(plan, timeline)
@@ -251,7 +251,7 @@ class LLMEngine:
         on_logits = None if self.on_logits is None else partial(self.on_logits, step.batch.sampled_lines)
         masks, failed = self.masks.make(step.batch.sampled)
         for sequence, error in failed:
-            self._outputs += self.work.requests[sequence.request_id].fail(error, sequence)
+            self._outputs += self.live.requests[sequence.request_id].fail(error, sequence)
         if step.batch.drafts:
             masks = self.masks.with_drafts(step.batch, masks)
         self.executor.sample(step.number, masks, on_logits)
@@ -259,17 +259,17 @@ class LLMEngine:
 
     def _take(self, step: LaunchedStep) -> None:
         """Wait for a step, hand out its tokens and free the sequences that have ended."""
-        with self.work.risking(step.batch.sampled):
-            self.work.in_flight = None
+        with self.live.risking(step.batch.sampled):
+            self.live.in_flight = None
             self._read_tokens(step)
             for sequence in step.batch.drafts:
                 self.kv_cache.release_states(sequence)
             with self.meter.span("give back"):
                 # In their order: in which order blocks are given back decides which cached ones are evicted first.
                 names = dict.fromkeys(one.request_id for one in step.batch.sequences if one.finish_reason is not None)
-                self.work.remove_ended([self.work.requests[name] for name in names if name in self.work.requests])
+                self.live.remove_ended([self.live.requests[name] for name in names if name in self.live.requests])
                 if names and self.drafts:
-                    self.drafts.keep(self.work.sequences)
+                    self.drafts.keep(self.live.sequences)
 
     def _read_tokens(self, step: LaunchedStep) -> None:
         """Wait for a step and hand out its tokens. Tokens of sequences that have ended meanwhile are dropped."""
@@ -284,7 +284,7 @@ class LLMEngine:
                 results = list(islice(of_lines, 1 + len(draft)))
                 if sequence.finish_reason is not None:
                     continue
-                request, times = self.work.requests[sequence.request_id], (read, step.made or read)
+                request, times = self.live.requests[sequence.request_id], (read, step.made or read)
                 num_right, failure = take_results(request, sequence, results, draft, self.planner, times)
                 if draft:
                     self.drafts.count(sequence, len(draft), num_right)
@@ -300,7 +300,7 @@ class LLMEngine:
         self.masks.begin(step.batch.sampled)
 
     def _take_prompt(self, chunk: PrefillChunk, logprobs: ChunkLogprobs, error: Exception | None) -> None:
-        request = self.work.requests[chunk.sequence.request_id]
+        request = self.live.requests[chunk.sequence.request_id]
         try:
             if error is not None:
                 raise error
@@ -359,10 +359,10 @@ class LLMEngine:
 
         May be called again.
         """
-        if "work" not in vars(self):
+        if "live" not in vars(self):
             return
         with self.alone():
-            for request in self.work.requests.values():
+            for request in self.live.requests.values():
                 request.abort()
             self.executor.close()
             self.masks.close()

@@ -24,21 +24,23 @@ class StepPlanner:
         end_token_ids: the model's own end tokens, which `min_tokens` bans with the request's stop tokens.
 
     Attributes:
-        versions: for each row, which version of its block table the device has.
-        last: the newest plan, if it changes nothing but lengths, with its sequences and the sum of all versions.
+        sent_versions: for each row, what `BlockTables.gpu_versions` was when its blocks were last sent to the device; a
+            row where the two differ is sent again. `UNKNOWN`: the device does not have them.
+        last: the newest plan, if it changes nothing but lengths, with its sequences and the sum of all rows'
+            `gpu_versions`. These only count up: with the same sum no block of any row has come or gone.
     """
 
     def __init__(self, kv_cache: KVCache, end_token_ids: Iterable[int]) -> None:
         self._kv_cache, self._number = kv_cache, 0
         self._end_token_ids = frozenset(end_token_ids)
-        self.versions = np.full(kv_cache.tables.num_rows, UNKNOWN, dtype=np.int64)
+        self.sent_versions = np.full(kv_cache.tables.num_rows, UNKNOWN, dtype=np.int64)
         self._settings_of = [UNKNOWN] * kv_cache.tables.num_rows  # of each row: whose settings the device has
         self.last: tuple[StepPlan, list[Sequence], int] | None = None
 
     def forget(self) -> None:
         """Send every row again: after an exception, the device may hold anything."""
         self.last = None
-        self.versions[:] = UNKNOWN
+        self.sent_versions[:] = UNKNOWN
         self._settings_of = [UNKNOWN] * len(self._settings_of)
 
     def begin_step(self, batch: Batch[Sequence]) -> StepPlan:
@@ -59,7 +61,7 @@ class StepPlanner:
         any row has come or gone: what found no room on the GPU then finds none now.
         """
         tables, decoding = self._kv_cache.tables, batch.decoding
-        if batch.chunks or batch.drafts or self.last is None or self.last[1:] != (decoding, tables.versions.sum()):
+        if batch.chunks or batch.drafts or self.last is None or self.last[1:] != (decoding, tables.gpu_versions.sum()):
             return None
         ends = np.array([sequence.num_tokens for sequence in decoding], dtype=np.int64)
         if any(np.any(ends % size == 0) for size in self._kv_cache.sizes):
@@ -124,7 +126,7 @@ class StepPlanner:
         changes = chunks or len(changed) or sampling or write_through or gone or promoted is not None
         # A block that a drafted token has begun is there already when the step behind the full one reads it.
         fills = any(np.any(ends % size == 0) for size in kv_cache.sizes)
-        self.last = None if changes or fills else (plan, decoding, tables.versions.sum())
+        self.last = None if changes or fills else (plan, decoding, tables.gpu_versions.sum())
         return plan
 
     def end_step(self, batch: Batch[Sequence], plan: StepPlan) -> None:
@@ -132,7 +134,7 @@ class StepPlanner:
         for chunk in batch.chunks:
             self._kv_cache.commit(chunk.sequence, chunk.end)
             if chunk.is_last:
-                self.versions[chunk.sequence.row] = UNKNOWN  # length and token, too, are not those on the device
+                self.sent_versions[chunk.sequence.row] = UNKNOWN  # length and token, too, are not those on the device
         for sequence in batch.decoding:
             self._kv_cache.commit(sequence, sequence.num_tokens)
         for sequence in batch.sampled:
@@ -146,7 +148,7 @@ class StepPlanner:
         self._kv_cache.take_state(sequence)
         sequence.num_tokens += 1
         # The device knows neither its length nor its token, nor how many were sampled.
-        self.versions[sequence.row], self._settings_of[sequence.row] = UNKNOWN, UNKNOWN
+        self.sent_versions[sequence.row], self._settings_of[sequence.row] = UNKNOWN, UNKNOWN
 
     def _draft_lines(self, guessed: list[tuple[int, Sequence, int, int]]) -> np.ndarray:
         """Return the lines of `StepPlan.changed_rows` of drafted tokens, each with its row before what `Batch.lines`
@@ -156,13 +158,13 @@ class StepPlanner:
         for line, (row, sequence, number, token_id) in zip(found, guessed, strict=True):
             line[:NUM_HEAD_COLUMNS] = row, token_id, sequence.num_tokens + number
             line[NUM_HEAD_COLUMNS:] = np.maximum(table[:, sequence.row], 0).reshape(-1)
-            self.versions[row], self._settings_of[row] = UNKNOWN, UNKNOWN
+            self.sent_versions[row], self._settings_of[row] = UNKNOWN, UNKNOWN
         return found
 
     def _changed_lines(self, sequences: list[Sequence], rows: np.ndarray) -> np.ndarray:
         """Return `StepPlan.changed_rows` for these sequences, whose rows are `rows`, and count them as sent."""
-        table, versions = self._kv_cache.tables.gpu, self._kv_cache.tables.versions
-        changed = np.flatnonzero(self.versions[rows] != versions[rows])
+        table, versions = self._kv_cache.tables.gpu, self._kv_cache.tables.gpu_versions
+        changed = np.flatnonzero(self.sent_versions[rows] != versions[rows])
         lines = np.zeros((len(changed), NUM_HEAD_COLUMNS + table.shape[0] * table.shape[2]), dtype=np.int32)
         for line, place in zip(lines, changed.tolist(), strict=True):
             sequence = sequences[place]
@@ -170,7 +172,7 @@ class StepPlanner:
             token = ON_DEVICE if sequence.num_pending else sequence.token_ids[-1]
             line[:NUM_HEAD_COLUMNS] = sequence.row, token, sequence.num_tokens
             line[NUM_HEAD_COLUMNS:] = np.maximum(table[:, sequence.row], 0).reshape(-1)
-        self.versions[rows] = versions[rows]
+        self.sent_versions[rows] = versions[rows]
         return lines
 
     def _changed_settings(self, sequences: list[Sequence]) -> tuple[tuple[int, RowSampling], ...]:

@@ -74,7 +74,7 @@ class Turns:
                 self._end_dropped()
 
 
-class Work:
+class LiveRequests:
     """The requests of an engine and its step in flight, which no exception leaves half changed.
 
     Args:

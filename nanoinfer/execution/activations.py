@@ -49,7 +49,7 @@ class Activations:
             How many GPU blocks to give up because the step took more than was planned, and what `check_products` found.
         """
         resources, device = self.resources, self.resources.device
-        plan, compute, model = resources.plan, resources.compute, resources.model
+        plan, compute, model = resources.memory_plan, resources.compute, resources.model
         with compute.current():
             # Make the matrix library take the stream's workspace now. Later it would take it out of the segment of the
             # activations, which could then never be given back.
@@ -82,7 +82,7 @@ class Activations:
 
     def run_each_kind(self) -> None:
         """Run prefill steps that together use all kernels of larger steps, and the products that are checked."""
-        most = self.resources.plan.max_num_batched_tokens
+        most = self.resources.memory_plan.max_num_batched_tokens
         for tokens in sorted({min(count, most) for count in (128, MAX_ROWS)}):
             self._run_prefill(tokens)
         if most > MAX_ROWS:
@@ -94,14 +94,14 @@ class Activations:
         In segments of their own sizes the activations would take up to 40 % more.
         """
         with self.resources.compute.current():
-            size = self.resources.plan.activation_bytes
+            size = self.resources.memory_plan.activation_bytes
             torch.empty(size, dtype=torch.uint8, device=self.resources.runtime.device)
 
     def _run_prefill(self, tokens: int) -> None:
         """Run a piece of each kind of a prefill step, and its head, on a pool of one block that all tokens share."""
-        resources, model, plan = self.resources, self.resources.model, self.resources.plan
+        resources, model, plan = self.resources, self.resources.model, self.resources.memory_plan
         device, spec, layout = resources.runtime.device, model.spec, resources.layout
-        resources.landings.clear()
+        resources.landing_buffers.clear()
         memory = torch.zeros(layout.pool_shape(1)[1:], dtype=torch.uint8, device=device)
         by_shape = [shape.part.view(memory) for shape in spec.attentions]
         of_groups = [[by_shape[group.shape]] * layout.num_places for group in spec.kv_groups]
@@ -122,7 +122,7 @@ class Activations:
         shape = len(some), 1 + min(MAX_LOGPROBS, spec.vocab_size)
         results = (torch.empty(shape, dtype=dtype, device=device) for dtype in (torch.float32, torch.int64))
         score(model, normed.index_select(0, some), torch.zeros_like(some), *results)
-        resources.landings.clear()  # of slices of the head, if it is streamed
+        resources.landing_buffers.clear()  # of slices of the head, if it is streamed
 
     def _hooks(self, by_shape: list[torch.Tensor], tokens: int) -> StepHooks:
         """Return what the step does around pieces: sequences of `tokens` tokens together attend to one block.
@@ -154,7 +154,7 @@ class Activations:
 
         None is longer than the position tables, which the read functions of some formats look into.
         """
-        longest = min(tokens, self.resources.plan.max_model_len)
+        longest = min(tokens, self.resources.memory_plan.max_model_len)
         bounds = [*range(0, tokens, longest), tokens]
         lengths = [end - begin for begin, end in pairwise(bounds)]
         width = self.resources.groups.table_width(longest)

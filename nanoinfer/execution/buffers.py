@@ -18,7 +18,7 @@ from nanoinfer.execution.states import States
 from nanoinfer.execution.token_masks import TokenMasks
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.step.memory_plan import MemoryPlan
-from offload import Places, Ring
+from offload import LandingBuffers, Ring
 
 _PLAIN = {int, bool, float, str, type(None), torch.dtype, torch.device}  # types that hold no tensor
 
@@ -63,7 +63,7 @@ def _count(
     config = SimpleNamespace(graph_batch_sizes=lambda *most: batch_sizes, graph_num_tokens=lambda *most: token_counts)
     resources = Resources(
         config=config,
-        plan=sizes,
+        memory_plan=sizes,
         runtime=runtime,
         compute=None,
         model=SimpleNamespace(
@@ -72,7 +72,7 @@ def _count(
         backends=Backends(TorchBackend(shape, "meta") for shape in spec.attentions),
         layout=spec.layout,
         ring=Ring(runtime, spec.layout, num_ring_slots, sizes.blocks_per_slot),
-        landings=Places(runtime, []),
+        landing_buffers=LandingBuffers(runtime, []),
         graphs={},
         states=States(spec, sizes.num_slots, runtime.device),
     )
@@ -80,7 +80,7 @@ def _count(
     read_back = ReadBack(runtime, None, len(decode.tokens), fault="")
     masks = TokenMasks(runtime, None, resources.graphs, decode.logits)
     held = [decode, PrefillProgram(resources), read_back, resources.states, masks]
-    return sum(_storages(held, {id(resources.landings.bytes)}).values())
+    return sum(_storages(held, {id(resources.landing_buffers.bytes)}).values())
 
 
 def _storages(owner: object, seen: set[int]) -> dict[int, int]:

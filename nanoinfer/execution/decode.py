@@ -53,9 +53,10 @@ class DecodeProgram:
     def __init__(self, resources: Resources) -> None:
         spec, device, groups = resources.model.spec, resources.runtime.device, resources.groups
         self.resources, self._compute = resources, resources.compute
-        self.batch_sizes = resources.config.graph_batch_sizes(resources.plan.max_num_seqs, resources.device)
-        max_batch = max(self.batch_sizes[-1], resources.plan.max_num_seqs)
-        self.rows = rows = RowState(resources.runtime, resources.plan.max_num_seqs, len(groups) * resources.table_width)
+        max_num_seqs = resources.memory_plan.max_num_seqs
+        self.batch_sizes = resources.config.graph_batch_sizes(max_num_seqs, resources.device)
+        max_batch = max(self.batch_sizes[-1], max_num_seqs)
+        self.rows = rows = RowState(resources.runtime, max_num_seqs, len(groups) * resources.table_width)
         self.sampling = SamplingState(resources.runtime, rows, spec.vocab_size, max_batch)
         self.counters = DecodeCounters()
         self.logits = torch.zeros(max_batch, spec.vocab_size, dtype=spec.dtype, device=device)
@@ -236,9 +237,9 @@ class DecodeProgram:
         lists = planner.splits(size, step.gpu_blocks[:, first:], host_blocks, step.ends)
         chunks = planner.chunks(lists, beside)
         self.attention.upload(lists, chunks if beside is None else [a + b for a, b in zip(chunks, beside, strict=True)])
-        plan = pieces.plan(chunks)
+        stream_plan = pieces.plan(chunks)
         # If no sequence comes or goes, the next step streams the same blocks, except those that have come meanwhile.
-        ahead, later = plan, step.later_gpu_blocks
+        ahead, later = stream_plan, step.later_gpu_blocks
         if later is not None:
             ahead = pieces.plan(planner.chunks(planner.splits(size, later, host_blocks, step.ends)))
         elif beside is not None:
@@ -247,7 +248,7 @@ class DecodeProgram:
             program=self,
             size=size,
             chunks=chunks,
-            plan=plan,
+            stream_plan=stream_plan,
             ahead=ahead,
             write_through=() if step.chunks else step.write_through,
             promoted=step.promoted,
@@ -321,7 +322,7 @@ class DecodeStep(OffloadStep):
     program: DecodeProgram
     size: int
     chunks: list[list[Chunk]]
-    plan: StreamPlan
+    stream_plan: StreamPlan
     ahead: StreamPlan
     write_through: Sequence[Sequence[tuple[int, int]]]
     promoted: dict[int, int]

@@ -40,7 +40,7 @@ class DecodeAttention:
         self.whole_rows = not resources.backends[0].exact_splits
         # At most MAX_TILES_APART tiles have a partial of their own; every other block has one partial, and a block that
         # several rows share has one for each.
-        self._max_splits = most = resources.plan.max_splits + MAX_TILES_APART
+        self._max_splits = most = resources.memory_plan.max_splits + MAX_TILES_APART
         partials = resources.backends.partials(most)
         self._partials: list[Partials] = [partials[group.shape] for group in resources.groups]
         # The host's tables, one set per group.

@@ -26,7 +26,7 @@ class LocalExecutor(Executor):
 
     def __init__(self, runner: ModelRunner, link: float) -> None:
         self.runner = runner
-        self.plan, self.spec, self.layout = runner.plan, runner.spec, runner.layout
+        self.plan, self.spec, self.layout = runner.memory_plan, runner.spec, runner.layout
         self.num_gpu_blocks, self.num_host_blocks = runner.num_gpu_blocks, runner.num_host_blocks
         self.num_graph_tokens = max(runner.prefill_program.pieces.capture_num_tokens, default=0)
         self.is_host = runner.device.is_host

@@ -32,9 +32,9 @@ class MixedStep(OffloadStep):
         # Ring chunks of the decode rows come first: some of them may be in the ring already.
         self.chunks = [[*ours, *theirs] for ours, theirs in zip(decode.chunks, prefill.chunks, strict=True)]
         num_rows, self.section_ends = len(prefill.tensors), prefill.section_ends
-        self.plan = self._resources.pieces.plan(self.chunks, num_rows)
+        self.stream_plan = self._resources.pieces.plan(self.chunks, num_rows)
         self._whole_rows = self._attention.whole_rows and not any(self.chunks)
-        self.ahead = None if prefill.takes_landings else decode.ahead  # as if the decode rows went on alone
+        self.ahead = None if prefill.takes_landing_buffers else decode.ahead  # as if the decode rows went on alone
         self.write_through = prefill.write_through
         self.shares: np.ndarray | None = None  # as in `DecodeStep`
 

@@ -31,7 +31,7 @@ class PrefillProgram:
     """Runs prefill steps: the pieces of small steps from graphs, attention and larger steps eagerly."""
 
     def __init__(self, resources: Resources) -> None:
-        runtime, states, plan = resources.runtime, resources.states, resources.plan
+        runtime, states, plan = resources.runtime, resources.states, resources.memory_plan
         self.resources, num_groups = resources, len(resources.groups)
         # Token id, position and slots of a padding token: the KV store skips negative slots.
         self._padding = (0, 0, -1)
@@ -96,15 +96,15 @@ class PrefillProgram:
         tensors = self.pieces.begin(num_live, inputs)
         pieces, samples = self.resources.pieces, len(logits) > 0
         # Log-probabilities of prompts are made behind the step, with the head's slices in the landing buffers.
-        takes_landings = len(scored) > 0 and self.resources.model.streamed.head is not None
+        takes_landing_buffers = len(scored) > 0 and self.resources.model.streamed.head is not None
         return PrefillStep(
             program=self,
             write_through=step.write_through,
             chunks=passing,
-            plan=pieces.plan(passing, len(tensors), samples),
+            stream_plan=pieces.plan(passing, len(tensors), samples),
             # A decode step or another prompt may follow. We do not know which KV it reads, so only weights are fetched
             # ahead, and none of those that large steps alone bring.
-            ahead=None if any(passing) or takes_landings else pieces.plan(passing, samples=samples),
+            ahead=None if any(passing) or takes_landing_buffers else pieces.plan(passing, samples=samples),
             section_ends=tuple(pieces.piece_indices(samples)),
             logits=logits,
             num_tokens=num_tokens,
@@ -114,7 +114,7 @@ class PrefillProgram:
             last_rows=last_rows,
             scored=scored,
             scored_by=scored_by,
-            takes_landings=takes_landings,
+            takes_landing_buffers=takes_landing_buffers,
             gpu_ranges=gpu_ranges,
             slot_tables=slot_tables,
             lengths=lengths,
@@ -235,7 +235,7 @@ class PrefillStep(OffloadStep):
         last_normed: [n, hidden_size], what the head reads; filled by the last piece.
         scored, scored_by: [m] each, index in the step of each token behind which one of the prompt has its
             log-probability made, and that one's id; none if nobody wants any.
-        takes_landings: whether the head is brought for these behind the step, which fetches nothing ahead then.
+        takes_landing_buffers: whether the head is brought for these behind the step, which fetches nothing ahead then.
         normed: [N, hidden_size], what the head reads of all tokens; left by the last piece where some are scored.
         gpu_ranges: for each group what the chunks attend to in the GPU pool.
         slot_tables: for each group [3, n] int32: first block, end of the keys and load state of each pair of a ring
@@ -246,7 +246,7 @@ class PrefillStep(OffloadStep):
     program: PrefillProgram
     write_through: Sequence[Sequence[tuple[int, int]]]
     chunks: Sequence[list[Chunk]]
-    plan: StreamPlan
+    stream_plan: StreamPlan
     ahead: StreamPlan | None
     section_ends: tuple[int, ...]
     logits: torch.Tensor
@@ -257,7 +257,7 @@ class PrefillStep(OffloadStep):
     last_rows: torch.Tensor
     scored: torch.Tensor
     scored_by: torch.Tensor
-    takes_landings: bool
+    takes_landing_buffers: bool
     gpu_ranges: list[KeyRange]
     slot_tables: Sequence[torch.Tensor]
     lengths: np.ndarray

@@ -57,7 +57,7 @@ class PrefillPieces:
     def __init__(
         self, resources: Resources, table: DeviceTable, padding: tuple[int, int, int], states: StateTables | None
     ) -> None:
-        device, max_tokens = resources.runtime.device, resources.plan.max_num_batched_tokens
+        device, max_tokens = resources.runtime.device, resources.memory_plan.max_num_batched_tokens
         self._pads = resources.device.pads_rows
         self.capture_num_tokens = capture_num_tokens = resources.config.graph_num_tokens(max_tokens, resources.device)
         assert max(capture_num_tokens, default=0) <= max_tokens, "a padded step must fit into the table"

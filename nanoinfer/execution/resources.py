@@ -18,7 +18,7 @@ from nanoinfer.kernels.kv.base import KVPart
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.pieces import DeviceState
 from nanoinfer.step.memory_plan import MemoryPlan
-from offload import KVGroups, KVLayout, Places, Ring, Runtime, Stream
+from offload import KVGroups, KVLayout, LandingBuffers, Ring, Runtime, Stream
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Resources:
     """The resources of one engine with which steps are carried out. Layers without attention do not count.
 
     Attributes:
-        landings: where transfers lie that do not pass through the ring.
+        landing_buffers: where transfers lie that do not pass through the ring.
         gpu_kv: `[num_places, num_gpu_blocks, part_bytes]`, the GPU pool, once memory was measured.
         states: what rows keep besides blocks.
         groups: the layers whose keys and values share blocks.
@@ -35,14 +35,14 @@ class Resources:
     """
 
     config: EngineConfig
-    plan: MemoryPlan
+    memory_plan: MemoryPlan
     runtime: Runtime
     compute: Stream
     model: Decoder
     backends: Backends
     layout: KVLayout
     ring: Ring
-    landings: Places
+    landing_buffers: LandingBuffers
     graphs: Graphs
     gpu_kv: torch.Tensor | None = None
     states: States | None = None
@@ -55,7 +55,7 @@ class Resources:
     def pieces(self) -> Pieces:
         groups = () if self.gpu_kv is None else range(len(self.groups))
         gpu_kv = [[self.kv_at(group, place) for place in range(self.layout.num_places)] for group in groups]
-        return Pieces(self.model, DeviceState(gpu_kv, self.states.of_layer), self.plan.slot_rows)
+        return Pieces(self.model, DeviceState(gpu_kv, self.states.of_layer), self.memory_plan.slot_rows)
 
     def kv_at(self, group: int, place: int) -> torch.Tensor:
         """Return a place of all blocks of the GPU pool, as the layers of this group read it."""
@@ -82,4 +82,4 @@ class Resources:
 
     @property
     def table_width(self) -> int:
-        return self.groups.table_width(self.plan.max_model_len)
+        return self.groups.table_width(self.memory_plan.max_model_len)

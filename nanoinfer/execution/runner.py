@@ -37,7 +37,7 @@ from nanoinfer.layers.linear import Head, Linear, keep_matrices
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.step.memory_plan import MemoryPlan
 from nanoinfer.step.plan import StepPlan
-from offload import HostPool, OffloadEngine, Places, Ring, Runtime, Stream, Timeline
+from offload import HostPool, LandingBuffers, OffloadEngine, Ring, Runtime, Stream, Timeline
 from offload.memory.pinned import HostArena
 from offload.runtime.timeline import COMPUTE, NoTimeline
 
@@ -90,15 +90,15 @@ class ModelRunner:
         memory_before: int = 0,
         group: Group | Alone = Alone(),
     ) -> None:
-        self.config, self.plan, self.runtime, self.model, self.backends = config, plan, runtime, model, backends
+        self.config, self.memory_plan, self.runtime, self.model, self.backends = config, plan, runtime, model, backends
         self.spec, self.layout = spec, layout = model.spec, model.spec.layout
         self.compute: Stream = runtime.stream("compute")
         self.ring = Ring(runtime, self.layout, config.num_ring_slots, plan.blocks_per_slot)
         self.num_gpu_blocks = plan.num_gpu_blocks
-        self.landings = Places(runtime, model.streamed.landing_buffers)
+        self.landing_buffers = LandingBuffers(runtime, model.streamed.landing_buffers)
         self.graphs = Graphs(runtime, self.compute)
         self._resources = Resources(
-            config, plan, runtime, self.compute, model, backends, layout, self.ring, self.landings, self.graphs
+            config, plan, runtime, self.compute, model, backends, layout, self.ring, self.landing_buffers, self.graphs
         )
         self._activations = Activations(self._resources, memory_before)
         self.product_checks: dict[str, list[int]] = {}  # as `check_products` returns
@@ -124,7 +124,7 @@ class ModelRunner:
         self.decode_program, self.prefill_program = self._programs(self.gpu_kv, states)
         cuts = self.decode_program.resources.pieces.cuts
         self.offload = OffloadEngine(
-            runtime, self.gpu_kv, host, self.ring, self.compute, cuts, self.landings, states.pool
+            runtime, self.gpu_kv, host, self.ring, self.compute, cuts, self.landing_buffers, states.pool
         )
         self.block_copies = BlockCopies(self.offload, self.gpu_kv, states)
         # A broken weight makes logits of every request unsound, an overflow those of single ones, at any step.
@@ -157,7 +157,7 @@ class ModelRunner:
             self._activations.run_each_kind()
             if self._has_graphs:
                 kv = _zeros(self.layout.pool_shape(1), self.runtime.device)
-                states = States(self.spec, self.plan.num_slots, self.runtime.device)
+                states = States(self.spec, self.memory_plan.num_slots, self.runtime.device)
                 decode, prefill = self._programs(kv, states)
                 decode.run_each_kind()
                 prefill.pieces.run_each_kind()
@@ -224,9 +224,9 @@ class ModelRunner:
         gc.disable()
         try:
             with bar, self.compute.current():
-                if self.landings.bytes:  # warm-up runs read them: bytes of another piece may be any index
+                if self.landing_buffers.bytes:  # warm-up runs read them: bytes of another piece may be any index
                     self.offload.drain()
-                    self.landings.clear()
+                    self.landing_buffers.clear()
                 for work in works:
                     self.graphs.capture(work)
                     bar.set_postfix_str(work.name)
@@ -264,11 +264,11 @@ class ModelRunner:
             self.offload.run(step, plan.operation, plan.gone_host_blocks, timeline)
             logits = self._logits(plan)
             prompts = None if prefill is None else self._prompt_logprobs.launch(prefill, plan.chunks)
-            if prefill is not None and prefill.takes_landings:
-                self.offload.hold_places()
-        if step.plan.transfers and step.shares is None:
+            if prefill is not None and prefill.takes_landing_buffers:
+                self.offload.fence_landing_buffers()
+        if step.stream_plan.transfers and step.shares is None:
             step.shares = self._shares(step, plan.num_members)
-        shares = step.shares if step.plan.transfers else None
+        shares = step.shares if step.stream_plan.transfers else None
         return UnsampledStep(plan, step, prefill, timeline, logits, shares, prompts)
 
     def sample(
@@ -305,7 +305,7 @@ class ModelRunner:
     def _shares(self, step: DecodeStep | PrefillStep | MixedStep, num_members: int) -> np.ndarray:
         resources = self.decode_program.resources
         num_layers = [resources.group_of.count(number) for number in range(len(resources.groups))]
-        common_bytes = resources.pieces.common_bytes(step.plan, self.layout)
+        common_bytes = resources.pieces.common_bytes(step.stream_plan, self.layout)
         return stream_shares(self.layout, num_layers, num_members, step.chunks, step.readers, common_bytes)
 
     def _logits(self, plan: StepPlan) -> torch.Tensor:

@@ -190,7 +190,7 @@ class Admission:
         if self._tables.is_offload:
             # Whoever runs goes on while memory is pinned for a newcomer, which is asked again in the next step.
             num_room, num_tails = wanted.num_room + num_promised + passing, len(self._tables.groups) * (len(first) + 1)
-            blocks.wait_for(self._cache.num_reserved_host + num_room, may_wait=not running)
+            blocks.wait_for(self._cache.num_promised_host + num_room, may_wait=not running)
             self._tell()
             if self._cache.copies.num_obtainable < num_tails or num_room > self._room:
                 return Verdict.REFUSED
@@ -288,6 +288,6 @@ class Admission:
             found = copies.find(full.start, blocks)
             firsts.append(full.stop - len(found))
             tables.gpu[number, sequence.row, firsts[-1] : full.stop] = found
-        copies.note(sequence, firsts)
+        copies.set_resident_from(sequence, firsts)
         copies.promise_tails(sequence)
-        copies.limit()
+        copies.drop_above_limit()

@@ -41,7 +41,7 @@ class KVCache:
     Attributes:
         free_rows: rows without a sequence.
         slots: for the states of as many sequences as may have one at a time.
-        num_reserved_host: host blocks that are promised and not handed out yet.
+        num_promised_host: host blocks that are promised and not handed out yet.
         num_reserved_splits: blocks that all rows together can ever attend to.
         sizes: the tokens of a block in each group, each once.
     """
@@ -59,18 +59,18 @@ class KVCache:
         self.prefixes = PrefixCache(tables, enable_prefix_caching, end_token_ids)
         self.free_rows = list(range(tables.num_rows - 1, -1, -1))
         self.slots = tables.lifetimes.slots
-        self.num_reserved_host = self.num_reserved_splits = 0
+        self.num_promised_host = self.num_reserved_splits = 0
         self.sizes = {group.block_size for group in tables.groups}
 
     @property
     def num_unpromised_host(self) -> int:
         """Number of host blocks that are free, or will be once copies have run, and promised to no sequence."""
         lifetimes = self.tables.lifetimes
-        return lifetimes.host_blocks.num_free + lifetimes.num_deferred_host - self.num_reserved_host
+        return lifetimes.host_blocks.num_free + lifetimes.num_deferred_host - self.num_promised_host
 
     def promise_host(self, sequence: Sequence) -> None:
         """Promise the sequence what it needs of host blocks to become as long as it may, beside those that it has."""
-        self.cancel_reserved(sequence)
+        self.cancel_promise(sequence)
         count, tables = 0, self.tables
         for number, (group, full) in enumerate(zip(tables.groups, tables.full(sequence), strict=True)):
             held = tables.host[number, sequence.row, full.start : full.stop]
@@ -78,18 +78,18 @@ class KVCache:
             num_held = len(present(held)) if group.window is None else num_alone(tables.lifetimes.host_blocks, held)
             num_coming = sequence.max_num_tokens // group.block_size - full.stop
             count += max(0, min(group.most_full(sequence.max_num_tokens) - num_held, num_coming))
-        sequence.num_reserved_host = count
-        self.num_reserved_host += count
+        sequence.num_promised_host = count
+        self.num_promised_host += count
 
-    def cancel_reserved(self, sequence: Sequence) -> None:
+    def cancel_promise(self, sequence: Sequence) -> None:
         """Take back the promise of what the sequence has not filled."""
-        self.num_reserved_host -= sequence.num_reserved_host
-        sequence.num_reserved_host = 0
+        self.num_promised_host -= sequence.num_promised_host
+        sequence.num_promised_host = 0
 
     def take_row(self, sequence: Sequence) -> int:
         (sequence.state_slot,) = self.slots.allocate(1)
         sequence.row = self.free_rows.pop()
-        self.tables.versions[sequence.row] += 1
+        self.tables.gpu_versions[sequence.row] += 1
         self.num_reserved_splits += self.tables.num_splits(sequence.max_num_tokens)
         return sequence.row
 
@@ -151,10 +151,9 @@ class KVCache:
             of_ends = missing[(ends - 1) // group.block_size - first]
             lacking += np.maximum(of_ends - tables.promised[number, row], 0)
         num_fitting = int(np.searchsorted(lacking, max(0, self.copies.num_obtainable), side="right"))
-        if (
-            sequence.num_reserved_host and tables.windowed
-        ):  # what the step's rows see before it and behind it lies there at once
-            room = sequence.num_reserved_host + max(0, self.num_unpromised_host)
+        # What the step's rows see before it and behind it lies there at once.
+        if sequence.num_promised_host and tables.windowed:
+            room = sequence.num_promised_host + max(0, self.num_unpromised_host)
             num_fitting = min(num_fitting, np.count_nonzero(np.maximum.accumulate(on_host) <= room))
         return min(wanted, int(ends[num_fitting - 1]) - begin) if num_fitting else 0
 
@@ -183,7 +182,7 @@ class KVCache:
         taken = np.array(self.copies.take(count), dtype=np.int32)
         for number, places in enumerate(missing):
             tables.gpu[number, row, places], taken = taken[: len(places)], taken[len(places) :]
-        tables.versions[row] += 1
+        tables.gpu_versions[row] += 1
 
     def take_promised(self, sequence: Sequence, end: int) -> list[list[tuple[int, int]]]:
         """Take a host block for each block that becomes full when `end` tokens are computed, in offload mode.
@@ -201,7 +200,7 @@ class KVCache:
             of_next = min(first, self.prefixes.end_blocks(sequence, number).start)  # where the next turn begins to see
             places_of.append((full, *(range(max(full.start, place), full.stop) for place in (first, of_next))))
         num_unpromised = max(0, self.num_unpromised_host)
-        room = sequence.num_reserved_host + num_unpromised
+        room = sequence.num_promised_host + num_unpromised
         has_room = sum(len(of_next) for *_, of_next in places_of) <= room  # else what this turn sees alone
         for full, *either in places_of:
             room -= len(either[has_room])
@@ -211,9 +210,9 @@ class KVCache:
             num_more = min(len(full) - num_needed, num_spare, tables.lifetimes.host_blocks.num_spare)
             count, num_spare = num_needed + num_more, num_spare - num_more
             taken = self.take_host(count, number) if count else []
-            num_promised = min(num_needed, sequence.num_reserved_host)
-            sequence.num_reserved_host -= num_promised
-            self.num_reserved_host -= num_promised
+            num_promised = min(num_needed, sequence.num_promised_host)
+            sequence.num_promised_host -= num_promised
+            self.num_promised_host -= num_promised
             places = full[len(full) - count :]
             tables.host[number, row, places.start : places.stop] = taken
             pairs.append([(int(tables.gpu[number, row, s]), block) for s, block in zip(places, taken, strict=True)])
@@ -229,13 +228,15 @@ class KVCache:
         has_left = self.leave_windows(sequence)
         if not (has_filled or has_left):
             return
-        if not sequence.num_reserved_host and not present(tables.host[:, row]):
+        if not sequence.num_promised_host and not present(tables.host[:, row]):
             self.promise_windows(sequence)  # the GPU's blocks are the only ones: no copies that can be dropped
         else:
             self.promise_host(sequence)
-            self.copies.note(sequence, [int(self.copies.residency.first[line]) for line in self.copies.lines([row])])
+            self.copies.set_resident_from(
+                sequence, [int(self.copies.residency.first[line]) for line in self.copies.lines([row])]
+            )
             self.copies.promise_tails(sequence)
-            self.copies.limit()
+            self.copies.drop_above_limit()
 
     def store_filled(self, sequence: Sequence, end: int) -> None:
         """Have the blocks copied to the host, in offload mode, that `end` tokens fill, all of them computed."""
@@ -266,7 +267,7 @@ class KVCache:
             on_gpu, on_host = present(tables.gpu[passed]), present(tables.host[passed])
             tables.gpu[passed] = tables.host[passed] = NO_BLOCK
             tables.begins[number, row] = first
-            tables.versions[row] += 1  # what was prefetched of a host block is worthless, too
+            tables.gpu_versions[row] += 1  # what was prefetched of a host block is worthless, too
             tables.lifetimes.release_gpu(on_gpu)
             tables.lifetimes.release_host(on_host)
         return has_left
@@ -299,8 +300,8 @@ class KVCache:
             tables.lifetimes.release_host(on_host)
         tables.gpu[:, row] = tables.host[:, row] = NO_BLOCK
         tables.begins[:, row] = tables.promised[:, row] = 0
-        tables.versions[row] += 1
-        self.cancel_reserved(sequence)
+        tables.gpu_versions[row] += 1
+        self.cancel_promise(sequence)
         self.num_reserved_splits -= tables.num_splits(sequence.max_num_tokens)
         slot, sequence.row, sequence.state_slot = sequence.state_slot, None, None
         tables.lifetimes.release_slots([slot])
@@ -324,10 +325,10 @@ class KVCache:
 
         others: sequences that wait or have ended. What has no kept blocks is computed anew.
         """
-        self.num_reserved_host = 0
+        self.num_promised_host = 0
         self.num_reserved_splits = sum(self.tables.num_splits(sequence.max_num_tokens) for sequence in running)
         for sequence in [*running, *others]:
-            sequence.num_reserved_host, sequence.draft_slots = 0, []
+            sequence.num_promised_host, sequence.draft_slots = 0, []
         for sequence in others:
             sequence.row = sequence.state_slot = None
             if not sequence.is_finished and sequence.kept_blocks is None:

@@ -80,9 +80,9 @@ class GPUCopies:
         lines, places = np.array(dropped, dtype=np.int64).reshape(-1, 2).T
         self._tables.lifetimes.release_gpu(self._gpu[lines, places].tolist())
         self._gpu[lines, places] = NO_BLOCK
-        self._tables.versions[lines % self._tables.num_rows] += 1
+        self._tables.gpu_versions[lines % self._tables.num_rows] += 1
 
-    def limit(self) -> None:
+    def drop_above_limit(self) -> None:
         """Drop what is above `max_resident_blocks`."""
         if self._max_resident_blocks is not None:
             self.drop(self.num_resident - self._max_resident_blocks)
@@ -100,8 +100,8 @@ class GPUCopies:
         if drops:
             self.drop(-self.gpu_room)
 
-    def note(self, sequence: Sequence, firsts: Several[int]) -> None:
-        """Note for each group that the row's full blocks from this one on lie on the GPU."""
+    def set_resident_from(self, sequence: Sequence, firsts: Several[int]) -> None:
+        """Note for each group that the row's full blocks from this one on, and no others, lie on the GPU, too."""
         for number, (full, first) in enumerate(zip(self._tables.full(sequence), firsts, strict=True)):
             self.residency.set(self.line(number, sequence.row), max(first, full.start), full.stop)
 
@@ -148,7 +148,7 @@ class GPUCopies:
 
     def _take_over(self, line: int, block: int, gpu_block: int) -> None:
         self._gpu[line, block] = gpu_block
-        self._tables.versions[line % self._tables.num_rows] += 1
+        self._tables.gpu_versions[line % self._tables.num_rows] += 1
 
     def find(self, begin: int, host_blocks: list[int]) -> list[int]:
         """Take up the GPU copies of the last of these host blocks, held by running sequences or left by ended ones.

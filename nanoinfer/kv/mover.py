@@ -158,7 +158,7 @@ class Mover:
                 home[number, row, place] = kept[number, place] if equal is None else equal
                 pool.hold(int(home[number, row, place]))
             cache.promise_host(sequence)
-            self._copies.note(sequence, [blocks.stop for blocks in tables.full(sequence)])
+            self._copies.set_resident_from(sequence, [blocks.stop for blocks in tables.full(sequence)])
             tails = [at for at in kept if at not in full]
             for (number, place), block in zip(tails, self._copies.take(len(tails)), strict=True):
                 tables.gpu[number, row, place] = block
@@ -332,7 +332,7 @@ class Mover:
         for sequence in running:
             self._cache.prefixes.publish_again(sequence)
         self._copies.drop(-self._copies.gpu_room)
-        self._copies.limit()
+        self._copies.drop_above_limit()
 
     def _recover_row(self, sequence: Sequence) -> None:
         """Rebuild a row's promises and residency from its tables and the sequence's number of computed tokens."""
@@ -352,5 +352,5 @@ class Mover:
             firsts.append(full.start + (int(missing[-1]) + 1 if len(missing) else 0))
             tables.gpu[number, row, : firsts[-1]] = NO_BLOCK
         self._cache.promise_host(sequence)
-        self._copies.note(sequence, firsts)
+        self._copies.set_resident_from(sequence, firsts)
         self._copies.promise_tails(sequence, drops=False)

@@ -63,12 +63,12 @@ class Switch:
         lifetimes.host_blocks.release(host_blocks.values())
         for sequence in sequences:
             self._cache.promise_host(sequence)
-            self._copies.note(sequence, [0] * len(tables.groups))
-            tables.versions[sequence.row] += 1
+            self._copies.set_resident_from(sequence, [0] * len(tables.groups))
+            tables.gpu_versions[sequence.row] += 1
         for sequence in sequences:
             self._copies.promise_tails(sequence)
             self._cache.prefixes.publish_again(sequence)
-        self._copies.limit()
+        self._copies.drop_above_limit()
 
     def check_offload(self, sequences: list[Sequence]) -> None:
         """Raise what `switch_to_offload` would raise, without changing anything or waiting for copies."""
@@ -145,13 +145,13 @@ class Switch:
         self._executor.load(pairs, tables.lifetimes.begin())
         for row, table in own.items():  # only now do the new blocks have content: either mode may read them
             tables.gpu[:, row] = table
-            tables.versions[row] += 1
+            tables.gpu_versions[row] += 1
         tables.is_offload, tables.home = False, (tables.gpu, tables.gpu_blocks)
         tables.promised[:] = 0
         for sequence in sequences:
             tables.lifetimes.release_host(present(tables.host[:, sequence.row]))
             tables.host[:, sequence.row] = NO_BLOCK
-            self._cache.cancel_reserved(sequence)
+            self._cache.cancel_promise(sequence)
             self._copies.clear(sequence.row)
             self._cache.promise_windows(sequence)
         self._drain()

@@ -28,7 +28,7 @@ class BlockTables:
             group's window is on neither tier.
         begins: [groups, max_num_seqs] int64, the first block that the row's next token sees.
         promised: [groups, max_num_seqs] int64, GPU blocks that a row is promised beside those that it has.
-        versions: [max_num_seqs] int64, counts up whenever GPU blocks of the row come or go.
+        gpu_versions: [max_num_seqs] int64, counts up whenever GPU blocks of the row come or go.
         gpu_blocks: who holds which block of the GPU pool.
         is_offload: whether the mode is offload mode.
         home: table and pool of the tier in which full blocks are published. Only `Switch` sets the two.
@@ -50,7 +50,7 @@ class BlockTables:
         self.gpu = np.full(shape, NO_BLOCK, dtype=np.int32)
         self.host = np.full(shape, NO_BLOCK, dtype=np.int32)
         self.begins, self.promised = np.zeros((2, len(groups), max_num_seqs), dtype=np.int64)
-        self.versions = np.zeros(max_num_seqs, dtype=np.int64)
+        self.gpu_versions = np.zeros(max_num_seqs, dtype=np.int64)
         self.lifetimes, self.gpu_blocks = lifetimes, lifetimes.gpu_blocks
         self.is_offload, self.home = False, (self.gpu, self.gpu_blocks)
         self.windowed = [number for number, group in enumerate(groups) if group.window is not None]

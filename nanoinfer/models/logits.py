@@ -45,7 +45,7 @@ class Logits:
         """[N, hidden_size] -> [N, vocab_size] in the model's dtype, in `out` if that is given.
 
         The slices of a streamed head are copied here, so nothing else may use the landing buffers now: the caller has
-        called `OffloadEngine.hold_places`, behind a step that fetches nothing ahead.
+        called `OffloadEngine.fence_landing_buffers`, behind a step that fetches nothing ahead.
         """
         out = normed.new_empty(len(normed), self._vocab_size) if out is None else out
         for number in range(len(self.slices)):

@@ -76,7 +76,7 @@ class Sequence:
     copy_wait_seconds: float = 0.0  # estimate
     num_drafted: int = 0  # tokens that were guessed and computed beside the last one
     num_accepted: int = 0  # those of them that were right
-    num_reserved_host: int = 0  # host blocks reserved at admission and not allocated yet
+    num_promised_host: int = 0  # host blocks promised at admission and not handed out yet
     kept_blocks: list[int] | None = None
     kept_state: list[int] = field(default_factory=list)
     snapshot_ends: list[int] = field(default_factory=list)

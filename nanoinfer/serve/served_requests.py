@@ -131,7 +131,7 @@ class ServedRequests:
     def prompt_tokens(self, stream: RequestStream) -> tuple[int, int]:
         """Return how many tokens of a stream's prompts are read, and of how many. May be called on any thread."""
         mine = [tracked.request for tracked in list(self.tracked.values()) if tracked.stream is stream]
-        return self._engine.work.prompt_tokens(mine)
+        return self._engine.live.prompt_tokens(mine)
 
     def abort(self, stream: RequestStream) -> None:
         """End those requests of a stream that still run."""

@@ -119,7 +119,7 @@ def test_an_answer_that_is_stopped_leaves_nothing_behind(llm):
     assert not llm.engine.has_work and llm.stats()["gpu_blocks_used"] == 0
     session.ask("w5")  # never read, as where an interrupt comes in between
     session.ask("w5")
-    assert len(llm.engine.work.requests) == 1
+    assert len(llm.engine.live.requests) == 1
     assert ask(session, "w6").report.cut == "stopped, the context of 256 tokens is full: /clear begins anew"
     assert not llm.engine.has_work
 
@@ -165,7 +165,7 @@ def test_markers_that_are_special_tokens_are_seen(llm):
     model = EngineModel(llm, "tiny")
     assert model.format.sees_special(with_tools=False)
     run = model.run([{"role": "user", "content": "w1"}], Settings(GREEDY))
-    assert not llm.engine.work.requests["chat-0"].params.skip_special_tokens
+    assert not llm.engine.live.requests["chat-0"].params.skip_special_tokens
     assert model.format.parser(run.prompt).push("[THINK]x w11[/THINK]y") == [Reasoning("x "), Text("y")]
     llm.engine.abort("chat-0")
 

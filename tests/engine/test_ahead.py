@@ -92,7 +92,7 @@ def test_a_request_that_comes_ends_it_and_gets_what_it_gets_alone(path, mode, nu
     for _ in range(num_steps):
         engine.step()
     ahead.stop()
-    assert not engine.work.requests and ahead.is_wanted
+    assert not engine.live.requests and ahead.is_wanted
     got += run(engine, [other], [unseeded])
     assert got == wanted
     compute(engine, ahead)
@@ -114,7 +114,7 @@ def test_it_is_computed_in_steps_that_are_short_enough(path, monkeypatch):
         ahead, seen = Ahead(engine), []
         ahead.offer(beginning)
         while ahead.begin():
-            (request,) = engine.work.requests.values()
+            (request,) = engine.live.requests.values()
             seen.append(len(request.prompt_token_ids) - 1)
             while engine.has_work:
                 engine.step()
@@ -175,7 +175,7 @@ def test_a_later_turn_replaces_earlier_ones_and_the_newest_come_first(path):
     for beginning in (one, two, one + one, three, two[:15], two):
         ahead.offer(beginning)
     while ahead.begin():
-        (request,) = engine.work.requests.values()
+        (request,) = engine.live.requests.values()
         order.append(request.prompt_token_ids[:-1])
         while engine.has_work:
             engine.step()

@@ -203,7 +203,7 @@ def test_a_switch_that_is_interrupted_while_drafts_are_in_flight_loses_no_block(
     num_interrupted, lifetimes = 0, engine.kv_cache.tables.lifetimes
     while engine.has_work:
         engine.step()
-        if engine.mode == "offload" and engine.work.in_flight is not None and engine.work.in_flight.batch.drafts:
+        if engine.mode == "offload" and engine.live.in_flight is not None and engine.live.in_flight.batch.drafts:
             with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
                 patch.setattr(lifetimes, "release_host", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
                 engine.switch_mode("resident")

@@ -394,7 +394,7 @@ def test_a_failure_ends_no_later_request_of_the_same_name(path, monkeypatch):
     engine = make_engine(path)
     for name, prompt in zip("ab", prompts, strict=True):
         engine.add_request(name, prompt, params)
-    while not engine.work.in_flight:
+    while not engine.live.in_flight:
         engine.step()
     engine.abort("a")
     later = engine.add_request("a", prompts[0], params)
@@ -407,7 +407,7 @@ def test_a_failure_ends_no_later_request_of_the_same_name(path, monkeypatch):
         patch.setattr(PendingTokens, "read", fail)
         with pytest.raises(RuntimeError, match="the device is gone"):
             engine.step()
-    assert list(engine.work.requests) == ["a"]
+    assert list(engine.live.requests) == ["a"]
     while engine.has_work:
         engine.step()
     assert later.sequences[0].finish_reason == "length"

@@ -95,7 +95,7 @@ class Player:
         if num_gpu_blocks is not None:
             self.give_back = shrink_gpu_pool(self.engine, num_gpu_blocks)
         self._tracer = Tracer()
-        self.engine.work.recover = functools.partial(self._recover, self.engine.work.recover)
+        self.engine.live.recover = functools.partial(self._recover, self.engine.live.recover)
         self.engine.on_logits = lambda sequences, logits: None
 
     def _recover(self, recover: Callable[[], None]) -> None:
@@ -107,7 +107,7 @@ class Player:
         """Completions of each request that could be added. An exception is met wherever it leaves the engine."""
         ring_schedule.cache_clear()  # else its lines run or not by what has run before, in this process
         engine, requests, self._tracer = self.engine, {}, tracer
-        begun = set(engine.work.requests)
+        begun = set(engine.live.requests)
         if self.mode == "auto" and engine.mode == "offload":
             engine.switch_mode("resident")
         for step in range(400):
@@ -300,7 +300,7 @@ def test_whoever_lost_an_output_ends_also_where_the_step_behind_is_of_others(pat
     decoding = engine.add_request("decoding", PROMPTS[1][:5], params)
     engine.step()
     behind = engine.add_request("behind", PROMPTS[0], params)
-    while engine.work.in_flight.batch.chunks or not behind.sequences[0].num_computed:
+    while engine.live.in_flight.batch.chunks or not behind.sequences[0].num_computed:
         engine.step()
     assert not behind.sequences[0].num_sampled
     with monkeypatch.context() as patch, pytest.raises((KeyboardInterrupt, RuntimeError)):
@@ -327,7 +327,7 @@ def test_a_request_that_is_interrupted_while_it_is_queued_is_not_there(path):
     engine.scheduler.waiting = Interrupted()
     with pytest.raises(KeyboardInterrupt):
         engine.add_request("r", PROMPTS[0], SamplingParams(n=2))
-    assert not engine.work.requests and not engine.has_work
+    assert not engine.live.requests and not engine.has_work
     request = engine.add_request("r", PROMPTS[0], SamplingParams(n=2, max_tokens=3))
     while engine.has_work:
         engine.step()

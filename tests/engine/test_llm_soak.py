@@ -80,10 +80,10 @@ class Soak:
     def run(self, num_requests: int) -> None:
         prefixes = [[self.generator.randrange(VOCAB) for _ in range(32)] for _ in range(3)]
         while len(self.requests) < num_requests or self.engine.has_work:
-            while len(self.requests) < num_requests and len(self.engine.work.requests) < 12:
+            while len(self.requests) < num_requests and len(self.engine.live.requests) < 12:
                 self._add(prefixes)
-            if self.generator.random() < 0.06 and self.engine.work.requests:
-                assert self.engine.abort(self.generator.choice(sorted(self.engine.work.requests)))
+            if self.generator.random() < 0.06 and self.engine.live.requests:
+                assert self.engine.abort(self.generator.choice(sorted(self.engine.live.requests)))
             if self.switches and self.generator.random() < 0.12:
                 self._switch()
             self._step()

@@ -150,7 +150,7 @@ def test_a_stream_that_is_left_while_a_step_runs_ends_before_the_next_one(llm, m
     long = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
     streams = [llm.generate_stream(PROMPTS[1:3], long)]
     next(streams[0])
-    requests = list(llm.engine.work.requests.values())
+    requests = list(llm.engine.live.requests.values())
     unread, execute = next(iter(llm._streams.values())).unread, llm.engine.runner.execute
     lengths = []
 
@@ -162,7 +162,7 @@ def test_a_stream_that_is_left_while_a_step_runs_ends_before_the_next_one(llm, m
         if streams:
             leave() if where == "this thread" else on_another_thread(leave)
         else:
-            lengths.append((len(unread), len(llm.engine.work.requests)))
+            lengths.append((len(unread), len(llm.engine.live.requests)))
         return execute(*arguments)
 
     with monkeypatch.context() as patch:
@@ -178,7 +178,7 @@ def test_a_stream_that_is_left_in_the_last_call_ends_with_it(llm):
     next(stream)
     with llm.engine.alone():
         on_another_thread(stream.close)
-        assert len(llm.engine.work.requests) == 2, "another thread changes an engine that is in use"
+        assert len(llm.engine.live.requests) == 2, "another thread changes an engine that is in use"
     assert_pools_as_before(llm.engine)
 
 

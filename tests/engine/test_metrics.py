@@ -227,15 +227,15 @@ def test_a_trace_has_every_fill_piece_and_write_and_no_overlap_on_a_lane(path, t
 
 def test_it_is_told_how_far_prompts_are_read(path, monkeypatch):
     engine = make_engine(path, max_num_batched_tokens=64)
-    assert engine.work.prompt_tokens() == (0, 0)
+    assert engine.live.prompt_tokens() == (0, 0)
     engine.add_request("0", list(range(150)), SamplingParams(max_tokens=4, ignore_eos=True))
-    found = [engine.work.prompt_tokens()]
+    found = [engine.live.prompt_tokens()]
     while engine.has_work:
         engine.step()
-        found.append(engine.work.prompt_tokens())
+        found.append(engine.live.prompt_tokens())
         with monkeypatch.context() as patch:  # where launching a step is not computing it
             patch.setattr(engine.runner.device, "is_asynchronous", True, raising=False)
-            found.append(engine.work.prompt_tokens())
+            found.append(engine.live.prompt_tokens())
     read = [(64, 150), (0, 150), (128, 150), (64, 150), (150, 150), (128, 150)]
     assert found[:8] == [(0, 150), *read, (150, 150)] and found[-1] == (0, 0)
     engine.close()

@@ -91,7 +91,7 @@ class Watch:
         run_step = offload.run
 
         def watched_run(offload_step, *args):
-            plan = offload_step.plan.at
+            plan = offload_step.stream_plan.at
             if any(plan) or type(offload_step).__name__ == "DecodeStep":
                 for layer, chunks in enumerate(plan[:-1]):
                     self.filled[type(offload_step).__name__][layer] += sum(len(chunk.blocks) for chunk in chunks)
@@ -175,7 +175,7 @@ def test_blocks_leave_as_sequences_grow_and_come_back_when_others_end(path_of):
         stated.append(tuple(stats[name] for name in names))
         kv_cache, rows = engine.kv_cache, engine.runner.decode_program.rows
         for sequence in engine.scheduler.running:
-            is_sent = engine.planner.versions[sequence.row] == kv_cache.tables.versions[sequence.row]
+            is_sent = engine.planner.sent_versions[sequence.row] == kv_cache.tables.gpu_versions[sequence.row]
             if watch.promoted and sequence.num_generated and is_sent:
                 held = kv_cache.tables.gpu[0, sequence.row]
                 assert rows.block_table[sequence.row].numpy()[held >= 0].tolist() == held[held >= 0].tolist()
@@ -404,7 +404,7 @@ def tokens_and_reasons(engine, pairs, is_ahead=True):
     num_ahead = 0
     while engine.has_work:
         engine.step()
-        num_ahead += engine.work.in_flight is not None and len(engine.work.in_flight.batch.sampled)
+        num_ahead += engine.live.in_flight is not None and len(engine.live.in_flight.batch.sampled)
     assert (num_ahead > 0) == is_ahead
     assert_pools_as_before(engine)
     return [

@@ -198,7 +198,7 @@ def test_unsound_logits_in_a_prompt_end_the_request_alone(path):
             embeddings[1] = math.nan  # no token of the other prompt
         bad = engine.add_request("bad", [5, 1, 6], SamplingParams(max_tokens=2, prompt_logprobs=1))
         engine.add_request("good", PROMPTS[1], SamplingParams(max_tokens=3, temperature=0, logprobs=2))
-        good, ended = engine.work.requests["good"], []
+        good, ended = engine.live.requests["good"], []
         while engine.has_work:
             ended += [output for output in engine.step() if output.finished and output.request_id == "bad"]
         assert [output.finish_reason for output in ended] == ["error"]
@@ -276,7 +276,7 @@ def test_whoever_lost_some_ends_also_where_the_step_behind_is_of_others(path, mo
     victim = engine.add_request("victim", PROMPTS[1], SamplingParams(prompt_logprobs=1))
     while not victim.sequences[0].num_computed:
         engine.step()
-    assert [chunk.sequence.request_id for chunk in engine.work.in_flight.batch.chunks] == ["victim"]
+    assert [chunk.sequence.request_id for chunk in engine.live.in_flight.batch.chunks] == ["victim"]
     schedule, batches = engine.scheduler.schedule, []
 
     def given_way():

@@ -29,7 +29,7 @@ def play(engine, num_logprobs=NUM_LOGPROBS):
             i = len(requests)
             requests.append(engine.add_request(str(i), PROMPTS[i], params(i, num_logprobs)))
         engine.step()
-        in_flight.append(engine.work.in_flight is not None)
+        in_flight.append(engine.live.in_flight is not None)
     assert_pools_as_before(engine)
     return [outcome(request) for request in requests], in_flight
 

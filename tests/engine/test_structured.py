@@ -139,7 +139,7 @@ def test_rows_beside_keep_their_bits_and_a_batch_without_a_form_is_launched_as_e
     beside = [params[number] for number in PLAIN]
     prompts, calls, sample = [PROMPTS[number] for number in PLAIN], [], engine.runner.sample
     engine.runner.sample = lambda step, on_logits=None, masks=None: (
-        calls.append((masks is not None, engine.work.in_flight is not None)) or sample(step, on_logits, masks)
+        calls.append((masks is not None, engine.live.in_flight is not None)) or sample(step, on_logits, masks)
     )
     try:
         plain = run(engine, prompts, beside)

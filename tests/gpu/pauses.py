@@ -65,7 +65,7 @@ def main(shape: str = "qwen3-0.6b") -> None:
                 params = SamplingParams(temperature=0.6, max_tokens=300, ignore_eos=True, logprobs=logprobs)
                 for i, prompt in enumerate(random_prompts(batch, 1024, 1024)):
                     engine.add_request(str(i), prompt, params)
-                while not all(sequence.num_generated > 20 for sequence in engine.work.sequences):
+                while not all(sequence.num_generated > 20 for sequence in engine.live.sequences):
                     engine.step()
                 found = sorted(pauses(profile_steps(engine.step, NUM_STEPS)))
                 figures = statistics.median(found), found[len(found) * 95 // 100], found[-1]

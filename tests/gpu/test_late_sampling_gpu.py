@@ -81,13 +81,13 @@ def test_log_probabilities_let_the_host_wait_for_nothing_but_the_step_before(mod
             temperature=0.8 * (i % 2), seed=i, max_tokens=80, ignore_eos=True, logprobs=[None, 20][i % 2]
         )
         engine.add_request(str(i), prompt, params)
-    while not all(sequence.num_generated > 8 for sequence in engine.work.sequences):
+    while not all(sequence.num_generated > 8 for sequence in engine.live.sequences):
         engine.step()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(20):
             engine.step()
-            assert engine.work.in_flight is not None
+            assert engine.live.in_flight is not None
     finally:
         torch.cuda.set_sync_debug_mode("default")
     while engine.has_work:

@@ -254,7 +254,7 @@ def test_rows_that_share_blocks_behind_one_of_their_own_share_them_in_offload_mo
     with torch.inference_mode():
         engine.runner.gpu_kv[:, own] = engine.runner.gpu_kv[:, first]
     kv_cache.tables.gpu[0, rows[1], 0] = own
-    kv_cache.tables.versions[rows[1]] += 1
+    kv_cache.tables.gpu_versions[rows[1]] += 1
     pool.release([first])
     engine.switch_mode("offload")
     held, (a, b) = kv_cache.tables.gpu[0, rows], rows

@@ -232,7 +232,7 @@ class Link:
 
         def counted(step, *args):
             before = num_copies
-            at = step.plan.at[:num_layers]
+            at = step.stream_plan.at[:num_layers]
             blocks = [[block for transfer in found for block in transfer.host_blocks] for found in at]
             self.planned_bytes += sum(map(len, blocks)) * engine.runner.layout.part_bytes
             result = run_step(step, *args)

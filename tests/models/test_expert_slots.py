@@ -202,7 +202,7 @@ def test_the_plan_has_what_the_pools_take(path_of, family):
     assert sum(pools.values()) == plan.landing_bytes == pool_bytes(sparse.strides, sparse.num_experts, 4)
     on_gpu = sum(one.nbytes for one in model.parameters())
     assert abs(on_gpu + plan.expert_bytes - engine.runner.spec.weight_bytes) < 2**12, "tables alone"
-    assert len(engine.runner.landings.bytes) == NUM_AREAS * len(set(sparse.strides))
+    assert len(engine.runner.landing_buffers.bytes) == NUM_AREAS * len(set(sparse.strides))
     for one in owners:
         begins = sorted((one.slots.first_slot, one.slots.first_spare, int(one.table[0])))
         assert len(set(begins)) == 3 and one.slots.first_slot + 4 <= len(one.pool)

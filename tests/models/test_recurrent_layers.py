@@ -164,7 +164,7 @@ def test_a_state_comes_back_to_a_row_only_behind_the_step_of_who_had_the_row_bef
     (running,), (waiting,) = engine.scheduler.running, engine.scheduler.waiting
     row = running.row
     assert (running.request_id, waiting.request_id) == ("first", "second")
-    assert engine.work.in_flight.batch.sampled == [running]
+    assert engine.live.in_flight.batch.sampled == [running]
     while not engine.mover.transfers.is_idle:
         engine.mover.transfers.wait()  # nobody waits for that step
     engine.abort("first")
@@ -220,7 +220,7 @@ def test_after_an_exception_only_the_states_of_those_that_gave_way_are_kept(path
     for number, n in enumerate((1, 2, 1)):  # the second one's completions: one runs when the other has given way
         params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, n=n)
         engine.add_request(str(number), random_prompts(3, 40, 40)[number], params)
-    while not all(sequence.num_generated > 2 for sequence in engine.work.sequences):
+    while not all(sequence.num_generated > 2 for sequence in engine.live.sequences):
         engine.step()
     preempt = torch.inference_mode()(engine.scheduler.preempt_youngest)
     preempt()

@@ -179,7 +179,7 @@ def test_work_behind_a_step_may_bring_the_whole_head_by_itself(path_of, holds, m
             found.append(torch.empty_like(logits))
             compute.run(lambda out=found[-1]: head(x, out))
             if holds:
-                offload.hold_places()
+                offload.fence_landing_buffers()
 
         monkeypatch.setattr(offload, "run", run_and_more)
         is_right = run(engine, prompts, params) == wanted
@@ -221,7 +221,7 @@ def test_places_that_are_filled_for_the_next_step_cannot_be_held(path_of):
     engine = make_engine(path_of("qwen3", **WIDE), **ALONE)
     run(engine, *workload(0, 40))
     with pytest.raises(AssertionError, match="a place is filled for the next step"):
-        engine.runner.offload.hold_places()
+        engine.runner.offload.fence_landing_buffers()
 
 
 def test_a_step_that_samples_nothing_brings_nothing_of_the_head(path_of):

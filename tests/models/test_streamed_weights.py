@@ -99,7 +99,7 @@ def test_the_waits_are_needed(path_of, rule):
 def test_a_run_holds_what_its_piece_reads_and_nothing_twice(path_of, family):
     engine = make_engine(path_of(family, num_layers=4), **ALL)
     model, spec = engine.runner.model, engine.runner.spec
-    streamed, places = model.streamed, engine.runner.landings.bytes
+    streamed, places = model.streamed, engine.runner.landing_buffers.bytes
     assert [len(place) for place in places] == landing_sizes(spec.run_bytes(tuple(streamed.runs), True))
     assert engine.plan.landing_bytes == sum(map(len, places))
     assert len({place.data_ptr() for place in places}) == len(places) == 2
@@ -135,7 +135,7 @@ def test_a_run_holds_what_its_piece_reads_and_nothing_twice(path_of, family):
 def test_pieces_that_run_outside_of_steps_find_zeros_in_their_places(path_of, monkeypatch):
     """What another piece left there would lead a table of indices out of the memory."""
     engine = make_engine(path_of("qwen3", **SMALL), **ALL, enable_cpu_offload="auto")
-    runner, places = engine.runner, engine.runner.landings.bytes
+    runner, places = engine.runner, engine.runner.landing_buffers.bytes
 
     @torch.inference_mode()
     def soil():

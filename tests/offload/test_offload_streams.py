@@ -24,8 +24,8 @@ from offload import (
     KVLayout,
     KVPlace,
     Landing,
+    LandingBuffers,
     OffloadEngine,
-    Places,
     Ring,
     Staging,
     StreamPlan,
@@ -86,7 +86,7 @@ class Toy:
         host = HostPool(LAYOUT, num_blocks=12, blocks_per_segment=3, arena=PlainArena(4, 3 * LAYOUT.block_bytes))
         ring = Ring(self.runtime, LAYOUT, num_ring_slots, blocks_per_slot)
         cuts = [*(Cut(reads=KVPlace(0, layer), writes=KVPlace(0, layer)) for layer in range(LAYOUT.num_places)), Cut()]
-        places = Places(self.runtime, [])
+        places = LandingBuffers(self.runtime, [])
         self.engine = OffloadEngine(self.runtime, pool, host, ring, self.compute_stream, cuts, places)
         self.lifetimes = BlockLifetimes(self.gpu_blocks, BlockPool(host.num_blocks), self.engine, self._poison)
         self.staging = Staging(self.runtime, 8, torch.float32)
@@ -125,7 +125,7 @@ class Toy:
     @property
     def section_ends(self) -> tuple[int, ...]:
         last = LAYOUT.num_places
-        return tuple(range(last + 1)) if self.plan.transfers else (last,)
+        return tuple(range(last + 1)) if self.stream_plan.transfers else (last,)
 
     def compute(self, section: int) -> None:
         for layer in range(LAYOUT.num_places) if len(self.section_ends) == 1 else [section]:
@@ -160,7 +160,7 @@ class Toy:
                 (sequence.tail,) = self.gpu_blocks.allocate(1)
         streamed = [block for sequence in self.sequences for block in sequence.host]
         expected = self._expected()
-        self.plan = self.ahead = plan_of(pack(streamed, self.engine.ring.blocks_per_slot))
+        self.stream_plan = self.ahead = plan_of(pack(streamed, self.engine.ring.blocks_per_slot))
         self.full = []
         for sequence in self.sequences:
             sequence.num_tokens += 1
@@ -256,7 +256,7 @@ def test_each_wait_removed_is_noticed(rule):
 def test_a_step_that_copies_blocks_has_a_number():
     """Nobody could wait for its copies."""
     toy = Toy(seed=3, dropped_rule=None, num_ring_slots=2, blocks_per_slot=1)
-    toy.plan, toy.ahead, toy.full = plan_of([]), None, [(1, 0)]
+    toy.stream_plan, toy.ahead, toy.full = plan_of([]), None, [(1, 0)]
     with pytest.raises(AssertionError, match="has a number"):
         toy.engine.run(toy, 0)
     assert not any(stream.queue for stream in toy.runtime.streams), "nothing was enqueued"
@@ -282,15 +282,15 @@ def test_who_fills_a_place_waits_for_what_read_it_behind_the_step_before(place):
     for seed in range(20):
         toy = Toy(seed, dropped_rule=None, num_ring_slots=2, blocks_per_slot=1)
         engine, compute = toy.engine, toy.compute_stream
-        engine.places = Places(toy.runtime, [torch.zeros(8, dtype=torch.uint8) for _ in range(2)])
+        engine.landing_buffers = LandingBuffers(toy.runtime, [torch.zeros(8, dtype=torch.uint8) for _ in range(2)])
         found, content = torch.zeros(8, dtype=torch.uint8), torch.full((8,), 7, dtype=torch.uint8)
-        compute.copy(engine.places.bytes[place], content)
+        compute.copy(engine.landing_buffers.bytes[place], content)
         for _ in range(5):  # so that the copy stream may come first
             compute.run(lambda: None)
-        compute.copy(found, engine.places.bytes[place])
-        engine.hold_places()
+        compute.copy(found, engine.landing_buffers.bytes[place])
+        engine.fence_landing_buffers()
         brought = Bytes(torch.full((8,), 9, dtype=torch.uint8), Landing(place, until=LAYOUT.num_places))
-        toy.plan = StreamPlan(((brought,), *[()] * LAYOUT.num_places))
+        toy.stream_plan = StreamPlan(((brought,), *[()] * LAYOUT.num_places))
         toy.ahead, toy.full = None, []
         toy.run()
         toy.runtime.synchronize()
@@ -300,7 +300,7 @@ def test_who_fills_a_place_waits_for_what_read_it_behind_the_step_before(place):
 def test_prefetch_crosses_the_step_boundary():
     toy = Toy(seed=3, dropped_rule=None, num_ring_slots=2, blocks_per_slot=1)
     host_blocks = toy.lifetimes.host_blocks.allocate(3)
-    toy.plan = toy.ahead = plan_of(pack(host_blocks, 1))
+    toy.stream_plan = toy.ahead = plan_of(pack(host_blocks, 1))
     toy.full = []
     per_step = 3 * LAYOUT.num_places
     for step in range(1, 4):
@@ -312,11 +312,11 @@ def test_prefetch_crosses_the_step_boundary():
 def test_a_freed_block_drops_the_prefetch_that_holds_it():
     toy = Toy(seed=3, dropped_rule=None, num_ring_slots=2, blocks_per_slot=1)
     host_blocks = toy.lifetimes.host_blocks.allocate(3)
-    toy.plan = toy.ahead = plan_of(pack(host_blocks, 1))
+    toy.stream_plan = toy.ahead = plan_of(pack(host_blocks, 1))
     toy.full = []
     toy.run()
     toy.lifetimes.release_host(host_blocks[2:])
-    toy.plan = toy.ahead = plan_of(pack(host_blocks[:2], 1))
+    toy.stream_plan = toy.ahead = plan_of(pack(host_blocks[:2], 1))
     toy.run()
     assert toy.engine.counters.discarded_bytes == 0, "the last block was not prefetched"
     toy.lifetimes.release_host(host_blocks[:1])
@@ -445,7 +445,7 @@ def test_prefetch_is_forgotten_when_a_step_fails_behind_it(place):
     for calls in (1, 5, 9):
         toy = Toy(seed=3, dropped_rule=None, num_ring_slots=2, blocks_per_slot=1)
         host_blocks = toy.lifetimes.host_blocks.allocate(3)
-        toy.plan = toy.ahead = plan_of(pack(host_blocks, 1))
+        toy.stream_plan = toy.ahead = plan_of(pack(host_blocks, 1))
         toy.full = []
         toy.run()
         original, counted = getattr(toy, place), itertools.count(1)
@@ -489,7 +489,7 @@ def test_of_many_operations_in_flight_none_is_forgotten_that_has_not_run():
 def test_events_that_nobody_asks_about_do_not_pile_up():
     toy = Toy(seed=3, dropped_rule=None, num_ring_slots=2, blocks_per_slot=1)
     host_blocks = toy.lifetimes.host_blocks.allocate(4)
-    toy.plan = toy.ahead = plan_of(pack(host_blocks[:3], 1))
+    toy.stream_plan = toy.ahead = plan_of(pack(host_blocks[:3], 1))
     toy.full = [(1, host_blocks[3])]
     toy.gpu_blocks.allocate(1)
     for _ in range(100):

@@ -120,7 +120,7 @@ def test_nothing_is_computed_for_a_client_that_left_or_several_choices(path):
     async def talk():
         async with serving(path) as served:
             client = LeavingClient(served.app, dict(max_tokens=50, **asked), "/v1/chat/completions")
-            await served.wait_until(lambda served: served.engine.work.requests)
+            await served.wait_until(lambda served: served.engine.live.requests)
             client.leave()
             await client.task
             await served.post("/v1/chat/completions", n=2, max_tokens=24, **asked)

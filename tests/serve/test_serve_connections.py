@@ -199,9 +199,9 @@ def test_a_client_that_is_gone_ends_its_request(impatient, stream, version):
     engine = impatient.served.engine
     with impatient.connect() as connection:
         connection.sendall(request(LONG | dict(n=8, stream=stream), version=version))
-        impatient.wait_until(lambda: engine.work.requests)
-        requests = list(engine.work.requests.values())
-    impatient.wait_until(lambda: not engine.work.requests)
+        impatient.wait_until(lambda: engine.live.requests)
+        requests = list(engine.live.requests.values())
+    impatient.wait_until(lambda: not engine.live.requests)
     assert {sequence.finish_reason for one in requests for sequence in one.sequences} == {"abort"}
 
 
@@ -234,7 +234,7 @@ def test_a_second_interrupt_ends_what_runs(path, caplog):
     with listening(path, timeout=3600) as one, one.connect() as connection, ThreadPoolExecutor(1) as reader:
         connection.sendall(request(LONG | dict(n=100, stream=True)))
         answer = reader.submit(read_all, connection)
-        one.wait_until(lambda: one.served.engine.work.requests)
+        one.wait_until(lambda: one.served.engine.live.requests)
         one.server.handle_exit(signal.SIGINT, None)
         one.wait_until(lambda: "1 request may run for 30 s, Ctrl-C again ends" in caplog.text)
         assert not one.num_forced

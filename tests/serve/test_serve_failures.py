@@ -173,7 +173,7 @@ def test_an_output_that_is_an_error_ends_its_request_and_no_other(path, stream, 
             def step():
                 outputs = original()
                 for output in outputs:
-                    request = engine.work.requests.get(output.request_id)
+                    request = engine.live.requests.get(output.request_id)
                     if request and request.prompt_token_ids == [20] and request.sequences[0].num_generated > 5:
                         failed.append(output.request_id)
                         error = dict(finished=True, finish_reason="error", error=text)
@@ -213,7 +213,7 @@ def test_after_a_failed_step_only_those_end_that_the_engine_has_ended(path, reas
             engine, original = served.engine, served.engine.step
 
             def step():
-                for name, request in engine.work.requests.items():
+                for name, request in engine.live.requests.items():
                     if request.prompt_token_ids == [20] and request.sequences[0].num_generated > 5:
                         engine.abort(name)
                         request.sequences[0].finish_reason = reason

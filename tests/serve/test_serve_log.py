@@ -128,10 +128,10 @@ def test_each_prompt_has_a_line_with_the_answers_id_and_no_text(path):
 def test_clients_that_leave_and_requests_that_fail_have_a_line_each(path):
     async def work(served):
         client = LeavingClient(served.app, dict(prompt=[20, 21], max_tokens=300, ignore_eos=True))
-        await served.wait_until(lambda served: served.engine.work.requests)
+        await served.wait_until(lambda served: served.engine.live.requests)
         client.leave()
         await client.task
-        await served.wait_until(lambda served: not served.engine.work.requests)
+        await served.wait_until(lambda served: not served.engine.live.requests)
         served.engine.runner.execute = None  # the next step fails
         assert (await served.post(prompt="w30 w31")).status_code == 500
         del served.engine.runner.execute

@@ -12,7 +12,7 @@ import torch
 from simulated import SimulatedRuntime
 
 from nanoinfer import EngineConfig, LLMEngine, SamplingParams
-from nanoinfer.engine.recovery import Work
+from nanoinfer.engine.recovery import LiveRequests
 from nanoinfer.memory.setup import Setup
 from nanoinfer.step.plan import NO_BLOCK
 from offload import Runtime
@@ -65,7 +65,7 @@ COMMON = dict(
 def make_engine(path: Path, runtime: Runtime | None = None, **arguments) -> LLMEngine:
     engine = LLMEngine(EngineConfig(model=path, **(COMMON | arguments)), runtime)
     if isinstance(runtime, SimulatedRuntime):
-        engine.work.__class__ = SimulatedWork
+        engine.live.__class__ = SimulatedLiveRequests
     return engine
 
 
@@ -84,7 +84,7 @@ def have_embeddings_on_host(monkeypatch) -> None:
     monkeypatch.setattr(Setup, "plan", planned)
 
 
-class SimulatedWork(Work):
+class SimulatedLiveRequests(LiveRequests):
     """Where work of a step in flight was lost, that step is no sounder than after a recovery that was interrupted."""
 
     def recover(self) -> None:
@@ -137,7 +137,7 @@ def read_at_once(engine: LLMEngine) -> LLMEngine:
 
     def step_and_read() -> list:
         outputs = step()
-        if engine.work.in_flight is not None:
+        if engine.live.in_flight is not None:
             engine.scheduler.schedule = lambda: None
             outputs += step()
             engine.scheduler.schedule = schedule
@@ -170,7 +170,7 @@ def assert_pools_as_before(engine: LLMEngine) -> None:
     """Nobody holds anything: rows, blocks of both pools and promises are all back."""
     kv_cache, offload = engine.kv_cache, engine.runner.offload
     tables, lifetimes = kv_cache.tables, kv_cache.tables.lifetimes
-    assert not engine.scheduler.running and not engine.scheduler.waiting and not engine.work.requests
+    assert not engine.scheduler.running and not engine.scheduler.waiting and not engine.live.requests
     engine.mover.transfers.finish()
     if offload.host.num_bytes:
         offload.drain()
@@ -188,6 +188,6 @@ def assert_pools_as_before(engine: LLMEngine) -> None:
     assert kv_cache.slots.num_used == 0 and kv_cache.slots.num_free == engine.plan.num_slots
     assert not engine.mover.away and not lifetimes.host_blocks.borrowed, "somebody's KV is kept"
     assert offload.host.borrowed_bytes == 0
-    assert kv_cache.num_reserved_host == kv_cache.num_reserved_splits == 0 and not tables.promised.any()
+    assert kv_cache.num_promised_host == kv_cache.num_reserved_splits == 0 and not tables.promised.any()
     assert kv_cache.copies.residency.num_resident == kv_cache.copies.residency.num_streamed == 0
     assert np.all(tables.gpu == NO_BLOCK) and np.all(tables.host == NO_BLOCK) and not tables.begins.any()

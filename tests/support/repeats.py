@@ -50,7 +50,7 @@ def _check_tables(program: DecodeProgram, step: DecodeStep, plan: StepPlan) -> N
     lists = attention.planner.splits(step.size, plan.gpu_blocks[first:], plan.host_blocks[first:], plan.ends)
     chunks = attention.planner.chunks(lists)
     assert chunks == step.chunks, "other chunks stream"
-    assert program.resources.pieces.plan(chunks) == step.plan == step.ahead, "another plan of what streams"
+    assert program.resources.pieces.plan(chunks) == step.stream_plan == step.ahead, "another plan of what streams"
     assert not step.write_through and not step.promoted
     batch = program.batch.uploaded.tolist()
     assert batch[0] == len(plan.rows)

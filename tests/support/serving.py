@@ -87,7 +87,7 @@ class Served:
 
     async def wait_until_idle(self) -> dict:
         """The engine's statistics once it has nothing left; fails if it keeps anything."""
-        await self.wait_until(lambda served: not served.async_engine.num_streams and not served.engine.work.requests)
+        await self.wait_until(lambda served: not served.async_engine.num_streams and not served.engine.live.requests)
         await self.wait_until(lambda served: not served.async_engine.requests.ahead.is_wanted)
         while self.engine.has_work:  # a step that was launched before the abort is read yet
             await asyncio.sleep(0.002)

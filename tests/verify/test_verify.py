@@ -304,7 +304,7 @@ def collect_while_a_step_runs(path, seed, dropped_rule=None):
     engine.add_request("r", [5, 6, 7], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
     for _ in range(4):
         engine.step()
-    assert engine.work.in_flight is not None
+    assert engine.live.in_flight is not None
     recorder.collect(keep=0)
     return torch.stack(recorder.rows["r", 0])
 
