@@ -57,11 +57,12 @@ class Group:
     Attributes:
         way: how ranks exchange what is computed: "peers", each writes into the memory of the others; "nccl"; "gloo", on
             the host.
+        mailbox: what peers write to; None: they do not.
         taken_bytes: of the device's memory, for that.
     """
 
     def __init__(self, folder: Path, rank: int, size: int, device: torch.device) -> None:
-        self.rank, self.size, self._mailbox, self.taken_bytes = rank, size, None, 0
+        self.rank, self.size, self.mailbox, self.taken_bytes = rank, size, None, 0
         store = dist.FileStore(str(folder / "store"), size)
         # Neither is the default group, which belongs to the program that we are part of.
         self._host = dist.ProcessGroupGloo(dist.PrefixStore("host", store), rank, size, _FOREVER)
@@ -69,7 +70,7 @@ class Group:
         if device.type == "cuda":
             before = device_of(device).memory()[0]
             if self._reaches_others(device):
-                self._mailbox, self.way = _mailbox(store, rank, size, device), "peers"
+                self.mailbox, self.way = _mailbox(store, rank, size, device), "peers"
             else:
                 self._own = dist.ProcessGroupNCCL(dist.PrefixStore("device", store), rank, size, _FOREVER)
                 self.way = "nccl"
@@ -94,8 +95,8 @@ class Group:
 
         own: packed, of whole words of 4 bytes.
         """
-        if self._mailbox is not None:
-            parts = self._mailbox.gather(own.view(-1).view(torch.int32))
+        if self.mailbox is not None:
+            parts = self.mailbox.gather(own.view(-1).view(torch.int32))
             return parts.view(own.dtype).view(self.size, *own.shape)
         out = own.new_empty(self.size, *own.shape)
         # As bytes: gloo does not know every dtype.
@@ -110,8 +111,8 @@ class Group:
         """Have a model's sums and logits exchanged among ranks."""
         for module in model.modules():
             if getattr(module, "is_part", False):
-                module.gather = self.gather
-        model.logits.gather = self.gather
+                module.exchange = self
+        model.logits.exchange = self
 
     def close(self) -> None:
         """End it; what others wait for fails there."""

@@ -10,6 +10,7 @@ from nanoinfer.kernels.experts.product import expert_mlp as expert_mlp
 from nanoinfer.kernels.experts.product import shared_mlp as shared_mlp
 from nanoinfer.kernels.experts.slots import place_experts as place_experts
 from nanoinfer.kernels.layer import activation as kernel
+from nanoinfer.kernels.layer.exchange_norm import exchange_norm as exchange_norm
 from nanoinfer.kernels.layer.layer_norm import layer_norm as layer_norm
 from nanoinfer.kernels.layer.norm_rope_store import norm_rope_store as norm_rope_store
 from nanoinfer.kernels.layer.rms_norm import rms_norm as rms_norm

@@ -124,6 +124,12 @@ def rms_norm(
     return result if out is None else out.copy_(result)
 
 
+def exchange_norm(x: Tensor, weight: Tensor | None, eps: float, own: Tensor, mailbox, **how) -> Tensor:
+    """Return what `rms_norm` does with the parts of all ranks as `other`. own: [N, size] float32, this rank's."""
+    parts = mailbox.gather(own.view(-1).view(torch.int32)).view(torch.float32)
+    return rms_norm(x, weight, eps, other=parts.view(-1, *own.shape), **how)
+
+
 def _rounded_sum(other: Tensor, x: Tensor) -> Tensor:
     """Return what is added to x: the parts of a sum, [parts, ...] float32, are added in order, and rounded once."""
     return other if other.dim() == x.dim() else reduce(torch.add, other.unbind()).to(x.dtype)

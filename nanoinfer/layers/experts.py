@@ -11,7 +11,6 @@ others. A shared expert's last product has two parts, one for each sum, added la
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
@@ -30,7 +29,7 @@ from nanoinfer.layers.formats.base import DENSE, Filling, Formats, Stack, Weight
 from nanoinfer.layers.formats.packed import temporary_bytes
 from nanoinfer.layers.formats.parted import Parted, merge_formats
 from nanoinfer.layers.linear import Linear
-from nanoinfer.layers.norm import RMSNorm, add_and_norm
+from nanoinfer.layers.norm import Exchange, OwnPart, RMSNorm, add_and_norm
 
 ALIGNMENT = 128
 """Bytes at whose multiples the tensors of an expert begin."""
@@ -359,7 +358,7 @@ class SparseMLP(nn.Module):
 
     neutral_factors = 1.0
     """The factor that leaves a weight as it is."""
-    gather: Callable[[Tensor], Tensor] | None = None
+    exchange: Exchange | None = None
     """As of `Linear`."""
 
     def __init__(
@@ -426,8 +425,8 @@ class SparseMLP(nn.Module):
         """Compute what experts are chosen by: [N, hidden_size] -> [N, num_experts]."""
         return self.experts.operations.wide_linear(x, self.gate.weight) if self.has_wide_logits else self.gate(x)
 
-    def sums(self, normed: Tensor, logits: Tensor, num_live: Tensor) -> Tensor:
-        """Compute the two sums of each row, [2, N, hidden_size] float32; of several ranks one each. logits: [N,
+    def sums(self, normed: Tensor, logits: Tensor, num_live: Tensor) -> Tensor | OwnPart:
+        """Compute the two sums of each row, [2, N, hidden_size] float32; of a rank its own one. logits: [N,
         num_experts]."""
         choose = self.experts.operations.choose_experts
         ids, weights = choose(logits, self.routing, self.choice_bias, num_live, normed.dtype, self.factors)
@@ -436,7 +435,8 @@ class SparseMLP(nn.Module):
         if not self.is_part:
             return self.experts(normed, ids, weights, self.routing.first_half, shared, gate)
         ids = self.experts.own_numbers(ids)
-        return self.gather(self.experts(normed, ids, weights, self.experts.num_experts, shared, gate)[0])
+        own = self.experts(normed, ids, weights, self.experts.num_experts, shared, gate)[0]
+        return OwnPart(own, self.exchange)
 
 
 def _is_fused(sparse: Sparse, formats: Formats) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 
 import torch
@@ -14,7 +14,7 @@ from nanoinfer.kernels.linear.shard import Held, Shard, joined_rows
 from nanoinfer.kernels.operations import operations_of
 from nanoinfer.layers.formats.base import DENSE, Dense, ExpandedFormat, Filling, Formats
 from nanoinfer.layers.formats.parted import merge_formats
-from nanoinfer.layers.norm import RMSNorm, add_and_norm
+from nanoinfer.layers.norm import Exchange, OwnPart, RMSNorm, add_and_norm
 
 HEAD_BLOCK = 2048
 """Where a library multiplies, so many rows of a head are a product of their own, wherever the rows lie: a library
@@ -30,8 +30,7 @@ class Linear(nn.Module):
     which are cut at this column (`kernels.linear.cuts`); None: they are whole. row_sizes: where a library multiplies,
     so many neighbouring rows are a product of their own each: what one of two devices may hold. held: of a rank's share
     of a weight, which it is: by the names of projections, or one for a single projection or for columns, of which the
-    sums are one part; `gather` returns then the parts of all ranks, [ranks, N, num_rows] for [N, num_rows]. The bias of
-    sums in parts is that of the first rank. `operations` are those
+    sums are one part; the bias of these is the first rank's, and `exchange` gets the others. `operations` are those
     of the device; `library_counts` are the row counts at which its library gives our kernels' bits on CUDA
     (`execution.products`); `scratch` is the buffer that `share_scratch` gives to all modules.
     `multiplies`: whether any product is asked of the module; `has_few_rows`: whether products have few rows.
@@ -39,7 +38,7 @@ class Linear(nn.Module):
 
     multiplies = True
     has_few_rows = False
-    gather: Callable[[Tensor], Tensor] | None = None
+    exchange: Exchange | None = None
 
     def __init__(
         self,
@@ -95,7 +94,9 @@ class Linear(nn.Module):
         """
         if self.cut is not None or self.is_part:
             assert activation is None, "sums in parts are those of an output"
-            total = reduce(torch.add, self.parts(x)).to(x.dtype)
+            parts = self.parts(x)
+            parts = parts.gathered() if isinstance(parts, OwnPart) else parts
+            total = reduce(torch.add, parts).to(x.dtype)
             return total if out is None else out.copy_(total)
         product = self.weights.product(self, x, out, activation)
         if product is not None:
@@ -106,18 +107,17 @@ class Linear(nn.Module):
         options = dict(row_sizes=self.row_sizes, activation=activation, out=out, library_counts=counts)
         return self.operations.linear(x, weight, self.bias, **options)
 
-    def parts(self, x: Tensor) -> Tensor:
-        """Return the product as what `rms_norm` adds in order: [parts, N, num_rows] float32."""
+    def parts(self, x: Tensor) -> Tensor | OwnPart:
+        """Return the product as what `rms_norm` adds in order: [parts, N, num_rows] float32, or of a rank its own."""
         if self.is_part:
-            return self.gather(self.own_part(x))
+            return OwnPart(self._own_part(x), self.exchange)
         product = self.weights.product(self, x, in_parts=True)
         if product is not None:
             return product
         counts = self.library_counts
         return self.operations.linear_parts(x, self.weights.matrix(self), self.cut, self.bias, library_counts=counts)
 
-    def own_part(self, x: Tensor) -> Tensor:
-        """Return the part of the sums that this rank has: [N, num_rows] float32."""
+    def _own_part(self, x: Tensor) -> Tensor:
         part = self.weights.wide_product(self, x)
         if part is None:
             part = self.operations.wide_linear(x, self.weights.matrix(self), library_counts=self.library_counts)

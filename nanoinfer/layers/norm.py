@@ -2,10 +2,35 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple, Protocol
+
 import torch
 from torch import Tensor, nn
 
 from nanoinfer.kernels.operations import operations_of
+
+
+class Exchange(Protocol):
+    """How ranks exchange what they compute; see `execution.group`.
+
+    mailbox: what kernels exchange through; None: they do not.
+    """
+
+    mailbox: Any
+
+    def gather(self, own: Tensor) -> Tensor:
+        """Return what all ranks give, in their order: [N, n] -> [ranks, N, n]."""
+
+
+class OwnPart(NamedTuple):
+    """The part of a sum that one of several ranks has, [N, size] float32, and how it gets the others."""
+
+    part: Tensor
+    exchange: Exchange
+
+    def gathered(self) -> Tensor:
+        """Return the parts of all ranks, in their order: [ranks, N, size] float32."""
+        return self.exchange.gather(self.part)
 
 
 class RMSNorm(nn.Module):
@@ -40,14 +65,15 @@ class RMSNorm(nn.Module):
     def after_sum(
         self,
         x: Tensor,
-        other: Tensor,
+        other: Tensor | OwnPart,
         out: Tensor | None = None,
         behind: RMSNorm | None = None,
         scale: Tensor | None = None,
     ) -> Tensor:
         """Add `other` to x, in place, and return the norm of x, in `out` if that is given.
 
-        `other` may be the parts of a sum, [parts, N, size] float32, which are added in order and rounded once. With a
+        `other` may be the parts of a sum, [parts, N, size] float32, which are added in order and rounded once, or the
+        one that a rank has, which gets the others then. With a
         factor, its product with `other` is rounded before it is added. behind: a norm of the same kind, of which the
         result is added in place of `other`. scale: [1], by which the sum is multiplied.
         """
@@ -55,18 +81,29 @@ class RMSNorm(nn.Module):
         options |= {} if scale is None else dict(scale=scale)
         return self._norm(x, other=other, out=out, factor=self._factor, **options)
 
-    def add_to(self, x: Tensor, other: Tensor, *, is_fresh: bool = False) -> Tensor:
+    def add_to(self, x: Tensor, other: Tensor | OwnPart, *, is_fresh: bool = False) -> Tensor:
         """Add the norm of `other`, as `after_sum` takes it, to x, in place, and return x. is_fresh: x holds nothing
         yet, and becomes that norm."""
-        options = self._variant | dict(other=other, behind=self.weight, is_fresh=is_fresh)
-        return self._operations.rms_norm(x, None, self.eps, **options)
+        return self._rms_norm(x, None, dict(other=other, behind=self.weight, is_fresh=is_fresh))
 
     def _norm(self, x: Tensor, **options) -> Tensor:
-        return self._operations.rms_norm(x, self.weight, self.eps, **self._variant, **options)
+        return self._rms_norm(x, self.weight, options)
+
+    def _rms_norm(self, x: Tensor, weight: Tensor | None, options: dict[str, Any]) -> Tensor:
+        other = options.get("other")
+        if isinstance(other, OwnPart):
+            mailbox = other.exchange.mailbox
+            if mailbox is not None and 0 < len(x) <= mailbox.most_rows(x.shape[1]):
+                del options["other"]
+                return self._operations.exchange_norm(
+                    x, weight, self.eps, other.part, mailbox, **self._variant, **options
+                )
+            options["other"] = other.gathered()
+        return self._operations.rms_norm(x, weight, self.eps, **self._variant, **options)
 
 
 def add_and_norm(
-    x: Tensor, other: Tensor, norm: RMSNorm | None, behind: RMSNorm | None = None, out: Tensor | None = None
+    x: Tensor, other: Tensor | OwnPart, norm: RMSNorm | None, behind: RMSNorm | None = None, out: Tensor | None = None
 ) -> Tensor:
     """Add `other`, or the norm `behind` of it, to x, in place, and return `norm` of x; where none follows, x itself."""
     return behind.add_to(x, other) if norm is None else norm.after_sum(x, other, out, behind)
@@ -93,6 +130,8 @@ class LayerNorm(RMSNorm):
         self.bias = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
 
     def _norm(self, x: Tensor, **options) -> Tensor:
+        if isinstance(options.get("other"), OwnPart):
+            options["other"] = options["other"].gathered()
         return self._operations.layer_norm(x, self.weight, self.bias, self.eps, offset=self.offset, **options)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +18,7 @@ from nanoinfer.layers.experts import Sparse, SparseMLP
 from nanoinfer.layers.formats.base import DENSE, Formats
 from nanoinfer.layers.linear import Linear
 from nanoinfer.layers.mlp import MLP, GatedMLP
-from nanoinfer.layers.norm import RMSNorm
+from nanoinfer.layers.norm import Exchange, RMSNorm
 from nanoinfer.models.base import ModelSpec
 
 
@@ -123,10 +122,10 @@ class KVSlots:
 class Attention(nn.Module):
     """What surrounds attention itself: projections, head norms and positions.
 
-    `gather` is as of `Linear`, where norms span the heads of several ranks.
+    `exchange` is as of `Linear`, where norms span the heads of several ranks.
     """
 
-    gather: Callable[[Tensor], Tensor] | None = None
+    exchange: Exchange | None = None
     _spans_ranks: int | None = None
 
     @property
@@ -212,7 +211,7 @@ class Attention(nn.Module):
     def _normed_over_ranks(self, qkv: Tensor) -> Tensor:
         """Return what this rank has, [N, rows], with norms over the query heads, and the key heads, of all ranks."""
         q_size, kv_size = self._shape.q_size, self._shape.kv_size
-        of_ranks = self.gather(qkv[:, : q_size + kv_size].contiguous())
+        of_ranks = self.exchange.gather(qkv[:, : q_size + kv_size].contiguous())
         q, k = (part.transpose(0, 1).flatten(1) for part in of_ranks.split((q_size, kv_size), 2))
         begin, end = (rank * q_size for rank in (self._spans_ranks, self._spans_ranks + 1))
         first, last = (rank * kv_size for rank in (self._spans_ranks, self._spans_ranks + 1))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nanoinfer.common import exact
 from nanoinfer.layers.linear import Head
+from nanoinfer.layers.norm import Exchange
 
 
 class Logits:
@@ -21,10 +22,10 @@ class Logits:
         of_ranks: the rows, [begin, end), that each of several devices has; None: there is one. rank: of this one.
 
     Attributes:
-        gather: where there are several devices, returns what all have, [ranks, N, n] for [N, n].
+        exchange: as of `Linear`; None: there is one device.
     """
 
-    gather: Callable[[Tensor], Tensor] | None = None
+    exchange: Exchange | None = None
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class Logits:
             logits.copy_(exact.elementwise(torch.tanh, logits.div_(self._softcap))).mul_(self._softcap)
         if not columns.is_contiguous():
             columns.copy_(logits)
-        if self.gather is not None and number == len(self.slices) - 1:
+        if self.exchange is not None and number == len(self.slices) - 1:
             self._take_others(out)
 
     def _take_others(self, out: Tensor) -> None:
@@ -75,6 +76,6 @@ class Logits:
         width += width % 2  # whole words
         if own.shape[1] < width:
             own = torch.nn.functional.pad(own, (0, width - own.shape[1]))
-        for (begin, end), values in zip(self._of_ranks, self.gather(own.contiguous()), strict=True):
+        for (begin, end), values in zip(self._of_ranks, self.exchange.gather(own.contiguous()), strict=True):
             if begin != self._begin:
                 out[:, begin:end] = values[:, : end - begin]

@@ -25,6 +25,36 @@ ranks has said why before."""
 
 
 @triton.jit
+def say_and_wait(
+    signals, number, most_looks, RANK: tl.constexpr, RANKS: tl.constexpr, PROGRAMS: tl.constexpr
+):  # fmt: skip
+    """Say to all others that this program has written what it gives, and wait until theirs of the same number have."""
+    program = tl.program_id(0)
+    tl.debug_barrier()  # all threads have written what one of them says now
+    for step in tl.static_range(1, RANKS):
+        signal = tl.load(signals + (RANK + step) % RANKS).to(tl.pointer_type(tl.int32))
+        tl.atomic_xchg(signal + RANK * PROGRAMS + program, number, sem="release", scope="sys")
+    said_here = tl.load(signals + RANK).to(tl.pointer_type(tl.int32))
+    for step in tl.static_range(1, RANKS):
+        said_at = said_here + (RANK + step) % RANKS * PROGRAMS + program
+        said = tl.atomic_add(said_at, 0, sem="acquire", scope="sys")
+        looks = 0
+        while (said - number < 0) & (looks < most_looks):  # the other may be an exchange ahead
+            said = tl.atomic_add(said_at, 0, sem="acquire", scope="sys")
+            looks += 1
+    tl.debug_barrier()  # one thread has seen what all read now
+
+
+@triton.jit
+def end_exchange(counts, number):
+    """Count the exchange, in the last program that comes here."""
+    done = tl.atomic_add(counts + 1, 1, sem="acq_rel", scope="gpu")
+    if done == tl.num_programs(0) - 1:
+        tl.store(counts + 1, 0)
+        tl.store(counts, number)
+
+
+@triton.jit
 def gather_kernel(
     own,  # [size] int32, this rank's part
     out,  # [ranks, size] int32, rows out_stride apart, out
@@ -52,29 +82,14 @@ def gather_kernel(
     for step in tl.static_range(1, RANKS):
         memory = tl.load(memories + (RANK + step) % RANKS).to(tl.pointer_type(tl.int32))
         tl.store(memory + slot + RANK * size + at, values, mask=inside)
-    tl.debug_barrier()  # all threads have written what one of them says now
-    for step in tl.static_range(1, RANKS):
-        signal = tl.load(signals + (RANK + step) % RANKS).to(tl.pointer_type(tl.int32))
-        tl.atomic_xchg(signal + RANK * PROGRAMS + program, number, sem="release", scope="sys")
     tl.store(out + RANK * out_stride + at, values, mask=inside)
-    said_here = tl.load(signals + RANK).to(tl.pointer_type(tl.int32))
-    for step in tl.static_range(1, RANKS):
-        said_at = said_here + (RANK + step) % RANKS * PROGRAMS + program
-        said = tl.atomic_add(said_at, 0, sem="acquire", scope="sys")
-        looks = 0
-        while (said - number < 0) & (looks < most_looks):  # the other may be an exchange ahead
-            said = tl.atomic_add(said_at, 0, sem="acquire", scope="sys")
-            looks += 1
-    tl.debug_barrier()  # one thread has seen what all read now
+    say_and_wait(signals, number, most_looks, RANK, RANKS, PROGRAMS)
     here = tl.load(memories + RANK).to(tl.pointer_type(tl.int32)) + slot
     for step in tl.static_range(1, RANKS):
         other = (RANK + step) % RANKS
         part = tl.load(here + other * size + at, mask=inside, other=0)
         tl.store(out + other * out_stride + at, part, mask=inside)
-    done = tl.atomic_add(counts + 1, 1, sem="acq_rel", scope="gpu")
-    if done == tl.num_programs(0) - 1:
-        tl.store(counts + 1, 0)
-        tl.store(counts, number)
+    end_exchange(counts, number)
 
 
 class Mailbox:
@@ -83,28 +98,35 @@ class Mailbox:
     Args:
         memories: of each rank, [2 * slot] int32, mapped into this process.
         signals: of each rank, [ranks * programs] int32, zeros before the first exchange.
+
+    Attributes:
+        addresses, slot_words, sizes: as kernels take them.
     """
 
     def __init__(self, rank: int, memories: list[Tensor], signals: list[Tensor]) -> None:
         self._rank, self._size, self._kept = rank, len(memories), (memories, signals)
-        device = memories[rank].device
-        self._memories, self._signals = (
+        device, programs = memories[rank].device, signals[rank].numel() // self._size
+        pointers = (
             torch.tensor([one.data_ptr() for one in tensors], dtype=torch.int64, device=device)
             for tensors in (memories, signals)
         )
-        self._programs, self._slot_words = signals[rank].numel() // self._size, memories[rank].numel() // 2
-        self._counts = torch.zeros(2, dtype=torch.int32, device=device)
-        self.most_words = min(self._slot_words // self._size, self._programs * BLOCK)
+        self.addresses = *pointers, torch.zeros(2, dtype=torch.int32, device=device)
+        self.sizes = dict(RANK=rank, RANKS=self._size, PROGRAMS=programs)
+        self.slot_words = memories[rank].numel() // 2
+        self._most_words, self._programs = min(self.slot_words // self._size, programs * BLOCK), programs
+
+    def most_rows(self, size: int) -> int:
+        """How many rows of so many words can be exchanged at a time, by a program each."""
+        return min(self._programs, self.slot_words // (self._size * size))
 
     def gather(self, own: Tensor) -> Tensor:
         """[n] int32, packed -> [ranks, n] int32, a new tensor: in as many exchanges as it takes."""
         assert own.is_contiguous() and own.dtype == torch.int32
         out = torch.empty(self._size, own.numel(), dtype=torch.int32, device=own.device)
-        for begin in range(0, own.numel(), self.most_words):
-            some, target = own[begin : begin + self.most_words], out[:, begin:]
+        for begin in range(0, own.numel(), self._most_words):
+            some, target = own[begin : begin + self._most_words], out[:, begin:]
             gather_kernel[(triton.cdiv(some.numel(), BLOCK),)](
-                some, target, self._memories, self._signals, self._counts, some.numel(), out.stride(0),
-                self._slot_words, MOST_LOOKS, RANK=self._rank, RANKS=self._size, PROGRAMS=self._programs, BLOCK=BLOCK,
-                num_warps=8, **launch_options(own, fuses=False),
+                some, target, *self.addresses, some.numel(), out.stride(0), self.slot_words, MOST_LOOKS, **self.sizes,
+                BLOCK=BLOCK, num_warps=8, **launch_options(own, fuses=False),
             )  # fmt: skip
         return out

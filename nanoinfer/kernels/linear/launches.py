@@ -80,7 +80,11 @@ _TABLES = {
         Tiles(32, 16, 256, 2, 4, only=lambda _, of: 4096 <= of.part_size < 4608),
         Tiles(32, 16, 128, 1, 6),
     ),
-    ("few rows", True): (Tiles(32, 32, 128, 2, 3),),
+    ("few rows", True): (
+        # Half of a layer's programs, as one of two GPUs has, are too few with wide tiles.
+        Tiles(32, 16, 128, 1, 4, only=lambda _, of: of.num_rows <= 5120),
+        Tiles(32, 32, 128, 2, 3),
+    ),
     # Without the copy unit tiles fit 99 KiB of shared memory, which is what the smallest GPUs have.
     ("loaded", False): (Tiles(64, 64, 64, 4, 3),),
     ("loaded", True): (Tiles(64, 64, 32, 4, 4),),

@@ -1,0 +1,94 @@
+"""The exchange of ranks that write into each other's memory: here two ranks in one process, one after the other.
+
+What the first waits for is there before it looks: the test writes it.
+"""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from nanoinfer.kernels import fused
+from nanoinfer.kernels.launch.exchange import BLOCK, Mailbox
+
+WORDS, PROGRAMS = 2 * 4 * BLOCK, 8
+
+
+def mailboxes() -> tuple[list[Mailbox], list[torch.Tensor], list[torch.Tensor]]:
+    memories = [torch.full((WORDS,), -1, dtype=torch.int32) for _ in range(2)]
+    signals = [torch.zeros(2 * PROGRAMS, dtype=torch.int32) for _ in range(2)]
+    return [Mailbox(rank, memories, signals) for rank in range(2)], memories, signals
+
+
+def say_for_the_second(number: int, words: torch.Tensor, memories, signals) -> None:
+    """What rank 1 will do in exchange `number`, as far as rank 0 sees it."""
+    begin = number % 2 * (WORDS // 2) + len(words)
+    memories[0][begin : begin + len(words)] = words
+    signals[0][PROGRAMS:] = number
+
+
+def test_both_have_what_both_gave_however_many_exchanges_there_were():
+    boxes, memories, signals = mailboxes()
+    for number, count in enumerate((1, 5, BLOCK + 3, 2 * BLOCK, 7), 1):
+        gives = [torch.randint(-(2**31), 2**31 - 1, (count,), dtype=torch.int32) for _ in range(2)]
+        say_for_the_second(number, gives[1], memories, signals)
+        for box in boxes:
+            assert torch.equal(box.gather(gives[box.sizes["RANK"]]), torch.stack(gives))
+            assert box.addresses[2].tolist() == [number, 0]
+        assert signals[1][0] == signals[0][PROGRAMS] == number  # and no rank has said anything for another
+
+
+def test_what_has_no_room_in_a_slot_goes_in_several_exchanges():
+    boxes, memories, signals = mailboxes()
+    most = WORDS // 4
+    gives = [torch.arange(most + 5, dtype=torch.int32) + 10**6 * rank for rank in range(2)]
+    say_for_the_second(1, gives[1][:most], memories, signals)
+    say_for_the_second(2, gives[1][most:], memories, signals)
+    for box in boxes:
+        assert torch.equal(box.gather(gives[box.sizes["RANK"]]), torch.stack(gives))
+        assert box.addresses[2].tolist() == [2, 0]
+
+
+def test_a_slot_is_written_to_again_in_the_exchange_after_the_next():
+    boxes, memories, signals = mailboxes()
+    for number in (1, 2, 3):
+        own = torch.full((4,), number, dtype=torch.int32)
+        say_for_the_second(number, own, memories, signals)
+        boxes[0].gather(own)
+    assert memories[1][:4].tolist() == [2] * 4 and memories[1][WORDS // 2 : WORDS // 2 + 4].tolist() == [3] * 4
+
+
+def test_who_hears_nothing_gives_up(monkeypatch):
+    monkeypatch.setattr("nanoinfer.kernels.launch.exchange.MOST_LOOKS", 3)
+    boxes, _, _ = mailboxes()
+    boxes[0].gather(torch.zeros(4, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        dict(offset=False),
+        dict(offset=True, behind=True, scale=True),
+        dict(offset=False, rounds_once=True, behind=True, is_fresh=True, no_weight=True),
+        dict(offset=False, factor=0.25, norm_factor=0.5),
+    ],
+)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_parts_are_added_and_normed_as_where_all_lie_in_one_place(rows, how):
+    generator, how = torch.Generator().manual_seed(rows), dict(how)
+    size, dtype = 96, torch.bfloat16
+
+    def noise(*shape, dtype=dtype):
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    weight = None if how.pop("no_weight", False) else noise(size)
+    how |= {name: noise(count) for name, count in (("behind", size), ("scale", 1)) if name in how}
+    x, parts = noise(rows, size), noise(2, rows, size, dtype=torch.float32)
+    there = x.clone()
+    wanted = fused.rms_norm(there, weight, 1e-6, other=parts, **how)
+    boxes, memories, signals = mailboxes()
+    say_for_the_second(1, parts[1].view(-1).view(torch.int32), memories, signals)
+    for box in boxes:
+        own_x, own = x.clone(), parts[box.sizes["RANK"]].contiguous()
+        found = fused.exchange_norm(own_x, weight, 1e-6, own, box, **how)
+        assert torch.equal(found, wanted) and torch.equal(own_x, there)
