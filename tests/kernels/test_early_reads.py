@@ -10,6 +10,7 @@ from early_reads import watched
 from engines import SMALL, make_engine, random_prompts, run, some_params
 from packings import filled
 from simulated import SimulatedRuntime
+from two_mailboxes import mailboxes, say_for_the_second
 
 import nanoinfer.kernels
 from nanoinfer.devices.cpu import CpuDevice
@@ -57,9 +58,17 @@ def test_no_kernel_reads_early_what_the_one_before_writes(path_of, monkeypatch):
         met |= watch.met
     packing, ids = Packing(kind="int", bits=4, columns=64, scale_dtype=torch.bfloat16), torch.arange(4)
     weight, out = filled(packing, 8, 64)[1].packed, torch.empty(4, 64, dtype=torch.bfloat16)
+    (box, _), *all_of = mailboxes()
+    part, row = torch.ones(1, 64), torch.ones(1, 64, dtype=torch.bfloat16)
+    words, normed = part.view(-1).view(torch.int32), (row, row[0].clone(), 1e-6, part, box)
     with watched() as watch:  # of which no step here has any
         act_and_mul(copy_rows(torch.ones(8, 32, dtype=torch.bfloat16), ids + 1), "silu")
         expand(weight, out, ids)
+        for number, exchange in enumerate(
+            (lambda: box.gather(words), lambda: fused.exchange_norm(*normed, offset=False)), 1
+        ):
+            say_for_the_second(number, words, *all_of)
+            exchange()
     assert met | watch.met == kernels_that_start_early()
 
 

@@ -1,30 +1,14 @@
-"""The exchange of ranks that write into each other's memory: here two ranks in one process, one after the other.
-
-What the first waits for is there before it looks: the test writes it.
-"""
+"""The exchange of ranks that write into each other's memory: here two ranks in one process, one after the other."""
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from two_mailboxes import PROGRAMS, WORDS, mailboxes, say_for_the_second
+
 from nanoinfer.kernels import fused
-from nanoinfer.kernels.launch.exchange import BLOCK, Mailbox
-
-WORDS, PROGRAMS = 2 * 4 * BLOCK, 8
-
-
-def mailboxes() -> tuple[list[Mailbox], list[torch.Tensor], list[torch.Tensor]]:
-    memories = [torch.full((WORDS,), -1, dtype=torch.int32) for _ in range(2)]
-    signals = [torch.zeros(2 * PROGRAMS, dtype=torch.int32) for _ in range(2)]
-    return [Mailbox(rank, memories, signals) for rank in range(2)], memories, signals
-
-
-def say_for_the_second(number: int, words: torch.Tensor, memories, signals) -> None:
-    """What rank 1 will do in exchange `number`, as far as rank 0 sees it."""
-    begin = number % 2 * (WORDS // 2) + len(words)
-    memories[0][begin : begin + len(words)] = words
-    signals[0][PROGRAMS:] = number
+from nanoinfer.kernels.launch.exchange import BLOCK
 
 
 def test_both_have_what_both_gave_however_many_exchanges_there_were():

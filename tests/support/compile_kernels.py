@@ -136,6 +136,7 @@ from ptx_order import unordered
 from sampling_cases import make_state
 from slot_cases import make_slots
 from state_launches import launch_states
+from two_mailboxes import mailboxes
 
 from nanoinfer.devices.cuda import target_of_architecture
 from nanoinfer.devices.target import Target
@@ -190,6 +191,10 @@ def compile_layers() -> None:
     behind = dict(other=floats(2, 8, 2560), behind=weight)  # with a norm of what is added
     for after, scale in ((None, None), (weight, None), (weight, zeros(1))):
         layers.rms_norm(eight, after, 1e-6, offset=True, **behind, scale=scale, is_fresh=after is None, norm_factor=0.2)
+    (mailbox, _), *_ = mailboxes()
+    mailbox.gather(ints(100))
+    layers.exchange_norm(zeros(2, 512), zeros(512), 1e-6, floats(2, 512), mailbox, offset=False, scale=zeros(1))
+    layers.exchange_norm(zeros(2, 512), None, 1e-6, floats(2, 512), mailbox, offset=True, behind=zeros(512))
     for num_tokens in (1, 16):
         layers.linear(zeros(num_tokens, 2560), wide, zeros(6144))
     layers.linear(zeros(32, 2560), wide, activation="silu")
