@@ -13,6 +13,7 @@ from nanoinfer.common.errors import RequestError
 from nanoinfer.engine.ahead import Ahead
 from nanoinfer.engine.engine import LLMEngine
 from nanoinfer.engine.meter import DecodeTimes
+from nanoinfer.memory.machine import advice_when_full
 from nanoinfer.outputs import StreamOutput
 from nanoinfer.requests.request import Request
 from nanoinfer.serve.ended import EndedRequest, ended_request
@@ -149,7 +150,9 @@ class ServedRequests:
             outputs = self._engine.step()
         except Exception as error:
             logger.exception("a step of the engine failed")
-            self._fail_step(error)
+            if (advice := advice_when_full(str(error))) is not None:
+                logger.error("%s", advice)
+            self._fail_step(advice or f"{type(error).__name__}: {error}")
             self._must_flush = True  # the engine may hold outputs that only the next call of `step` returns
             return
         finally:
@@ -198,7 +201,7 @@ class ServedRequests:
                     self.calls.append((tracked.stream.put, tracked.place, whole))
             self._finish(request_id)
 
-    def _fail_step(self, error: Exception) -> None:
+    def _fail_step(self, error: str) -> None:
         """End the requests that the engine has aborted; if there are none, end one, so that the next step differs."""
         failed = [
             name
@@ -214,7 +217,7 @@ class ServedRequests:
                 self._engine.abort(victim.request_id)
                 failed = [victim.request_id] if victim.request_id in self.tracked else []
         for request_id in failed:
-            self._finish(request_id, f"{type(error).__name__}: {error}")
+            self._finish(request_id, error)
 
     def _finish(self, request_id: str, error: str | None = None) -> None:
         """Forget a request that has ended, by itself or because of an error of the engine, and tell its reader."""

@@ -115,6 +115,27 @@ def test_a_failed_step_ends_its_requests_and_no_others(path, place):
     asyncio.run(ask())
 
 
+def test_a_full_gpu_is_told_with_what_to_lower(path, caplog):
+    """To the client and in the log, and the server goes on."""
+
+    async def ask():
+        async with serving(path) as served:
+            runner, execute = served.engine.runner, served.engine.runner.execute
+
+            def full(*arguments):
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total\nSee")
+
+            runner.execute = full
+            response = await served.post(prompt=[20], **LONG)
+            runner.execute = execute
+            assert response.status_code == 500 and response.json()["error"]["code"] == "engine_error"
+            assert (await served.complete([40], max_tokens=3))["usage"]["completion_tokens"] == 3
+            return response.json()["error"]["message"]
+
+    said = "the GPU's memory is full: 2.00 GiB more were wanted: lower gpu_memory_limit, max_num_batched_tokens or"
+    assert said in asyncio.run(ask()) and said in caplog.text
+
+
 def test_tokens_read_before_a_failed_launch_are_delivered(path):
     """The engine keeps them for its next call, which must come although nothing is left to run."""
 
