@@ -61,6 +61,9 @@ def template_messages(
             if written is not None and message.get("tool_calls"):
                 message["content"] = written(message.pop("tool_calls")) + (message.get("content") or "")
             message = _with_thought(message, thinking, joins=is_harmony)
+        elif message.get("tool_calls"):
+            said = f"{shown(message['tool_calls'])}, and its role {shown(message['role'])}: calls are the assistant's"
+            raise RequestError(f"messages[{index}].tool_calls is {said}", field="messages")
         elif message["role"] == "tool":
             call_id = message.get("tool_call_id")
             if isinstance(call_id, str):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from nanoinfer.common.units import counted
 from nanoinfer.config import EngineConfig
@@ -55,7 +56,7 @@ def verify(
         output_len: generated tokens of each request except the first, which generates half as many.
         seed: of prompts and sampling, and of random weights.
         make_runtime: makes a run's runtime from the run's name; None: the device's own, with poison.
-        progress: show progress bars.
+        progress: show progress bars, of the runs among them, with how long those that are left take.
         note: told after the first run how long all of them will take, if that is more than a minute.
         tell: called with each part of the report as soon as it is known: the setting, then each run.
         engine_arguments: fields of `nanoinfer.EngineConfig`, except those that differ from run to run.
@@ -81,7 +82,7 @@ def verify(
     reports: list[RunReport] = []
     reference: list[Answer] | None = None
     runs, begin = make_runs(workload, plan, setup.spec.sparse), time.perf_counter()
-    for run in runs:
+    for run in tqdm(runs, desc="verify", unit="run", leave=False, disable=not progress):
         report = RunReport(name=run.name, what=run.what)
         reports.append(report)
         answers = attempt(run, common | run.arguments, workload, make_runtime, report)
@@ -90,12 +91,13 @@ def verify(
             reference = reference or answers
             # The reference is compared with itself, too: this finds logits that are not finite.
             compare(reference, answers, report, None if is_exact else ROUNDING[setup.spec.dtype])
-        tell(report.text(is_exact))
-        if len(reports) == 1 and (seconds := len(runs) * (time.perf_counter() - begin)) > SAID_SECONDS:
-            note(
-                f"all {len(runs)} runs take about {seconds / 60:.0f} minutes, as the first one took "
-                f"{seconds / len(runs):.0f} s: lower context, num_requests or output_len for less"
-            )
+        with tqdm.external_write_mode():  # not into the bar
+            tell(report.text(is_exact))
+            if len(reports) == 1 and (seconds := len(runs) * (time.perf_counter() - begin)) > SAID_SECONDS:
+                note(
+                    f"all {len(runs)} runs take about {seconds / 60:.0f} minutes, as the first one took "
+                    f"{seconds / len(runs):.0f} s: lower context, num_requests or output_len for less"
+                )
     return Verdict(setting=setting, runs=reports, is_exact=is_exact)
 
 

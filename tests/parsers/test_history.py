@@ -102,3 +102,5 @@ def test_arguments_that_are_no_object_stay_and_calls_that_are_none_are_refused()
     for calls in ([{"function": {"name": ""}}], [call(1, "f", 3)], "f", [None]):
         with pytest.raises(RequestError, match=r"messages\[0\].tool_calls.* is .*: give"):
             form_of("Qwen-Qwen3-0.6B").messages([{"role": "assistant", "content": "", "tool_calls": calls}])
+    with pytest.raises(RequestError, match=r"messages\[0\].tool_calls is 5, and its role 'user': calls are the assist"):
+        form_of("Qwen-Qwen3-0.6B").messages([{"role": "user", "content": "", "tool_calls": 5}])

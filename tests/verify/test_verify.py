@@ -83,6 +83,15 @@ def test_how_long_all_runs_take_is_said_after_the_first_if_that_is_long(paths, o
     assert [setting, first, second] == ["told"] * 3 and note.startswith("all 2 runs take about 0 minutes, as the first")
 
 
+def test_a_bar_shows_how_far_the_runs_are(paths, only, capsys):
+    only("resident", "streamed")
+    verify(paths["llama"], progress=True, tell=print, **SMALL)
+    told, bars = capsys.readouterr()
+    assert "verify:  50%" in bars and "1/2 [" in bars and told.count("identical") == 1
+    verify(paths["llama"], **SMALL)
+    assert capsys.readouterr().err == ""
+
+
 class CorruptingRuntime(SimulatedRuntime):
     """Spoils host blocks: calls `spoil(written)` after each copy to the host, with all destinations so far."""
 
