@@ -23,6 +23,7 @@ from nanoinfer.common.speculation import MOST_TOKENS
 from nanoinfer.common.units import GIB, format_gib, format_size, parse_count
 from nanoinfer.config import EngineConfig
 from nanoinfer.devices.base import Device
+from nanoinfer.devices.cuda import TESTED
 from nanoinfer.devices.registry import accelerator, device_of, planned_device
 from nanoinfer.kernels.kv.registry import make_format
 from nanoinfer.memory.budget import gpu_budget
@@ -138,7 +139,9 @@ def forecaster(
         notes=() if card is None else card.notes,
     )
     rates = Rates.of_card(card) if card is not None else Rates() if here is None else Rates.of(device_of(here))
-    return Forecaster(specs, config, asked, lacks_float8=lacks_float8, rates=rates)
+    place = card if here is None else device_of(here)
+    is_old = getattr(place, "capability", TESTED) < TESTED
+    return Forecaster(specs, config, asked, lacks_float8=lacks_float8, rates=rates, is_old=is_old)
 
 
 @lru_cache(maxsize=16)
@@ -175,6 +178,7 @@ class Forecaster:
     device: what the plan is made for.
     lacks_float8: as `Device.lacks_float8`; None also where nothing is known of the GPU.
     rates: by which the engine chooses its plan there; a bandwidth that is stated is not known to it.
+    is_old: whether it is a GPU for which kernels of packed weights do not compile, so that none are proposed.
     """
 
     specs: Specs
@@ -183,6 +187,7 @@ class Forecaster:
     device: Device = field(default_factory=planned_device)
     lacks_float8: str | None = None
     rates: Rates = Rates()
+    is_old: bool = False
 
     @cached_property
     def spec(self) -> ModelSpec:
@@ -212,6 +217,7 @@ class Forecaster:
         planner = self._planner(self.config)
         return Proposer(
             self.config,
+            packs=not self.is_old,
             step=lambda config: other(config).step(),
             longest=lambda config: other(config)._longest(other(config).fits),
             wide_bytes=planner.spec.weight_bytes if self.config.quantization is None else 0,

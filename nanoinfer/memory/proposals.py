@@ -97,6 +97,7 @@ class Proposer:
     longest: the longest context of a config that fits, or 0.
     experts_bytes: of weights in host memory, where experts have slots; 0: they cannot.
     wide_bytes, memory_bytes: of weights in 16 bits, if they are, and of the GPU and the host together.
+    packs: whether weights in fewer bits can be read there.
     """
 
     config: EngineConfig
@@ -105,6 +106,7 @@ class Proposer:
     experts_bytes: int = 0
     wide_bytes: int = 0
     memory_bytes: int = 0
+    packs: bool = True
 
     def to_fit(self) -> tuple[Proposal, ...]:
         """Return what makes the config fit: all that it wants, with the least loss first; then less of it."""
@@ -219,7 +221,9 @@ class Proposer:
         """Yield the changes of formats that save memory, with the least loss first."""
         quantization, head = self.config.quantization, {"head_quantization": "int8"}
         weights = _WEIGHTS
-        if quantization is not None:
+        if not self.packs:
+            weights = ({},)
+        elif quantization is not None:
             weights = ({}, head, *(_WEIGHTS[3:] if quantization in ("int8", "fp8") else ()))
         elif self._outcome(replace(self.config, **_WEIGHTS[1])) is None:  # the checkpoint is quantised
             weights = ({}, head)

@@ -115,6 +115,14 @@ def test_no_card_is_told_to_keep_kv_in_fp8_that_cannot():
     assert found["RTX 4060"].fits and found["H200"].fits and "8.0: set kv_cache_dtype" in found["A30"].problem
 
 
+@pytest.mark.parametrize("memory", [{}, dict(cpu_offload_gb=0)], ids=["streams", "does not fit"])
+def test_an_old_card_is_told_of_no_weights_whose_kernels_do_not_compile_there(memory):
+    asked = dict(max_model_len=4096, host_memory_limit="32GiB", gpu_memory_limit="7GiB", batch=1) | memory
+    old, new = (nanoinfer.plan("qwen3-4b", gpu=gpu, **asked) for gpu in ("RTX 2070", "RTX 3070"))
+    assert any("quantization" in one.changes for one in new.proposals)
+    assert old.fits == (not memory) and not any("quantization" in "".join(one.changes) for one in old.proposals)
+
+
 def test_the_gpu_of_this_machine_is_asked_what_it_can(monkeypatch):
     def fits(capability, **limits):
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda *_: capability)
