@@ -130,6 +130,8 @@ class Share:
             runtime = setup.device.runtime()
         model, plan = _loaded(setup, plan) if group.size == 1 else (_load(setup, plan), plan)
         group.join(model)
+        if group.size > 1:  # of a weight's rows some were read whole
+            setup.device.give_back()
         runner = ModelRunner(setup.config, plan, runtime, model, setup.backends, memory_before, group)
         return LocalExecutor(runner, Rates.of(runner.device).link)
 

@@ -44,4 +44,10 @@ def _before(spec: ModelSpec, rows: int) -> int:
 
 
 def _sums(spec: ModelSpec, rows: int) -> int:
-    return rows * 2 * 4 * spec.hidden_size
+    of_ranks = 0 if spec.shard.is_whole else spec.shard.size  # what all give, beside what experts return here
+    return rows * (2 + of_ranks) * 4 * spec.hidden_size
+
+
+def parts_bytes(spec: ModelSpec) -> int:
+    """Return the bytes of the float32 parts of a row's sum: two, or a rank's own one and those of all ranks."""
+    return 4 * spec.hidden_size * (2 if spec.shard.is_whole else 1 + spec.shard.size)

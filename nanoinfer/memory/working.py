@@ -5,7 +5,7 @@ from __future__ import annotations
 from nanoinfer.devices.base import Device
 from nanoinfer.kernels.delta.heads import gated_delta_bytes
 from nanoinfer.kernels.linear.counts import padded_rows
-from nanoinfer.memory.sparse import sparse_bytes, sparse_reference_bytes
+from nanoinfer.memory.sparse import parts_bytes, sparse_bytes, sparse_reference_bytes
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.sampling.reference import logprobs_bytes
 from nanoinfer.sampling.reference import workspace_bytes as reference_bytes
@@ -74,15 +74,15 @@ def _dense_bytes(spec: ModelSpec, always: int) -> int:
     size, hidden = spec.dtype.itemsize, spec.hidden_size
     # The MLP: the normalised residual, gate and up, their product; or up alone, which becomes what it is activated to.
     mlp = always + size * (hidden + spec.mlp_width * spec.intermediate_size)
-    # Behind it: the normalised residual, the product, two float32 parts of what is added to the residual, and its norm.
-    behind = always + size * (2 * hidden + spec.intermediate_size) + 2 * 4 * hidden
+    # Behind it: the normalised residual, the product, the parts of what is added to the residual, and its norm.
+    behind = always + size * (2 * hidden + spec.intermediate_size) + parts_bytes(spec)
     return max(mlp, behind)
 
 
 def graph_bytes(spec: ModelSpec, rows: int, prefill_tokens: int) -> int:
     """Transient bytes of the graphs, which share one pool: the larger of a layer and a decode step's logits."""
     size, heads, hidden, mlp = spec.dtype.itemsize, spec.q_size, spec.hidden_size, spec.intermediate_size
-    behind = size * (3 * hidden + max(heads, mlp)) + 2 * 4 * hidden  # two float32 parts of a sum, as in `_dense_bytes`
+    behind = size * (3 * hidden + max(heads, mlp)) + parts_bytes(spec)
     most, inputs = max(rows, prefill_tokens), size * (2 * hidden + spec.layer_inputs_size)
     projected = max(3 * heads + spec.gate_size, spec.state_values)
     layer = most * max(size * (4 * hidden + projected + spec.mlp_width * mlp), inputs, behind)
