@@ -57,8 +57,10 @@ def run(options: argparse.Namespace) -> int:
     check(getattr(options, "model", None), SHAPES)
     if options.benchmark == "offload":
         offload.take_task(options)
-    is_recall = options.benchmark == "offload" and options.task == "recall"
-    import_module("nanoinfer.commands.recall" if is_recall else f"nanoinfer.bench.{options.benchmark}").run(options)
+    name = f"nanoinfer.bench.{options.benchmark}"
+    if options.benchmark == "offload" and options.task != "decode":
+        name = "nanoinfer.commands.recall" if options.task == "recall" else f"nanoinfer.bench.{options.task}"
+    import_module(name).run(options)
     return 0
 
 
