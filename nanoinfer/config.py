@@ -127,8 +127,9 @@ class EngineConfig:
         enable_prefix_caching: keep the KV of prompts, and states beside it, for others that begin alike. None: yes.
         speculative_config: have tokens guessed and computed beside the one that is known, which changes no token: as
             vLLM writes it, {"method": "suffix", "num_speculative_tokens": 8} guesses what came behind the last tokens
-            before, in the prompt or the answer. None: none are guessed. Where layers keep a state, each guess takes
-            a slot that no sequence has.
+            before, in the prompt or the answer. "auto": while KV or weights stream and few sequences run, where room
+            for guesses costs no time. None turns them off. Where layers keep a state, each guess takes a slot that no
+            sequence has.
         seed: what the seeds of requests that give none are drawn from, and dummy weights.
         load_format: "auto" (safetensors) or "dummy" (random weights from the config alone).
         pin_host_memory: what to do if the system refuses to pin host memory. "auto": use pageable memory and report its
@@ -169,7 +170,7 @@ class EngineConfig:
     capture_num_tokens: list[int] | None = None
     attention_backend: str = "auto"
     enable_prefix_caching: bool | None = None
-    speculative_config: dict | None = None
+    speculative_config: dict | str | None = "auto"
     seed: int = 0
     load_format: str = "auto"
     pin_host_memory: str = "auto"

@@ -51,6 +51,7 @@ class Bench:
     def llm(self, shape: str | Path, **arguments) -> LLM:
         """An engine of a shape with random weights, or of a file without a tokenizer."""
         defaults = dict(load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False, progress_bar=False)
+        defaults |= dict(speculative_config=None)
         if isinstance(shape, Path):
             return LLM(shape, **(defaults | dict(load_format="auto") | arguments))
         defaults |= dict(hf_overrides=UNLIMITED)

@@ -16,17 +16,19 @@ _ALLOWED = "method", "num_speculative_tokens", *_OF_NGRAM
 _NEEDS_MODEL = "model", "draft_model", "draft_tensor_parallel_size"
 
 
-def checked_speculation(given: Any) -> dict[str, Any] | None:
-    """Return the settings that the engine reads, with `num_speculative_tokens`; None for None.
+def checked_speculation(given: Any) -> dict[str, Any] | str | None:
+    """Return the settings that the engine reads, with `num_speculative_tokens`; None for None, "auto" for "auto".
 
     "ngram" is taken as "suffix", which finds the same and longer matches; what it says of their lengths is not needed.
 
     Raises:
         ValueError: something in it is not known, or wants a model that drafts.
     """
-    if given is None:
-        return None
-    example = 'give {"method": "suffix", "num_speculative_tokens": 8}, or leave speculative_config out'
+    if given is None or given == "auto":
+        return given
+    example = (
+        'give {"method": "suffix", "num_speculative_tokens": 8}, None for no drafts, or leave speculative_config out'
+    )
     if not isinstance(given, dict):
         raise ValueError(f"speculative_config={given!r} is not valid: {example}")
     for name in given:

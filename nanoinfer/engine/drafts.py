@@ -8,11 +8,11 @@ before it. What was guessed wrong leaves no trace: its KV is overwritten by the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from nanoinfer.common.speculation import MAX_LINES
+from nanoinfer.common.speculation import DEFAULT_TOKENS, MAX_LINES
 from nanoinfer.engine.planner import StepPlanner
 from nanoinfer.engine.suffixes import SuffixDrafter
 from nanoinfer.kv.cache import KVCache
@@ -25,6 +25,8 @@ from nanoinfer.step.memory_plan import MemoryPlan
 MAX_PAUSE, MAX_PAUSE_STREAMING = 32, 2
 """Steps after which a sequence looks for a draft again that had none, or a wrong one: to look takes the host, which
 otherwise plans a step while the one before runs. Where a step brings KV or weights that time is little."""
+MOST_UNASKED = 4
+"""Sequences that run at once up to which there are drafts that nobody asked for: more share what a step brings."""
 
 
 class Drafter(Protocol):
@@ -60,7 +62,7 @@ class Drafts:
     """Chooses which tokens are drafted in a step, and counts what was taken.
 
     Args:
-        config: `EngineConfig.speculative_config`, checked.
+        config: `EngineConfig.speculative_config`, checked: settings, or "auto".
         max_splits: splits that one decode step may attend to.
         plan: says whether weights pass to the GPU in each step.
 
@@ -69,16 +71,19 @@ class Drafts:
         num_drafted, num_accepted, num_passes: tokens that were guessed, and taken; rows' steps that had a draft.
     """
 
-    def __init__(self, config: dict[str, Any], kv_cache: KVCache, max_splits: int, plan: MemoryPlan) -> None:
+    def __init__(self, config: dict[str, Any] | str, kv_cache: KVCache, max_splits: int, plan: MemoryPlan) -> None:
         self.drafter: Drafter = SuffixDrafter()
-        self._most = config["num_speculative_tokens"]
+        self._is_asked_for = isinstance(config, dict)
+        self._most = config["num_speculative_tokens"] if isinstance(config, dict) else DEFAULT_TOKENS
         self._kv_cache, self._max_splits, self._streams = kv_cache, max_splits, plan.passing_bytes > 0
         self._paces: dict[int, _Pace] = {}
         self.num_drafted = self.num_accepted = self.num_passes = 0
 
-    def are_wanted(self, sequences: Iterable[Sequence]) -> bool:
+    def are_wanted(self, sequences: Collection[Sequence]) -> bool:
         """Whether any of the running sequences looks for a draft next, for which all of its tokens must be known."""
         wanted = False
+        if not self._may_pay(len(sequences)):
+            return False
         for sequence in sequences:
             if sequence.state is SequenceState.DECODE and _may_draft(sequence):
                 pace = self._pace(sequence)
@@ -88,7 +93,7 @@ class Drafts:
 
     def add(self, batch: Batch[Sequence]) -> Batch[Sequence]:
         """Return a decode step with drafts, as many as there is room for; they are given up before any row waits."""
-        if batch.chunks:
+        if batch.chunks or not self._may_pay(len(batch.decoding)):
             return batch
         kv_cache, drafts, masks = self._kv_cache, {}, {}
         left = min(MAX_LINES - len(batch.decoding), kv_cache.num_free_lines)
@@ -114,6 +119,14 @@ class Drafts:
             left, splits = left - len(found), splits - of_line * len(found)
         return replace(batch, drafts=drafts, draft_masks=masks) if drafts else batch
 
+    def _may_pay(self, num_sequences: int) -> bool:
+        """Whether drafts were asked for, or so few run, and something streams."""
+        return self._is_asked_for or self._streams_now and num_sequences <= MOST_UNASKED
+
+    @property
+    def _streams_now(self) -> bool:
+        return self._streams or self._kv_cache.copies.residency.num_streamed > 0
+
     def count(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """Note what became of a sequence's draft."""
         if not num_drafted:
@@ -134,8 +147,7 @@ class Drafts:
             return
         pace.num_wrong += 1
         pace.length = max(1, pace.length // 2) if num_drafted else pace.length
-        streams = self._streams or self._kv_cache.copies.residency.num_streamed > 0
-        pace.pause = min(2 ** min(pace.num_wrong, 16), MAX_PAUSE_STREAMING if streams else MAX_PAUSE)
+        pace.pause = min(2 ** min(pace.num_wrong, 16), MAX_PAUSE_STREAMING if self._streams_now else MAX_PAUSE)
 
     def _pace(self, sequence: Sequence) -> _Pace:
         return self._paces.setdefault(sequence.sequence_id, _Pace(self._most))

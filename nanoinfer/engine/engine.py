@@ -79,7 +79,8 @@ class LLMEngine:
         )  # fmt: skip
         self.sampling_defaults = built.sampling_defaults  # for fields of SamplingParams that a user leaves out
         self.meter, speculation = StepMeter(self.executor), config.speculative_config
-        self.drafts = speculation and Drafts(speculation, self.kv_cache, self.admission.max_splits, self.plan)
+        may_draft = self.plan.num_lines > 0
+        self.drafts = Drafts(speculation, self.kv_cache, self.admission.max_splits, self.plan) if may_draft else None
         self.live = LiveRequests(built, self.scheduler, self.planner, self._read_tokens)
         self._outputs: list[StreamOutput] = []  # read from the device, but not returned by `step` yet
         try:

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from nanoinfer.common.speculation import DEFAULT_TOKENS
 from nanoinfer.memory.candidates import Candidate, StreamedChoice, choices
 from nanoinfer.memory.limits import checked_slots
 from nanoinfer.memory.measure import Measure
@@ -18,16 +19,48 @@ from nanoinfer.step.memory_plan import MemoryPlan
 CLOSE, EQUAL = 1.05, 1.01
 # Where no number of requests is asked for, one alone takes at most so many times as long as by the best plan for it.
 AT_MOST_ALONE = 2.0
+# The tokens of drafts that were not asked for which are tried, and what room for them may have steps take.
+UNASKED_DRAFTS, AS_FAST = (DEFAULT_TOKENS, DEFAULT_TOKENS // 2, DEFAULT_TOKENS // 4), 1.01
 # How many members of a family are looked at first, evenly spread; then those around the best one.
 _GRID = 6
 
 
 def best_plan(planner: Planner) -> MemoryPlan:
-    """Divide the memory among the parts of the engine. Where there is too little, `TooSmall` says what works."""
-    spec, device = planner.spec, planner.device
-    spec.check_context(planner.config.max_model_len)
+    """Divide the memory among the parts of the engine. Where there is too little, `TooSmall` says what works.
+
+    Drafts that were not asked for get rows where something may stream, as many as cost next to no time.
+    """
+    config, spec = planner.config, planner.spec
+    spec.check_context(config.max_model_len)
     planner.check_host_limit()
-    plan = planner.plan(Search(planner, checked_slots(planner.config, spec)).best())
+    search = Search(planner, checked_slots(config, spec))
+    best = search.best()
+    plan = _whole(planner, best)
+    if config.speculative_config != "auto" or planner.is_quick or not (config.may_offload or plan.passing_bytes):
+        return plan
+    for count in UNASKED_DRAFTS:
+        drafts = dict(method="suffix", num_speculative_tokens=count)
+        asking = replace(planner, config=replace(config, speculative_config=drafts))
+        cost = asking.cost(best.candidate)
+        if cost.lacks is None and _is_as_fast(search.measure, found := _whole(asking, cost), plan):
+            return found
+    return plan
+
+
+def _is_as_fast(measure: Measure, found: MemoryPlan, plan: MemoryPlan) -> bool:
+    """Whether all that runs by a plan is done as soon by another one, a step of one sequence among it."""
+    context = min(measure.context, plan.max_model_len)
+    if found.max_model_len < plan.max_model_len or found.max_running < plan.max_running:
+        return False
+    if not measure.config.may_offload and found.num_gpu_blocks < plan.num_gpu_blocks:  # what it held has no other place
+        return False
+    times = [(measure.step_seconds(one, 1, context), measure.seconds(one, plan.max_running)) for one in (found, plan)]
+    return all(time <= AS_FAST * before for time, before in zip(*times, strict=True))
+
+
+def _whole(planner: Planner, cost: Cost) -> MemoryPlan:
+    spec, device = planner.spec, planner.device
+    plan = planner.plan(cost)
     # Without kernels that read packed weights as they lie, their matrices are kept where there is room for all.
     room = plan.budget_bytes - plan.total_bytes
     keeps_matrices = not device.is_fused and not plan.streamed_bytes and 0 < spec.matrix_bytes <= room

@@ -42,7 +42,7 @@ def sized_plan(
     layout, max_model_len = spec.layout, config.max_model_len or spec.max_position
     max_num_seqs = config.max_num_seqs or (256 if budget_bytes >= LARGE else 64)
     num_lines = 0
-    if config.speculative_config is not None:  # drafted tokens lie in rows of their own
+    if isinstance(config.speculative_config, dict):  # drafted tokens lie in rows of their own
         num_lines = min(MAX_LINES, max_num_seqs * (1 + config.speculative_config["num_speculative_tokens"]))
     num_slots, num_draft_slots = _slots(config, spec, budget_bytes, max_num_seqs, num_lines)
     max_num_seqs = max(max_num_seqs, num_lines)
@@ -59,6 +59,7 @@ def sized_plan(
         max_num_seqs=max_num_seqs,
         num_state_slots=num_slots,
         num_draft_slots=num_draft_slots,
+        num_lines=num_lines,
         max_num_batched_tokens=max_num_batched_tokens,
         step_unit=spec.step_unit,
         is_taken_as_needed=device.is_host,

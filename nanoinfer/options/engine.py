@@ -125,6 +125,8 @@ def option_words(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> li
             words += [option, _WORDS[value]]
         elif isinstance(value, bool):
             words.append(option if value else f"--no-{option[2:]}")
+        elif field.name == "speculative_config" and value is None:
+            words += [option, "none"]
         elif isinstance(value, dict):
             words += [option, json.dumps(value)]
         elif isinstance(value, list):
@@ -158,6 +160,8 @@ def _kind(name: str, annotation: str, default: Any) -> dict[str, Any]:
         return dict(action="store_true" if default is False else argparse.BooleanOptionalAction)
     if name in ("max_model_len", "max_num_batched_tokens"):
         return dict(type=length, metavar="TOKENS")
+    if name == "speculative_config":
+        return dict(type=_speculation, metavar="JSON")
     if "dict" in annotation:
         return dict(type=json_object, metavar="JSON")
     if "list" in annotation:
@@ -181,6 +185,10 @@ def _offload(text: str) -> bool | str:
     if text not in OFFLOAD:
         raise argparse.ArgumentTypeError(f"{text!r} is not known: choose from {', '.join(OFFLOAD)}")
     return OFFLOAD[text]
+
+
+def _speculation(text: str) -> dict[str, Any] | str | None:
+    return text if text == "auto" else None if text == "none" else json_object(text, '{"method": "suffix"}, or none')
 
 
 def _size(text: str) -> int | float | str:

@@ -28,6 +28,10 @@ _CHOSEN = (
     "skip_tokenizer_init", "tokenizer",
 )  # fmt: skip
 
+# Prefix caching is off by default, so that each run computes all of its prompts; None: the benchmark decides. What
+# random weights say is no text, so steps are measured without drafts.
+_DEFAULTS = {"enable_prefix_caching": None, "speculative_config": None}
+
 # File name endings of a picture.
 PICTURES = (".png", ".svg", ".pdf")
 
@@ -52,8 +56,7 @@ def add_engine_arguments(
     """
     texts = {"max_num_seqs": "sequences that run at once; default: as the benchmark needs"}
     texts |= dict(texts_of_lists or {})
-    # Prefix caching is off by default, so that each run computes all of its prompts; None: the benchmark decides.
-    add_engine_options(parser, without=(*_CHOSEN, *without), defaults={"enable_prefix_caching": None}, texts=texts)
+    add_engine_options(parser, without=(*_CHOSEN, *without), defaults=_DEFAULTS, texts=texts)
     if texts_of_lists:  # which are taken apart by the benchmark
         parser.set_defaults(check_engine=None)
     parser.add_argument("--no-progress", action="store_true", help="show no progress bars")

@@ -40,6 +40,7 @@ class MemoryPlan:
         step_unit: as in `ModelSpec`.
         num_state_slots: sequences of which layers may keep states at a time.
         num_draft_slots: states beside these, for drafted tokens, which also have those that no sequence has.
+        num_lines: rows and drafted tokens that a step is to have room for together; 0: there are no drafts.
         is_taken_as_needed: memory for KV is taken page by page as requests fill it, as on the CPU.
     """
 
@@ -64,6 +65,7 @@ class MemoryPlan:
     max_num_seqs: int = 0
     num_state_slots: int = 0
     num_draft_slots: int = 0
+    num_lines: int = 0
     step_unit: int = 0
     max_num_batched_tokens: int = 0
     slice_rows: int = 0

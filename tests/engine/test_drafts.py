@@ -18,6 +18,7 @@ from guessing import Right, guess
 from simulated import RaceError, SimulatedRuntime
 
 from nanoinfer import SamplingParams
+from nanoinfer.engine.drafts import MOST_UNASKED
 from nanoinfer.engine.figures import FACTS, Reading, values
 from nanoinfer.engine.suffixes import LONG, SHORT, SuffixIndex
 from nanoinfer.kv.cache import KVCache
@@ -94,6 +95,41 @@ def test_whose_state_is_not_that_behind_its_last_token_answers_otherwise(path_of
     monkeypatch.setattr(KVCache, "take_state", lambda *_: None)
     with pytest.raises(AssertionError):
         check(path_of("lfm2", **SMALL), 1)
+
+
+@pytest.mark.parametrize("name", [*ENGINES, "auto"])
+def test_drafts_that_nobody_asked_for_come_where_something_streams(path_of, name):
+    arguments = dict(max_num_seqs=4) | ENGINES.get(name, dict(enable_cpu_offload="auto", resident_kv_limit=None))
+    path, requests = path_of("qwen3", **SMALL), requests_of(6)
+    engine = make_engine(path, speculative_config="auto", **arguments)
+    common = {key: arguments[key] for key in ("max_model_len", "block_size") if key in arguments}
+    plain = make_engine(path, max_num_seqs=4, **common)
+    streams = name not in ("resident", "gives way", "auto")
+    if engine.drafts is None:
+        assert not streams and run(engine, *map(list, zip(*requests, strict=True))) == run(
+            plain, *map(list, zip(*requests, strict=True))
+        )
+        return
+    wanted = guess(engine, plain, requests, random.Random(6))
+    assert run(engine, *map(list, zip(*requests, strict=True))) == wanted
+    assert (engine.drafts.num_accepted > 0) == streams
+    assert_pools_as_before(engine)
+
+
+def test_many_sequences_draft_only_where_that_was_asked_for(path_of):
+    path, requests, seen = path_of("qwen3", **SMALL), requests_of(7), set()
+    engine = make_engine(path, speculative_config="auto", **OFFLOAD)
+    wanted = guess(engine, make_engine(path), requests, random.Random(7))
+    add = engine.drafts.add
+
+    def noting(batch):
+        found = add(batch)
+        seen.add((len(found.decoding) > MOST_UNASKED, bool(found.drafts)))
+        return found
+
+    engine.drafts.add = noting
+    assert run(engine, *map(list, zip(*requests, strict=True))) == wanted
+    assert {(True, False), (False, True)} <= seen and (True, True) not in seen
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "k8v4", "int4"])

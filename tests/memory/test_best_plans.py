@@ -72,6 +72,12 @@ def check(config: EngineConfig, spec, card: str, host: float, gib: float | None 
     return True
 
 
+def config_of(formats: dict, offload, count: int | None, **arguments) -> EngineConfig:
+    """Without drafts, whose rows are no sequences."""
+    given = dict(speculative_config=None) | formats | arguments
+    return EngineConfig(model="unused", enable_cpu_offload=offload, max_num_seqs=count, **given)
+
+
 CASES = (
     ("gpt-oss-20b", {}, "RTX 3060", 26, "auto", None),
     ("gpt-oss-20b", {}, "RTX 3060", 120, "auto", 1),
@@ -92,8 +98,25 @@ CASES = (
 def test_nothing_that_can_be_asked_for_is_much_better_than_what_is_chosen(case, specs_of):
     """By default: `serve` and `LLM` run as many sequences as there are, `chat` and `generate` one."""
     shape, formats, card, host, offload, count = case
-    config = EngineConfig(model="unused", enable_cpu_offload=offload, max_num_seqs=count, **formats)
+    config = config_of(formats, offload, count)
     assert check(config, specs_of(shape).of(config), card, host)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, (case[0], *case[2:]))))
+def test_drafts_that_nobody_asked_for_cost_next_to_nothing(case, specs_of):
+    shape, formats, card, host, offload, count = case
+    config = config_of(formats, offload, count)
+    spec = specs_of(shape).of(config)
+    make, _ = makes(card, host, spec)
+    without, plan = make(config), make(replace(config, speculative_config="auto"))
+    for name in ("streamed_bytes", "num_expert_slots", "max_num_batched_tokens", "max_running", "max_model_len"):
+        assert getattr(plan, name) == getattr(without, name), name
+    if count is None:  # there are rows for as many sequences, and few run
+        assert (plan.num_lines > 0) == (offload is not False or without.passing_bytes > 0)
+        assert replace(plan, num_lines=0) == without
+    measure = Measure(config, spec, Rates.of_card(card_named(card)))
+    steps = [measure.step_seconds(one, 1, min(measure.context, one.max_model_len)) for one in (plan, without)]
+    assert without.num_gpu_blocks - plan.num_gpu_blocks <= 4 and steps[0] <= 1.01 * steps[1]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -103,7 +126,7 @@ def test_nor_of_any_shape_on_any_card(shape, specs_of):
     given = list(product((16, 32, 64, 128), (1, 4, 64), (False, "auto", True)))
     for formats, card in product(({}, INT4)[: 1 if shape.startswith("gpt-oss") else 2], DIFFERENT.values()):
         for host, count, offload in drawn.sample(given, 6):
-            config = EngineConfig(model="unused", enable_cpu_offload=offload, max_num_seqs=count, **formats)
+            config = config_of(formats, offload, count)
             fitting += check(config, specs_of(shape).of(config), card, host)
     assert fitting
 

@@ -72,7 +72,7 @@ def test_states_of_drafts_lie_in_the_same_share(shape, gib, most):
     drafts = LEAST | dict(speculative_config=dict(method="suffix", num_speculative_tokens=8))
     of_many, of_one, plain = (
         forecast(shape, gib, 4096, **options).step().memory
-        for options in (drafts, drafts | dict(max_num_seqs=1), LEAST | dict(max_num_seqs=1))
+        for options in (drafts, drafts | dict(max_num_seqs=1), LEAST | dict(max_num_seqs=1, speculative_config=None))
     )
     assert (of_many.max_running, of_many.num_slots) == (most, most)
     assert (of_one.max_running, of_one.num_slots, plain.num_slots) == (1, min(9, most), 1)

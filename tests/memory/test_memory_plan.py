@@ -313,6 +313,7 @@ def test_weight_bytes_of_known_shapes(tmp_path):
 def test_rows_that_share_a_long_document_have_room_for_their_splits_together(tmp_path):
     """Each attends to the whole of it: 16 rows of 257 blocks over a pool of 800."""
     arguments = dict(enable_cpu_offload=True, max_model_len=65_648, max_num_seqs=16, host_memory_limit=30 * GIB)
+    arguments |= dict(speculative_config=None)  # rows of drafts have splits, too
     made = plan(tmp_path, 24, **arguments)
     assert made.num_host_blocks < 900 and made.max_splits == 16 * 257
     many = plan(tmp_path, 24, **arguments | dict(max_num_seqs=200))

@@ -59,6 +59,7 @@ COMMON = dict(
     num_ring_slots=3,
     progress_bar=False,
     skip_tokenizer_init=True,
+    speculative_config=None,  # tests count steps; those of drafts ask for them
 )
 
 
