@@ -42,6 +42,8 @@ GROUPS = {
 }  # fmt: skip
 _HELP = {
     "enable_cpu_offload": "KV cache in host memory, too: on = from the start, auto = when the GPU is full, off",
+    "speculative_config": "guess tokens from the text itself and compute them beside, which changes no token: auto = "
+    'while KV or weights stream and few sequences run, none = never, \'{"method": "suffix"}\' = always',
     "cuda_graph_batch_sizes": 'padded batch sizes of decode graphs, such as 1,2,4,8, or "staged"',
     "capture_num_tokens": 'token counts of prefill steps that run from graphs, such as 16,64,256, or "none"',
 }

@@ -62,6 +62,8 @@ def test_an_option_becomes_the_argument(arguments, name, value):
         dict(enable_cpu_offload="auto", gpu_memory_limit="12GiB", max_model_len=4096),
         dict(enable_cpu_offload=True, enable_prefix_caching=False, enforce_eager=True, gpu_memory_limit=0.5),
         dict(capture_num_tokens=[], cuda_graph_batch_sizes=[1, 2], dtype="float16", quantization="int4"),
+        dict(speculative_config=None),
+        dict(speculative_config={"method": "suffix", "num_speculative_tokens": 3}),
         dict(
             capture_num_tokens=[16, 64], cuda_graph_batch_sizes="staged", resident_kv_limit=0, host_memory_limit="1GB"
         ),
@@ -81,6 +83,7 @@ def test_settings_become_the_words_that_give_them(settings):
         (["--cuda-graph-batch-sizes", "a"], "must be whole numbers, such as 16,64,256, or"),
         (["--gpu-memry", "1GiB"], "did you mean --gpu-memory-limit?"),
         (["--max-model-len", "4x"], "must be a whole number"),
+        (["--speculative-config", "no"], "is no JSON"),
     ],
 )
 def test_what_no_option_takes_is_refused(arguments, message, capsys):
