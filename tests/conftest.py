@@ -1,10 +1,14 @@
 """What every test starts from."""
 
 import gc
+import os
 import sys
 
 import pytest
-import torch
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported; threads that wait would spin
+
+import torch  # noqa: E402
 from parts import part_of
 from quick_interpreter import make_interpreter_quick
 

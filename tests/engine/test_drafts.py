@@ -58,7 +58,7 @@ def requests_of(seed: int) -> list[tuple[list[int], SamplingParams]]:
         dict(temperature=0.9, logit_bias={7: 3.0}),
     ]
     prompts = random_prompts(len(kinds), 40, 90, seed)
-    common = dict(seed=seed, max_tokens=40, ignore_eos=True, logprobs=2)
+    common = dict(seed=seed, max_tokens=26, ignore_eos=True, logprobs=2)
     return [(prompt, SamplingParams(**common | kind)) for prompt, kind in zip(prompts, kinds, strict=True)]
 
 
@@ -79,8 +79,7 @@ def check(path, seed: int, runtime=None, at_step=None, **arguments):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.sampled(
     "qwen3-resident", "gemma3-offload", "gpt_oss-some blocks stay", "qwen3_moe-gives way", "gemma4_moe-weights stream",
-    "gemma3-gives way", "lfm2-gives way", "lfm2_moe-resident", "qwen3_5-offload", "qwen3_5_moe-gives way",
-    "qwen3_next-weights stream",
+    "gemma3-gives way", "lfm2-gives way", "qwen3_5-offload", "qwen3_next-weights stream",
 )  # fmt: skip
 def test_any_draft_gives_the_bits_of_none(path_of, family, name):
     engine = check(path_of(family, **FAMILIES[family]), 1, **ENGINES[name])
@@ -133,6 +132,7 @@ def test_many_sequences_draft_only_where_that_was_asked_for(path_of):
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "k8v4", "int4"])
+@pytest.mark.sampled("k8v4")  # its keys have codes of the first kind, its values of the last
 @pytest.mark.filterwarnings("ignore:small models lose much")
 def test_codes_of_what_was_wrong_leave_no_trace(path_of, kv_cache_dtype):
     check(path_of("qwen3", head_dim=32), 2, kv_cache_dtype=kv_cache_dtype, **OFFLOAD)

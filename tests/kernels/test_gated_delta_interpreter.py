@@ -72,8 +72,9 @@ def test_three_parts_of_bfloat16_have_all_bits_of_a_state():
 
 
 @pytest.mark.parametrize("heads", [SHARED, ODD], ids=["shared", "odd"])
+@pytest.mark.sampled("odd")  # whose heads share keys, too
 def test_bits_depend_on_a_runs_own_tokens_alone(heads):
-    check_bits(fused, heads, torch.float32, lengths=(1, 63, 65, 128))
+    check_bits(fused, heads, torch.float32, lengths=(1, 65), cuts=([64, 200], [128, 192, 200]))
     check_rows(fused, heads, torch.float32, num_rows=5)
     check_lines(fused, heads, torch.float32)
 

@@ -28,7 +28,7 @@ def paths(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone():
-    """Model and seed -> what each of its requests gets in an engine without others."""
+    """Model and seed -> what its requests get where there is room, some of them as each alone."""
     return {}
 
 
@@ -63,8 +63,10 @@ def test_tokens_are_those_of_plain_attention(paths, name):
 def test_every_mode_has_the_bits_of_a_request_alone(paths, alone, name, mode, seed):
     prompts, params = random_prompts(4, 60, 99, seed) + random_prompts(2, 1, 20, seed), some_params(6, max_tokens=60)
     if (name, seed) not in alone:
-        lonely = engine_of(paths, name)
-        alone[name, seed] = [run(lonely, [prompt], [param])[0] for prompt, param in zip(prompts, params, strict=True)]
+        roomy, lonely = engine_of(paths, name), engine_of(paths, name)
+        alone[name, seed] = run(roomy, prompts, params)
+        for i in (0, -1):  # the others' would see no more
+            assert run(lonely, [prompts[i]], [params[i]])[0] == alone[name, seed][i]
     engine = engine_of(paths, name, SimulatedRuntime(seed), **ENGINES[mode])
     assert run(engine, prompts, params) == alone[name, seed]
     stats = engine.stats()

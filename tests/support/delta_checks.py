@@ -4,6 +4,7 @@ import torch
 from delta_cases import error, inputs, runs_of, scan, state_of
 
 LENGTHS = (1, 5, 63, 64, 65, 127, 128, 129)
+CUTS = ([64, 200], [128, 200], [64, 128, 192, 200], [192, 200])
 
 
 def whole(operations, given, heads, slot=3, state=None, decoding=0):
@@ -34,7 +35,7 @@ def check_against_a_scan(operations, heads, dtype, device="cpu", *, least=1e-6):
     assert torch.equal(state[2], before[2]) and torch.equal(state[11], before[11])
 
 
-def check_bits(operations, heads, dtype, device="cpu", lengths=LENGTHS):
+def check_bits(operations, heads, dtype, device="cpu", lengths=LENGTHS, cuts=CUTS):
     """Alone or beside others, whole or in steps, with garbage behind it or not: the same bits, and slots are reused."""
     given = inputs(200, heads, dtype, device=device)
     for length in lengths:
@@ -57,9 +58,9 @@ def check_bits(operations, heads, dtype, device="cpu", lengths=LENGTHS):
         assert torch.equal(state[[2, 3, 6]], before[[2, 3, 6]])
     # In steps that end at multiples of 64.
     wanted = whole(operations, given, heads)
-    for cuts in ([64, 200], [128, 200], [64, 128, 192, 200], [192, 200]):
+    for ends in cuts:
         state, begin, outs = state_of(heads, device=device), 0, []
-        for end in cuts:
+        for end in ends:
             how = runs_of([(3, end - begin)], device=device)
             outs.append(operations.gated_delta(*given.rows(slice(begin, end)), state, *how, heads))
             begin = end

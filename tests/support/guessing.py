@@ -51,7 +51,7 @@ def guess(
     engine: LLMEngine, plain: LLMEngine, requests: list[tuple[list[int], SamplingParams]], generator: random.Random
 ) -> list:
     """Have an engine draft from what a plain one gives; return that."""
-    outcomes = [run(plain, [prompt], [params])[0] for prompt, params in requests]
+    outcomes = run(plain, *map(list, zip(*requests, strict=True)))
     texts = [[*prompt, *tokens] for (prompt, _), found in zip(requests, outcomes, strict=True) for tokens, *_ in found]
     engine.drafts.drafter = Guessing(generator, texts)
     return outcomes
