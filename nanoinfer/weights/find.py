@@ -29,7 +29,7 @@ from nanoinfer.gguf.sources import (
 )
 from nanoinfer.models.checkpoints import checkpoint_named
 from nanoinfer.weights.addresses import without_address
-from nanoinfer.weights.other_kinds import hint_for, refuse_shape, shapes_near
+from nanoinfer.weights.other_kinds import hint_for, refuse_shape, shapes_near, what_it_holds
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _HUB_GGUF = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)(?::([\w.-]+))?")
@@ -93,8 +93,12 @@ def locate(model: str | Path, names: Collection[str] = ()) -> Path | OnHub:
     if packaged is not None and packaged.is_dir() and not (path / "config.json").is_file():
         return packaged
     if path.is_dir():
-        is_checkpoint = (path / "config.json").is_file() and any(path.glob("*.safetensors"))
-        return path if is_checkpoint else file_in(path) or path
+        has_config = (path / "config.json").is_file()
+        if has_config and any(path.glob("*.safetensors")):
+            return path
+        if (file := file_in(path)) is None and not has_config:
+            raise ValueError(what_it_holds(path))
+        return file or path
     if path.is_file() and path.suffix.lower() == ".gguf":
         return named_file(path)
     if (file := ollama_file(name) or packaged_file(name)) is not None:

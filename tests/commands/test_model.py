@@ -44,6 +44,8 @@ def without_template(tmp_path_factory):
         (["generate", "no-such", "x"], "model 'no-such' does not exist"),
         (["chat", "qwne3-8b"], r"did you mean 'qwen3-8b'"),
         (["serve", "/no/such/folder"], "does not exist"),
+        (["serve", "tests"], "tests holds no config.json and no GGUF file: give the directory of a"),
+        (["chat", "tests"], "tests holds no config.json and no GGUF file: give the directory of a"),
         (["plan", "no-such"], "does not exist"),
         (["verify", "no-such"], "does not exist"),
         (["quantize", "no-such", "--to", "int4", "--out", "x"], "does not exist"),

@@ -23,6 +23,7 @@ def test_every_shape_but_the_tiny_ones_is_the_name_of_a_checkpoint(tmp_path, mon
 def test_a_folder_of_that_name_comes_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "qwen3-8b").mkdir()
+    (tmp_path / "qwen3-8b" / "config.json").touch()
     assert find_model("qwen3-8b").resolve() == tmp_path / "qwen3-8b"
 
 
