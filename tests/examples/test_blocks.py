@@ -4,14 +4,18 @@ given, and each of these calls then by the program itself, on a tiny model in pl
 import io
 import json
 import re
+import runpy
 import shlex
 import subprocess
 import tomllib
+import unittest.mock
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from serving import make_served_checkpoint
 
+from nanoinfer.bench import beyond, texts
 from nanoinfer.commands import bench, recall, serve, top
 from nanoinfer.commands import main as cli
 from nanoinfer.gguf.sources import PACKAGES
@@ -23,15 +27,15 @@ from nanoinfer.verify.runs import make_runs
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 OURS = ("nanoinfer", "python", "pip", "make", "curl")
-OTHERS = ("claude", "ray", "serve")
+OTHERS = ("claude", "docker", "lm_eval", "ray", "serve")
 NOTING = (
-    '#!/bin/sh\nprintf "%s\\\\0" "$(basename "$0")" "$@" >> "$CALLS"; printf "\\\\n" >> "$CALLS"; cat > /dev/null\n'
+    '#!/bin/sh\nprintf "%s\\\\0" "$(basename "$0")" "$@" >> "$CALLS"; printf "\\\\001" >> "$CALLS"; cat > /dev/null\n'
 )
 # In place of models that no test has, of what they need, and of what would take long.
 SMALL = {
     "--gpu-memory-limit": "256MiB", "--host-memory-limit": "64MiB", "--max-model-len": "256", "--shape": "tiny",
-    "--requests": "2", "--questions": "1", "--port": "0",
-    "--link-gbps": "0.5",
+    "--requests": "2", "--questions": "5", "--port": "0",
+    "--link-gbps": "0.5", "--context": "40",
 }  # fmt: skip
 ALWAYS = {
     "generate": ["-n", "2"], "quantize": [], "chat": ["--max-model-len", "256"], "serve": ["--port", "0"],
@@ -39,13 +43,14 @@ ALWAYS = {
     "bench": ["--context", "40", "--output-len", "4", "--mode", "resident", "--no-progress"],
     "bench latency": ["--input-len", "20", "--output-len", "4", "--num-iters", "1", "--shape", "tiny"],
     "bench throughput": ["--input-len", "20", "--output-len", "4", "--num-prompts", "2", "--shape", "tiny"],
-    "eval recall": ["--context", "256", "--questions", "1", "--no-progress"],
+    "eval recall": ["--context", "768", "--depths", "0.5", "--questions", "5", "--no-progress"],
 }  # fmt: skip
 
 
 def blocks(path: Path) -> list[str]:
     """The blocks that a reader pastes: each line of them begins with a program."""
-    found = re.findall(r"^```(?:bash|sh)?\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)
+    found = [block for language, block in fenced if language in ("", "bash", "sh")]
     program = re.compile(rf"(?:\w+=\S+ )*(?:export |source |printf |(?:{'|'.join((*OURS, *OTHERS))})(?![\w:]))")
     return [re.sub(r" \[(--[^\]]*)\]", r" \1", block) for block in found if program.match(block)]
 
@@ -63,7 +68,7 @@ def calls(block: str, folder: Path) -> list[list[str]]:
         ["bash", "-e"], input=block, cwd=folder, env=environment, text=True, capture_output=True, check=False
     )
     assert process.returncode == 0 and not process.stderr, f"{block}\n{process.stderr}"
-    return [line.split("\0")[:-1] for line in noted.read_text().split("\n")[:-1]]
+    return [words.split("\0")[:-1] for words in noted.read_text().split("\1")[:-1]]
 
 
 BLOCKS = [(path, block) for path in PAGES for block in blocks(path)]
@@ -83,7 +88,15 @@ def quick(monkeypatch, tmp_path):
     monkeypatch.setattr(top.Looks, "look", lambda looks: "nobody answers here")
     monkeypatch.setattr(check, "make_runs", lambda *given: make_runs(*given)[:1])
     monkeypatch.setattr(recall, "checkpoint_sha256", lambda path: None)
+    monkeypatch.setattr(texts, "parsed", short)
+    monkeypatch.setattr(beyond, "parsed", short)
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+
+
+def short(content: str, parsed=texts.parsed) -> texts.Texts:
+    """Texts whose answers are short."""
+    found = parsed(content)
+    return replace(found, cases={name: (prompt, answer[:3]) for name, (prompt, answer) in found.cases.items()})
 
 
 def small(words: list[str], model: str) -> list[str]:
@@ -95,6 +108,8 @@ def small(words: list[str], model: str) -> list[str]:
     for place, word in enumerate(words):
         if word in SMALL:
             found[place + 1] = SMALL[word]
+        if word in ("--mode", "--quantization"):  # of several the last
+            found[place + 1] = words[place + 1].rpartition(",")[2]
         if re.fullmatch(r"MODEL|smollm2|Qwen/\S+|qwen3-\S+|model\.gguf", word) and words[place - 1] != "--out":
             found[place] = found[place] if words[place - 1] == "--shape" else model
     device = [] if "--device" in words or name in ("list", "completion", "top") else ["--device", "cpu"]
@@ -109,6 +124,9 @@ def run(words: list[str], model: str) -> None:
     elif program == "python" and rest[0] == "bench_offload.py":
         name = ["eval", "recall"] if "--task" in rest else ["bench", "offload"]
         assert bench.main(small([*name, *rest[1:]], model)[2:]) == 0, rest
+    elif program == "python" and rest[0] == "-m":
+        with unittest.mock.patch("sys.argv", rest[1:]):
+            runpy.run_path(ROOT.joinpath(*rest[1].split(".")).with_suffix(".py"), run_name="__main__")
     elif program == "python":
         source = (ROOT / rest[0]).read_text()
         own = re.findall(r'"(--[a-z-]+)"', source)
@@ -125,6 +143,8 @@ def run(words: list[str], model: str) -> None:
     elif program == "curl":
         body = json.loads(rest[rest.index("-d") + 1])
         assert "/v1/chat/completions" in " ".join(rest) and parse(ChatRequest, json.dumps(body).encode(), Fields())
+    elif program == "docker":
+        run(rest[rest.index("IMAGE") + 1 :], model)
     else:
         assert program in OTHERS
 
