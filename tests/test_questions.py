@@ -32,7 +32,7 @@ QUESTIONS = [
     ("benchmark", "llama-bench", "nanoinfer bench latency"),
     ("make a smaller file", "llama-quantize", "nanoinfer quantize MODEL --to int4 --out DIR"),
     ("see what a file holds", "show x.gguf", "nanoinfer inspect FILE"),
-    ("split over cards", "serve m --tensor-split 1,1", "one GPU per engine"),
+    ("split over cards", "serve m --tensor-split 1,1", "give --tensor-parallel-size: each GPU has an equal"),
     ("set the system prompt from a file", "chat m --system-prompt-file f", '--system "$(cat FILE)"'),
     # Ollama
     ("pull a model", "pull qwen3", "downloaded when it is first used"),
@@ -47,7 +47,7 @@ QUESTIONS = [
     ("get JSON", "serve m --format json", "response_format"),
     ("let a web page in", "serve --help", "--allowed-origins"),
     # vLLM
-    ("use two cards", "serve m --tensor-parallel-size 2", "one GPU per engine"),
+    ("use two cards", "serve m --tp-size 2", "did you mean --tensor-parallel-size?"),
     ("limit the memory", "serve --help", "--gpu-memory-limit"),
     ("offload weights", "serve --help", "--cpu-offload-gb"),
     ("trust remote code", "serve m --trust-remote-code", "no code of a checkpoint is run"),

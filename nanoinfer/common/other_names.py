@@ -53,6 +53,7 @@ MEANT: dict[str, tuple[str, ...]] = by_name(
             "expert_slots", "gpu_memory_limit",
         ),
         "vram gpu_mem max_gpu_memory gpu_memory": ("gpu_memory_limit",),
+        "tp tp_size": ("tensor_parallel_size",),
         "mem_fraction_static": ("gpu_memory_utilization",),
         "ram cpu_memory max_cpu_memory host_memory": ("host_memory_limit",),
         "offload cpu_offload enable_cpu_offload kv_offload nkvo low_vram": ("offload", "enable_cpu_offload"),
@@ -184,7 +185,8 @@ INSTEAD: dict[str, str] = by_name(
         "config": "give its settings as options",
         "cb cont_batching": "requests are always batched as they come: leave it out",
         "context_shift keep num_keep": "a context that is full ends: give a larger --max-model-len",
-        "ts tensor_split sm split_mode tp tp_size pp dp rpc": "one GPU per engine: leave it out",
+        "ts tensor_split sm split_mode pp rpc": "give --tensor-parallel-size: each GPU has an equal share",
+        "dp": "give --tensor-parallel-size for one engine on several GPUs, --ray --replicas for several servers",
         "lora lora_scaled lora_modules": "merge the adapter into the weights",
         "md model_draft draft draft_max": 'no second model drafts: --speculative-config \'{"method": "suffix"}\' '
         "guesses from the text itself",

@@ -135,8 +135,8 @@ def test_documents_have_the_names_that_are_shown():
         ("--num-batch", "did you mean --max-num-batched-tokens?"),
         ("--keep-alive", "is not supported: the model stays loaded"),
         # vLLM
-        ("--tensor-parallel-size", "is not supported: one GPU per engine"),
-        ("-tp", "is not supported: one GPU per engine"),
+        ("--pp", "is not supported: give --tensor-parallel-size"),
+        ("-tp", "did you mean --tensor-parallel-size?"),
         ("--no-enable-chunked-prefill", "is not supported: prompts are computed in chunks of --max-num-batched-tokens"),
         ("--uvicorn-log-lvl", "unknown option --uvicorn-log-lvl"),
         ("--gpu-memry", "did you mean --gpu-memory-limit?"),  # nearest is another spelling
