@@ -68,12 +68,13 @@ class Drafts:
 
     Attributes:
         drafter: guesses.
+        are_asked_for: whether the config has settings of them.
         num_drafted, num_accepted, num_passes: tokens that were guessed, and taken; rows' steps that had a draft.
     """
 
     def __init__(self, config: dict[str, Any] | str, kv_cache: KVCache, max_splits: int, plan: MemoryPlan) -> None:
         self.drafter: Drafter = SuffixDrafter()
-        self._is_asked_for = isinstance(config, dict)
+        self.are_asked_for = isinstance(config, dict)
         self._most = config["num_speculative_tokens"] if isinstance(config, dict) else DEFAULT_TOKENS
         self._kv_cache, self._max_splits, self._streams = kv_cache, max_splits, plan.passing_bytes > 0
         self._paces: dict[int, _Pace] = {}
@@ -85,7 +86,7 @@ class Drafts:
         if not self._may_pay(len(sequences)):
             return False
         for sequence in sequences:
-            if sequence.state is SequenceState.DECODE and _may_draft(sequence):
+            if sequence.state is SequenceState.DECODE and self._may_draft(sequence):
                 pace = self._pace(sequence)
                 pace.pause = max(0, pace.pause - 1)
                 wanted |= not pace.pause
@@ -99,7 +100,7 @@ class Drafts:
         left = min(MAX_LINES - len(batch.decoding), kv_cache.num_free_lines)
         splits = self._max_splits - kv_cache.num_reserved_splits
         for sequence in batch.decoding:
-            if sequence.num_pending or not _may_draft(sequence) or (pace := self._pace(sequence)).pause:
+            if sequence.num_pending or not self._may_draft(sequence) or (pace := self._pace(sequence)).pause:
                 continue
             of_line = kv_cache.tables.num_splits(sequence.max_num_tokens)
             most = min(pace.length, left, splits // of_line, sequence.max_num_tokens - sequence.num_tokens - 1)
@@ -107,6 +108,8 @@ class Drafts:
             if found and sequence.matcher is not None:
                 masks[sequence] = sequence.matcher.ahead(*sequence.output, found)
                 found = found[: len(masks[sequence])]
+            while found and sequence.thinking is not None and sequence.thinking.may_end(*sequence.output, len(found)):
+                found = found[:-1]  # behind it a token may be forced that only the host knows
             room = kv_cache.max_chunk(sequence, sequence.num_tokens + len(found) - sequence.num_computed)
             found = found[: max(0, sequence.num_computed + room - sequence.num_tokens)]
             if not found:
@@ -121,7 +124,14 @@ class Drafts:
 
     def _may_pay(self, num_sequences: int) -> bool:
         """Whether drafts were asked for, or so few run, and something streams."""
-        return self._is_asked_for or self._streams_now and num_sequences <= MOST_UNASKED
+        return self.are_asked_for or self._streams_now and num_sequences <= MOST_UNASKED
+
+    def _may_draft(self, sequence: Sequence) -> bool:
+        """Whether a sequence's masks are made in time, and so is what else its guesses need: under penalties or limits
+        each has tables of its own, which the host makes while something streams."""
+        params = sequence.params
+        plain = params.repetition_penalty == 1 and not (params.presence_penalty or params.frequency_penalty)
+        return not sequence.is_masked_aside and (plain and sequence.limits is None or self._streams_now)
 
     @property
     def _streams_now(self) -> bool:
@@ -188,11 +198,3 @@ def take_results(
         except Exception as failure:
             return num_right, failure
     return num_right, None
-
-
-def _may_draft(sequence: Sequence) -> bool:
-    """Whether what a sequence samples depends on its logits, its seed, how many tokens it has sampled and its grammar
-    alone, whose masks are made in time."""
-    params = sequence.params
-    plain = params.repetition_penalty == 1 and not (params.presence_penalty or params.frequency_penalty)
-    return plain and sequence.limits is None and sequence.thinking is None and not sequence.is_masked_aside

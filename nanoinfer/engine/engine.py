@@ -47,7 +47,8 @@ class LLMEngine:
     Attributes:
         on_logits: called for each step that samples, with the sequences that get a token and their logits,
             [len(sequences), vocab_size], for work on the compute stream between the layers and the sampling. It may
-            change the logits there. A sequence comes again for each of its drafted tokens. None: no call.
+            change the logits there. Where drafts were asked for, a sequence comes again for each of its drafted tokens;
+            others are not made beside it. None: no call.
         samples_late: call `on_logits` and launch the sampling only when the tokens of the step before were read, so
             that what is uploaded may depend on them. The layers run meanwhile. Of the sequences some may have ended
             with the token just read; theirs will be dropped. A step with a grammar does so in any case.
@@ -163,7 +164,8 @@ class LLMEngine:
     def _advance(self) -> None:
         before = self.live.in_flight
         if before is not None and self.drafts:
-            are_wanted = self.drafts.are_wanted(self.scheduler.running)  # it counts steps, so it is asked in each
+            # It counts steps, so it is asked in each.
+            are_wanted = self._may_draft and self.drafts.are_wanted(self.scheduler.running)
             if are_wanted or before.batch.drafts:
                 self._take(before)  # what may come next follows from all tokens so far
                 before = None
@@ -225,7 +227,12 @@ class LLMEngine:
             if step is not None and self.executor.is_done(step.number):
                 step.made = begin  # it is read when the next step was launched
             batch = self.scheduler.schedule()
-            return self.drafts.add(batch) if batch is not None and self.drafts else batch
+            return self.drafts.add(batch) if batch is not None and self._may_draft else batch
+
+    @property
+    def _may_draft(self) -> bool:
+        """Whether there may be drafts; beside `on_logits`, which may know of none, only if they were asked for."""
+        return self.drafts is not None and (self.on_logits is None or self.drafts.are_asked_for)
 
     def _launch(self, batch: Batch[Sequence]) -> LaunchedStep:
         """Launch the layers of a step, and the sampling unless it comes late."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from itertools import chain
 
@@ -89,7 +89,7 @@ class StepPlanner:
         if batch.drafts:
             guessed = [(row, *line) for row, line in zip(rows.tolist(), lines, strict=True) if line[1]]
             changed = np.concatenate([changed, self._draft_lines(guessed)])
-            sampling += tuple((row, self._settings(one, number)) for row, one, number, _ in guessed)
+            sampling += tuple((row, self._settings(one, batch.drafts[one][:number])) for row, one, number, _ in guessed)
         of_chunks = np.array([chunk.sequence.row for chunk in chunks], dtype=np.int32)
         all_rows, homes = np.concatenate([of_chunks, rows]), np.concatenate([of_chunks, owners])
         longest = max([*(chunk.end for chunk in chunks), int(ends.max(initial=0))])
@@ -185,15 +185,15 @@ class StepPlanner:
                 self._settings_of[sequence.row] = sequence.sequence_id
         return tuple(found)
 
-    def _settings(self, sequence: Sequence, number: int = 0) -> RowSampling:
-        """Return what a sequence samples with behind its last token, or behind the drafted token of this number."""
+    def _settings(self, sequence: Sequence, draft: Collection[int] = ()) -> RowSampling:
+        """Return what a sequence samples with behind its last token, and these drafted ones."""
         params = sequence.params
         return RowSampling.from_params(
             params,
             seed=sequence.seed,
-            step=sequence.num_sampled + number,
-            penalty_token_ids=tuple(sequence.token_ids) if params.repetition_penalty != 1 else (),
-            output_token_ids=sequence.output_token_ids,
+            step=sequence.num_sampled + len(draft),
+            penalty_token_ids=(*sequence.token_ids, *draft) if params.repetition_penalty != 1 else (),
+            output_token_ids=[*sequence.output_token_ids, *draft],
             # A grammar's masks ban what would end it too early.
             end_token_ids=() if sequence.matcher else self._end_token_ids.union(params.stop_token_ids or ()),
             limits=None if sequence.limits is None else sequence.limits.in_line,

@@ -87,7 +87,7 @@ class SamplingState:
         if not output_token_ids:
             stream.run(counts.zero_)
             return
-        # Only preempted sequences come here. They are rare, so the third one of a step may wait for the first upload.
+        # Preempted sequences and guesses under penalties come here: the third of a step may wait for the first upload.
         counted = np.bincount(list(output_token_ids), minlength=self.vocab_size)
         np.minimum(counted, MAX_COUNT, out=self._counts_staging.acquire().numpy(), casting="unsafe")
         self._counts_staging.upload(stream, counts)

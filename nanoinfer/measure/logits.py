@@ -25,8 +25,7 @@ def check_can_keep(num_tokens: int, vocab_size: int, advice: str, copies: int = 
 
 
 class LogitsRecorder:
-    """Keeps the raw logits of every sampled token without waiting for the step that runs. The engine, which is idle,
-    drafts none from then on: their logits are of no sampled token.
+    """Keeps the raw logits of every sampled token without waiting for the step that runs.
 
     Args:
         is_wanted: tells by request id whether to keep a request's logits. Other logits cost neither time nor memory.
@@ -39,7 +38,7 @@ class LogitsRecorder:
         self.rows: dict[tuple[str, int], list[torch.Tensor]] = defaultdict(list)
         self._runner, self._is_wanted = engine.runner, is_wanted
         self._unread: deque[tuple[list[Sequence], list[torch.Tensor], Event]] = deque()
-        engine.on_logits, engine.drafts = self._observe, None
+        engine.on_logits = self._observe
 
     def _observe(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
         """Copy the step's logits on the compute stream, before the next step overwrites them."""

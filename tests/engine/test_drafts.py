@@ -131,6 +131,16 @@ def test_many_sequences_draft_only_where_that_was_asked_for(path_of):
     assert {(True, False), (False, True)} <= seen and (True, True) not in seen
 
 
+def test_who_changes_logits_sees_drafts_only_where_they_were_asked_for(path_of):
+    path, requests = path_of("qwen3", **SMALL), requests_of(8)[:2]
+    for config in ("auto", SUFFIX):
+        engine = make_engine(path, speculative_config=config, **OFFLOAD)
+        guess(engine, make_engine(path), requests, random.Random(8))
+        engine.on_logits = lambda sequences, logits: None
+        run(engine, *map(list, zip(*requests, strict=True)))
+        assert (engine.drafts.num_drafted > 0) == (config is SUFFIX)
+
+
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "k8v4", "int4"])
 @pytest.mark.sampled("k8v4")  # its keys have codes of the first kind, its values of the last
 @pytest.mark.filterwarnings("ignore:small models lose much")

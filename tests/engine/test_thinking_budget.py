@@ -5,6 +5,7 @@ import random
 
 import pytest
 from engines import assert_pools_as_before, make_engine, outcome, random_prompts, read_at_once, run
+from guessing import check_alone
 from prefill_graphs import WarmUpRuntime
 from request_helpers import Script, play, shrink_gpu_pool
 from simulated import RaceError, SimulatedRuntime
@@ -58,6 +59,14 @@ def wanted(path):
     alone = [run(engine, [prompt], [params])[0] for prompt, params in pairs]
     engine.close()
     return pairs, alone
+
+
+def test_drafts_end_before_the_budget_and_give_the_bits_of_none(path, wanted):
+    pairs, alone = wanted
+    engine = make_engine(path, **ARGUMENTS | VARIANTS["offload"], speculative_config=dict(method="suffix"))
+    counts = check_alone(engine, pairs, alone, seed=2)
+    assert sum(map(bool, counts)) >= 7, counts
+    assert_pools_as_before(engine)
 
 
 def script(pairs, **others) -> Script:

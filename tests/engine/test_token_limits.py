@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from engines import COMMON, assert_pools_as_before, make_engine, outcome, random_prompts, read_at_once, run
+from guessing import check_alone
 from prefill_graphs import WarmUpRuntime
 from request_helpers import Script, play, shrink_gpu_pool
 from sampling_cases import naive_limits
@@ -74,6 +75,13 @@ def wanted(path, params):
     """The outcome of each request: alone, one step at a time, each read before the next is planned."""
     engine = read_at_once(make_engine(path, enforce_eager=True, **ARGUMENTS))
     return [run(engine, [prompt], [param])[0] for prompt, param in zip(PROMPTS, params, strict=True)]
+
+
+def test_drafts_under_limits_and_penalties_give_the_bits_of_none(path, params, wanted):
+    engine = make_engine(path, **ARGUMENTS | VARIANTS["offload"], speculative_config=dict(method="suffix"))
+    counts = check_alone(engine, list(zip(PROMPTS, params, strict=True)), wanted, seed=1)
+    assert sum(map(bool, counts)) >= 5, counts
+    assert_pools_as_before(engine)
 
 
 def naive_runs(path, params):

@@ -55,3 +55,16 @@ def guess(
     texts = [[*prompt, *tokens] for (prompt, _), found in zip(requests, outcomes, strict=True) for tokens, *_ in found]
     engine.drafts.drafter = Guessing(generator, texts)
     return outcomes
+
+
+def check_alone(
+    engine: LLMEngine, pairs: list[tuple[list[int], SamplingParams]], outcomes: list, seed: int
+) -> list[int]:
+    """Run requests one by one with drafts of what they are known to say; return how many of each were right."""
+    texts = [[*prompt, *tokens] for (prompt, _), found in zip(pairs, outcomes, strict=True) for tokens, *_ in found]
+    engine.drafts.drafter, counts = Guessing(random.Random(seed), texts), []
+    for (prompt, params), wanted in zip(pairs, outcomes, strict=True):
+        before = engine.drafts.num_accepted
+        assert run(engine, [prompt], [params]) == [wanted]
+        counts.append(engine.drafts.num_accepted - before)
+    return counts
