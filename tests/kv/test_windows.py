@@ -35,8 +35,15 @@ def greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=1)
 
 
+@pytest.fixture(scope="module")
+def held(path):
+    """Prompts that outgrow their windows, and what each gets alone."""
+    prompts = random_prompts(3, 60, 200, seed=4)
+    return prompts, [run(make_engine(path), [prompt], [greedy(40)])[0] for prompt in prompts]
+
+
 @pytest.mark.parametrize("mode", MODES)
-def test_a_row_holds_what_its_windows_see_and_no_more(path, mode):
+def test_a_row_holds_what_its_windows_see_and_no_more(path, mode, held):
     """In decode: all blocks of the group without a window, ceil(window / tokens) + 1 of each with one."""
     engine, most = make_engine(path, **MODES[mode]), 0
     kv_cache, groups = engine.kv_cache, engine.kv_cache.tables.groups
@@ -61,9 +68,8 @@ def test_a_row_holds_what_its_windows_see_and_no_more(path, mode):
                 assert len(set(present(table))) <= pool.num_used
 
     assert [len(group.layers) for group in groups] == [1] * 4 and groups[0].window is None
-    prompts = random_prompts(3, 60, 200, seed=4)
-    wanted = [run(make_engine(path), [prompt], [greedy(60)])[0] for prompt in prompts]
-    assert run(engine, prompts, [greedy(60)] * 3, at_step) == wanted
+    prompts, wanted = held
+    assert run(engine, prompts, [greedy(40)] * 3, at_step) == wanted
     assert most == -(-WINDOW // 16) + 1
     assert_pools_as_before(engine)
 
@@ -74,9 +80,9 @@ def test_a_chats_next_turn_finds_its_last_prompt(path, mode):
     for message in random_prompts(5, 20, 90, seed=6):
         before = engine.stats()["prefix_cache_hit_tokens"]
         prompt = prompt + message
-        (outcome,) = run(engine, [prompt], [greedy(25)])
+        (outcome,) = run(engine, [prompt], [greedy(12)])
         assert engine.stats()["prefix_cache_hit_tokens"] - before == last_end
-        assert outcome == run(make_engine(path, **MODES[mode]), [prompt], [greedy(25)])[0]
+        assert outcome == run(make_engine(path, **MODES[mode]), [prompt], [greedy(12)])[0]
         last_end = len(prompt) // 16 * 16
         prompt = prompt + outcome[0][0]
     assert_pools_as_before(engine)
@@ -192,9 +198,10 @@ def workload(paths, seed: int) -> None:
 
     got = run(engine, prompts, params, at_step)
     again = run(engine, prompts[::-1], params[::-1])[::-1]
-    alone = engine_of(enable_prefix_caching=False)
-    wanted = [run(alone, [prompt], [param])[0] for prompt, param in zip(prompts, params, strict=True)]
+    cold = engine_of(enable_prefix_caching=False)
+    wanted = run(cold, prompts, params)
     assert got == wanted and again == wanted
+    assert run(cold, prompts[:1], params[:1]) == wanted[:1], "a request alone has other bits"
     assert_pools_as_before(engine)
 
 
