@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import reduce
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer.attention.base import AttentionBackend, AttentionSpec, DecodeWork, KeyRange, Partials, PrefillState
@@ -110,11 +111,17 @@ class TorchBackend(AttentionBackend):
         positions = split[:, None] * span + key
         k, v = self._heads_first(self.spec.part.read(kv, block, split % cut, span, positions, own), hidden)
         queries = q.index_select(0, row).float().unflatten(1, (self.spec.num_kv_heads, -1))  # [n, Hkv, G, D]
+        # A library chooses the order of sums by the number of rows: that of the whole model, also of some of its heads.
+        others = max(0, self.spec.whole_group - self.spec.group_size)
+        if others:
+            queries = F.pad(queries, (0, 0, 0, others))
         logits = self._logits(_products(queries, k.unbind())).masked_fill_(hidden[:, None, None], NEG_INF)
         peak = _finite(logits.amax(-1, keepdim=True))
         p = elementwise(torch.exp, logits.sub_(peak))
         total = p.sum(-1, keepdim=True)
         mixed = _products(p, v.unbind())  # [n, Hkv, G, D]
+        if others:
+            mixed, total, peak = (one[:, :, :-others] for one in (mixed, total, peak))
         partials.out[partial] = mixed.div_(_not_zero(total)).flatten(1, 2)
         partials.lse[partial] = (peak + elementwise(torch.log, total)).flatten(1)
 

@@ -263,11 +263,6 @@ class Experts(nn.Module):
         own."""
         return self.operations.shared_mlp(x, self.table, self.operands, self.activation, self.cut)
 
-    def own_numbers(self, ids: Tensor) -> Tensor:
-        """Return the numbers that experts have here: those of all, but -1 of what another rank has."""
-        own = ids - self.first_expert
-        return torch.where((own >= 0) & (own < self.num_experts), own, -1)
-
     def _matrices(self, index: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         """Return gate and up as one matrix, their bias, down and its bias; see `kernels.experts.reference`."""
         run = self.pool[index]
@@ -397,6 +392,9 @@ class SparseMLP(nn.Module):
             shard=shard,
             **options,
         )
+        if self.is_part:
+            first = self.experts.first_expert
+            self.routing = replace(routing, here=(first, first + self.experts.num_experts))
         self.shared_experts = None
         if sparse.shared_size:
             of_shared = formats.below("shared_experts")
@@ -434,7 +432,6 @@ class SparseMLP(nn.Module):
         gate = None if self.shared_gate is None else self.shared_gate(normed)
         if not self.is_part:
             return self.experts(normed, ids, weights, self.routing.first_half, shared, gate)
-        ids = self.experts.own_numbers(ids)
         own = self.experts(normed, ids, weights, self.experts.num_experts, shared, gate)[0]
         return OwnPart(own, self.exchange)
 

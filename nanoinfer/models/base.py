@@ -106,6 +106,9 @@ class ModelSpec:
     """The shapes that attention has in the layers."""
     shard: Shard = WHOLE
     """Which of several devices this is for: heads, sizes and bytes are what that one has."""
+    whole_shares: tuple[int, ...] = ()
+    """`block_shares` of the whole model, of which this is what one of several devices has: a block has the tokens that
+    it has on one, also where KV heads are repeated."""
     gates_attention: bool = False
     """Whether each value of the attention's output is multiplied by a gate, which is made with the queries."""
     vocab_size: int
@@ -233,6 +236,8 @@ class ModelSpec:
     @property
     def block_shares(self) -> list[int]:
         """For each shape: how many times the tokens of its blocks the largest hold."""
+        if self.whole_shares:
+            return list(self.whole_shares)
         values = [attention.kv_size * (1 if attention.keeps_one_vector else 2) for attention in self.attentions]
         return [2 ** round(math.log2(one / min(values))) for one in values]
 

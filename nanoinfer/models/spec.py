@@ -9,7 +9,7 @@ import torch
 from transformers import PretrainedConfig
 
 from nanoinfer.kernels.attention.spec import AttentionSpec
-from nanoinfer.kernels.linear.shard import Shard
+from nanoinfer.kernels.linear.shard import WHOLE, Shard
 from nanoinfer.layers.experts import Experts, Sparse, SparseMLP
 from nanoinfer.layers.formats.packed import temporary_bytes
 from nanoinfer.layers.linear import Linear, matrix_bytes, scratch_size
@@ -57,6 +57,9 @@ def spec_of(model_class: type[Decoder], checkpoint: CheckpointInfo, dtype: torch
         **model_class.context_limits(hf_config),
         tied_embeddings=hf_config.tie_word_embeddings and shard.is_whole,
     )
+    if not shard.is_whole:
+        whole = _attentions(model_class, hf_config, traits, architecture, layers, dtype, WHOLE)
+        spec = replace(spec, whole_shares=tuple(replace(spec, attentions=tuple(whole)).block_shares))
     # Counted, not calculated: the bytes cannot drift from what the constructor allocates.
     shapes_only = model_class(checkpoint, spec, device="meta", max_position=1)
     return replace(
@@ -104,6 +107,7 @@ def _attentions(
                 f"tensor_parallel_size={shard.size}: a norm of {architecture} spans all its {kv_heads} KV heads, which "
                 "so many GPUs cannot share evenly: give a number that divides them"
             )
+        group = q_heads // kv_heads if kv_heads % shard.size else 0  # a KV head is repeated
         if not shard.is_whole:
             q_heads, kv_heads = (end - begin for begin, end in shard.heads(q_heads, kv_heads))
         yield AttentionSpec(
@@ -111,6 +115,7 @@ def _attentions(
             num_kv_heads=kv_heads,
             head_dim=dim,
             has_one_projection=has_one_projection,
+            whole_group=group,
             scale=dim**-0.5 if traits.attention_scale is None else traits.attention_scale,
             softcap=traits.attention_softcap,
             sinks=traits.attention_sinks,

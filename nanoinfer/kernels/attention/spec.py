@@ -58,6 +58,8 @@ class AttentionSpec:
     """The distinct sliding windows of these layers, in tokens; None in it stands for full attention."""
     block_size: int = 256
     """Tokens in a KV block and so in a split; a multiple of 16."""
+    whole_group: int = 0
+    """Query heads of a KV head in the whole model, of which one of several devices has some; 0: all are here."""
     kv_format: KVFormat | None = None
     """How keys and values lie in KV blocks; None: as numbers of `dtype`, of one projection as one vector."""
 

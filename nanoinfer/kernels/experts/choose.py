@@ -42,6 +42,8 @@ def choose_experts_kernel(
     CHOSEN_GROUPS: tl.constexpr,
     TILE: tl.constexpr,
     CHOSEN_TILE: tl.constexpr,
+    FIRST: tl.constexpr,  # of the experts that are here
+    END: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -115,6 +117,8 @@ def choose_experts_kernel(
         weight = weight.to(like.dtype.element_ty).to(tl.float32)
     if factors is not None:
         weight *= tl.load(factors + chosen, mask=turn < CHOSEN, other=0.0).to(tl.float32)
+    if END - FIRST < EXPERTS:
+        chosen = tl.where((chosen >= FIRST) & (chosen < END), chosen - FIRST, -1)
     tl.store(ids + own, chosen, mask=turn < CHOSEN)
     tl.store(weights + own, weight, mask=turn < CHOSEN)
 
@@ -140,6 +144,7 @@ def choose_experts(
         Numbers of experts, [N, num_chosen] int32, in the order of the choice, and weights, float32. -1: none.
     """
     num_rows, shape = len(logits), (len(logits), routing.num_chosen)
+    first, end = routing.here or (0, routing.num_experts)
     ids = torch.empty(shape, dtype=torch.int32, device=logits.device)
     weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
     assert logits.is_contiguous() and logits.data_ptr() % 16 == 0, "rows are packed, and begin where all others do"
@@ -151,8 +156,8 @@ def choose_experts(
             SCORES={SOFTMAX: 0, SIGMOID: 1}.get(routing.scores, 2), NORMED=routing.is_normed,
             ROUNDED=routing.is_rounded, ROUNDS_SCORES=routing.rounds_scores,
             GROUPS=routing.num_groups, CHOSEN_GROUPS=routing.num_chosen_groups,
-            TILE=next_power_of_2(routing.num_experts), CHOSEN_TILE=next_power_of_2(routing.num_chosen), num_warps=1,
-            **launch_options(logits, fuses=False),
+            TILE=next_power_of_2(routing.num_experts), CHOSEN_TILE=next_power_of_2(routing.num_chosen), FIRST=first,
+            END=end, num_warps=1, **launch_options(logits, fuses=False),
         )  # fmt: skip
     return ids, weights
 

@@ -62,6 +62,9 @@ def choose_experts(
     if factors is not None:
         weights = weights * factors.float()[ids]
     is_live = torch.arange(len(logits), device=logits.device)[:, None] < num_live
+    if routing.here is not None:
+        first, end = routing.here
+        ids = torch.where((ids >= first) & (ids < end), ids - first, -1)
     return ids.int().where(is_live, -1), weights.where(is_live, 0.0)
 
 

@@ -35,6 +35,8 @@ class Routing:
         num_groups, num_chosen_groups: the experts are cut into groups, of which only those with the largest sums of
             their two best take part.
         factor: on each weight.
+        here: which experts this device has, [begin, end): their numbers count from the first one on, and those of the
+            others are -1. None: all.
     """
 
     num_experts: int
@@ -47,6 +49,7 @@ class Routing:
     num_groups: int = 1
     num_chosen_groups: int = 1
     factor: float = 1.0
+    here: tuple[int, int] | None = None
 
     @property
     def first_half(self) -> int:
