@@ -37,10 +37,11 @@ class Rank:
 
     Args:
         connection: to rank 0.
+        folder: with the signs of life.
     """
 
     def __init__(self, connection: Connection, shard: Shard, folder: Path) -> None:
-        self._connection, self._shard, self._folder = connection, shard, folder
+        self._connection, self._shard = connection, shard
         self._signs = Signs(folder / "signs", shard.size, is_first=False)
         self._share: Share | None = None
         self._executor: LocalExecutor | None = None
@@ -55,28 +56,31 @@ class Rank:
             name, arguments = decode(self._connection.recv_bytes())
             # Before its first step a rank loads, compiles and pins, which takes as long as it takes.
             self._signs.give(self._shard.rank, self._executor is not None and name != "capture")
-            if name == "close":
-                self._executor.close()
-                return
             self._do(name, arguments)
 
     def _do(self, name: str, arguments: tuple) -> None:
         is_asked = name.endswith("?")
-        work = getattr(self, f"_{name[:-1]}", None) if is_asked else None
-        if name == "sample":
-            work = self._sample
+        own = {"join?": self._join, "known?": self._known, "build?": self._build, "sample": self._sample}
+        work = (own | {"close": self._close}).get(name)
         if not is_asked:
             (work or getattr(self._executor, name))(*arguments)
             return
         try:
             answer = "done", (work or getattr(self._executor, name[:-1]))(*arguments)
         except Exception as error:
+            if name == "build?":  # the others wait for what this rank would exchange with them
+                raise
             answer = "raised", error
         self._connection.send_bytes(encode(answer))
 
-    def _join(self, device: str) -> None:
+    def _join(self, device: str, folder: str) -> None:
         place = resolve_device(device)
-        self._group = Group(self._folder, self._shard.rank, self._shard.size, place)
+        self._group = Group(Path(folder), self._shard.rank, self._shard.size, place)
+
+    def _close(self) -> None:
+        self._executor.close()
+        self._group.close()
+        self._executor = self._group = self._share = None
 
     def _known(self, settings: dict[str, Any]) -> list:
         config = EngineConfig(**settings)
@@ -101,9 +105,8 @@ def main(arguments: list[str]) -> None:
     try:
         with torch.inference_mode():
             Rank(connection, Shard(rank, size), Path(arguments[3])).run()
+    except (EOFError, ConnectionError, KeyboardInterrupt):  # rank 0 has ended, or needs it no more
         os._exit(0)  # threads of libraries are not waited for
-    except (EOFError, KeyboardInterrupt):  # rank 0 has ended
-        os._exit(1)
     except BaseException as error:
         with suppress(OSError):
             connection.send_bytes(

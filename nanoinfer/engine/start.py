@@ -154,8 +154,9 @@ class Several:
         self._ranks = Ranks(size, lambda rank: visible_devices(rank, place))
         self._settings = asdict(replace(config, progress_bar=False, skip_tokenizer_init=True))
         self._settings |= {name: str(one) for name, one in self._settings.items() if isinstance(one, Path)}
-        self._ranks.tell("join?", config.device)
-        self._group = Group(self._ranks.folder, 0, size, place)
+        folder = self._ranks.meet()
+        self._ranks.tell("join?", config.device, str(folder))
+        self._group = Group(folder, 0, size, place)
         self._ranks.on_end = self._group.close
         self._ranks.answers()
 
@@ -175,8 +176,8 @@ class Several:
         self._ranks.tell("build?", replace(plan, groups=()))
         try:
             local = share.build(plan, self._group)
-        except BaseException:
-            if self._ranks.has_ended:
+        except BaseException as error:
+            if not isinstance(error, ValueError) and self._ranks.ends_soon():  # it failed since nobody answers
                 raise self._ranks.error() from None
             raise
         own, others = share.sizes(local), self._ranks.answers()
@@ -184,8 +185,8 @@ class Several:
         return ParallelExecutor(local, self._ranks, self._group)
 
     def close(self) -> None:
+        self._group.close()  # whoever waits for this rank is told so
         self._ranks.close()
-        self._group.close()
 
 
 def known(config: EngineConfig, place: torch.device, shard: Shard) -> Share:

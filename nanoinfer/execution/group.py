@@ -115,7 +115,9 @@ class Group:
         model.logits.exchange = self
 
     def close(self) -> None:
-        """End it; what others wait for fails there."""
+        """End it; what others wait for fails there, and what waits for them here goes on."""
+        if self.mailbox is not None:
+            self.mailbox.release()
         for group in {self._own, self._host}:
             group.abort()
 

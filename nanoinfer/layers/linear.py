@@ -65,6 +65,12 @@ class Linear(nn.Module):
         self.operations, self.library_counts, self.scratch = operations_of(device), frozenset(), None
         self.kept_matrix: Tensor | None = None
         self.weights.allocate(self, self.num_rows, in_features, cut=cut, dtype=dtype, device=device)
+        packing = getattr(self.weights, "packing", None)
+        if self.is_part and packing is not None and packing.has_group_index:
+            raise ValueError(
+                "the weights' groups have columns in any order (desc_act), so no GPU has whole groups of half of them: "
+                "give tensor_parallel_size=1, or a checkpoint with desc_act=false"
+            )
         if self.is_part and getattr(self.weights, "column_block", 1) > 1 and in_features % self.weights.column_block:
             block = self.weights.column_block
             raise ValueError(
@@ -189,8 +195,10 @@ class Head(Linear):
 
 
 def head_rows(num_rows: int, shard: Shard) -> tuple[int, int]:
-    """Return the rows, [begin, end), that a rank has of a head: whole ones of its blocks."""
+    """Return the rows, [begin, end), that a rank has of a head: whole ones of its blocks, if there are enough."""
     block = head_block(num_rows)
+    while block > 1 and -(-num_rows // block) < shard.size:
+        block = -(-block // 2)
     begin, end = shard.even(-(-num_rows // block))
     return begin * block, min(end * block, num_rows)
 

@@ -17,6 +17,7 @@ from nanoinfer.parallel.processes import RankError, Ranks
 from nanoinfer.step.executor import Executor, ExecutorCounters, PromptsRead, SampledToken
 from nanoinfer.step.plan import StepPlan
 from offload import Timeline
+from offload.blocks import HOST
 
 
 class ParallelExecutor(Executor):
@@ -33,18 +34,25 @@ class ParallelExecutor(Executor):
 
     Attributes:
         runner: of this process.
+        ranks: the other processes.
     """
 
+    looks_s = 1.0
+
     def __init__(self, local: LocalExecutor, ranks: Ranks, group: Group) -> None:
-        self._local, self._ranks, self._group = local, ranks, group
-        self.runner = local.runner
+        self._local, self.ranks, self._group = local, ranks, group
+        self.runner, self._borrowed = local.runner, set()
         for name in Executor.__annotations__:
-            if name != "is_asynchronous":
+            if name not in ("is_asynchronous", "looks_s"):
                 setattr(self, name, getattr(local, name))
 
     @property
     def is_asynchronous(self) -> bool:
         return self._local.is_asynchronous
+
+    def check(self) -> None:
+        if self.ranks.has_ended:
+            raise self.ranks.error()
 
     @contextmanager
     def _together(self) -> Iterator[None]:
@@ -55,32 +63,37 @@ class ParallelExecutor(Executor):
             except RankError:
                 raise
             except BaseException as error:
-                if self._ranks.has_ended:  # it failed since nobody answers
-                    raise self._ranks.error() from None
-                raise self._ranks.give_up(error) from error
+                if isinstance(error, RuntimeError) and self.ranks.ends_soon():  # it failed since nobody answers
+                    raise self.ranks.error() from None
+                raise self.ranks.give_up(error) from error
 
     def _all(self, name: str, *arguments: Any) -> Any:
         with self._together():
-            self._ranks.tell(name, *arguments)
+            self.ranks.tell(name, *arguments)
             return getattr(self._local, name)(*arguments)
 
     def _of_each(self, name: str, *arguments: Any) -> list[Any]:
         """Return what each rank answers, this one first. What one raises is raised when all have answered."""
         with interrupts_held():
-            self._ranks.tell(name + "?", *arguments)
+            self.ranks.tell(name + "?", *arguments)
             own, raised = None, None
             try:
                 own = getattr(self._local, name)(*arguments)
             except Exception as error:
                 raised = error
-            others = self._ranks.answers()
+            try:
+                others = self.ranks.answers()
+            except RankError:
+                raise
+            except Exception as error:
+                raised = raised or error
         if raised is not None:
             raise raised
         return [own, *others]
 
     def execute(self, plan: StepPlan, timeline: Timeline | None = None) -> tuple[np.ndarray | None, int]:
         with self._together():
-            self._ranks.tell("execute", plan)
+            self.ranks.tell("execute", plan)
             return self._local.execute(plan, timeline)
 
     def sample(
@@ -94,14 +107,16 @@ class ParallelExecutor(Executor):
             self._group.take_of_first(logits)
 
         with self._together():
-            self._ranks.tell("sample", number, masks, on_logits is not None)
+            self.ranks.tell("sample", number, masks, on_logits is not None)
             self._local.sample(number, masks, None if on_logits is None else change)
 
     def is_done(self, number: int) -> bool:
         return self._local.is_done(number)
 
     def read(self, number: int) -> tuple[list[SampledToken], int, int]:
-        return self._all("read", number)
+        found = self._all("read", number)
+        self.check()  # kernels that nobody answers give up, and leave no tokens
+        return found
 
     def read_prompts(self, number: int) -> PromptsRead:
         return self._all("read_prompts", number)
@@ -134,15 +149,23 @@ class ParallelExecutor(Executor):
         self._all("drop_prefetch", [*blocks])
 
     def let_go(self, pool: str, blocks: list[int]) -> None:
+        if pool == HOST:
+            self._borrowed -= {*blocks}
         self._all("let_go", pool, blocks)
 
     def borrow(self, num_blocks: int) -> list[int]:
-        own, *others = self._of_each("borrow", num_blocks)
+        try:
+            own, *others = self._of_each("borrow", num_blocks)
+        except MemoryError:
+            self.give_back_all_but(self._borrowed)  # some ranks may have had the memory
+            raise
         assert all(one == own for one in others), "ranks have borrowed other blocks"
+        self._borrowed |= {*own}
         return own
 
     def give_back_all_but(self, blocks: Iterable[int]) -> None:
-        self._all("give_back_all_but", [*blocks])
+        self._borrowed = {*blocks}
+        self._all("give_back_all_but", sorted(self._borrowed))
 
     def open_host_pool(self, all_at_once: bool) -> None:
         self._of_each("open_host_pool", all_at_once)
@@ -165,10 +188,10 @@ class ParallelExecutor(Executor):
         self._all("forget")
 
     def close(self) -> None:
-        if not self._ranks.has_ended:
-            self._ranks.tell("close")
+        if not self.ranks.has_ended:
+            self.ranks.tell("close")
         self._local.close()
-        self._ranks.close()
+        self.ranks.close()
         self._group.close()
 
 

@@ -66,9 +66,11 @@ class Ranks:
     Args:
         size: how many there are, with this one.
         environment: takes a rank's number and returns what its environment has besides this one's.
+        patience_s: how long a rank that works may give no sign of life.
 
     Attributes:
         folder: for what ranks find each other with.
+        processes: the ranks 1, 2 and so on.
         on_end: called once, on another thread, when a rank has ended or is given up, so that nothing waits for it.
     """
 
@@ -95,6 +97,10 @@ class Ranks:
             self._connections.append(Connection(ours.detach()))
         self._watcher = threading.Thread(target=self._watch, name="watch-ranks", daemon=True)
         self._watcher.start()
+
+    def meet(self) -> Path:
+        """Return a folder where all ranks can meet: no others have met there."""
+        return Path(tempfile.mkdtemp(dir=self.folder))
 
     def tell(self, name: str, *arguments: Any) -> None:
         """Send each rank a message that it answers nothing to.
@@ -147,6 +153,15 @@ class Ranks:
     @property
     def has_ended(self) -> bool:
         return bool(self._fault)
+
+    def ends_soon(self) -> bool:
+        """Whether a rank has ended, or does within a second: what fails since it has gone may fail before."""
+        for _ in range(int(1 / _LOOKS_S) + 1):
+            self._look()
+            if self._fault:
+                return True
+            time.sleep(_LOOKS_S)
+        return False
 
     def give_up(self, error: BaseException) -> RankError:
         """End all ranks, since this one cannot go on with them; return what is to be raised."""

@@ -210,6 +210,7 @@ class AsyncEngine:
         self._started.set_result((engine, requests))
         try:
             while self._take_inbox(engine, requests):
+                engine.executor.check()
                 if requests.has_work:
                     requests.publisher.is_stale = True
                     requests.step()
@@ -224,7 +225,10 @@ class AsyncEngine:
     def _take_inbox(self, engine: LLMEngine, requests: ServedRequests) -> bool:
         """Make the calls in the inbox; wait for one if there is no work. Return False if the thread must end."""
         try:
-            call = self._inbox.get(not requests.has_work, requests.publisher.seconds_left)
+            wait = requests.publisher.seconds_left
+            if engine.executor.looks_s is not None:
+                wait = min(engine.executor.looks_s, engine.executor.looks_s if wait is None else wait)
+            call = self._inbox.get(not requests.has_work, wait)
             while call is not None:
                 function, future, changes = call
                 requests.publisher.is_stale |= changes

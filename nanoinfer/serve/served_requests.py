@@ -15,6 +15,7 @@ from nanoinfer.engine.engine import LLMEngine
 from nanoinfer.engine.meter import DecodeTimes
 from nanoinfer.memory.machine import advice_when_full
 from nanoinfer.outputs import StreamOutput
+from nanoinfer.parallel.processes import RankError
 from nanoinfer.requests.request import Request
 from nanoinfer.serve.ended import EndedRequest, ended_request
 from nanoinfer.serve.errors import ApiError, BadRequestError, OverloadedError
@@ -148,6 +149,8 @@ class ServedRequests:
         self.load.before_step(self.step_began)
         try:
             outputs = self._engine.step()
+        except RankError:  # there is no engine any more
+            raise
         except Exception as error:
             logger.exception("a step of the engine failed")
             if (advice := advice_when_full(str(error))) is not None:

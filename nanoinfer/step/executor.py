@@ -83,6 +83,11 @@ class Executor(ABC):
     is_asynchronous: bool
     expert_link: float | None
     link: float
+    looks_s: float | None = None
+    """How often `check` is to be called while nothing is asked of the executor; None: never."""
+
+    def check(self) -> None:
+        """Raise what has ended the executor, if something has."""
 
     # Steps
 

@@ -119,6 +119,13 @@ class Mailbox:
         """How many rows of so many words can be exchanged at a time, by a program each."""
         return min(self._programs, self.slot_words // (self._size * size))
 
+    def release(self) -> None:
+        """Have kernels of this rank wait for nobody any more, whoever has ended: called from any thread."""
+        signals = self._kept[1][self._rank]
+        with torch.cuda.stream(torch.cuda.Stream(signals.device)):
+            signals.copy_(torch.full(signals.shape, 2**30, dtype=torch.int32).pin_memory(), non_blocking=True)
+            torch.cuda.current_stream().synchronize()
+
     def gather(self, own: Tensor) -> Tensor:
         """[n] int32, packed -> [ranks, n] int32, a new tensor: in as many exchanges as it takes."""
         assert own.is_contiguous() and own.dtype == torch.int32

@@ -87,8 +87,12 @@ class PackedTransposed(Packed):
     def _of_gptq_alone(self, module: nn.Module, count: int) -> dict[str, Filling]:
         in_features, columns = module.in_features, self.packing.columns or module.in_features
 
+        held = getattr(module, "held_columns", None)
+        first = 0 if held is None else held.ranges[0][0]
+
         def check_index(groups_of_columns: Tensor) -> None:
-            ascending = torch.arange(in_features, device=groups_of_columns.device) // columns
+            numbers = torch.arange(first, first + in_features, device=groups_of_columns.device)
+            ascending = numbers // columns
             if not bool((groups_of_columns == ascending).all()):
                 raise ValueError("is not ascending, although desc_act is false in the quantization_config")
 

@@ -48,7 +48,8 @@ class Parted(ExpandedFormat):
         self, module: nn.Module, num_rows: int, in_features: int, *, cut: int | None = None, dtype: torch.dtype, device
     ) -> None:
         assert cut is None, "sums in parts are those of one projection"
-        projections = [SimpleNamespace(num_rows=size, in_features=in_features) for size in self._sizes]
+        of_all = dict(in_features=in_features, shares=getattr(module, "shares", None))
+        projections = [SimpleNamespace(num_rows=size, **of_all) for size in self._sizes]
         module.held = list(zip(self._formats, projections, strict=True))
         for index, (weight_format, projection) in enumerate(module.held):
             weight_format.allocate(projection, projection.num_rows, in_features, dtype=dtype, device=device)

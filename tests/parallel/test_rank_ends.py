@@ -1,0 +1,175 @@
+"""A rank that is killed, raises or hangs ends all, with a message that names it; and what the ranks must have alike."""
+
+import os
+import random
+import signal
+import time
+from contextlib import closing
+
+import pytest
+from engines import make_engine, random_prompts, run, some_params
+from rank_pairs import lives
+from tiny_models import make_checkpoint
+
+from nanoinfer import LLMEngine
+from nanoinfer.engine import start
+from nanoinfer.parallel.alike import check_alike
+from nanoinfer.parallel.processes import RankError, Ranks
+from nanoinfer.serve.async_engine import AsyncEngine
+from nanoinfer.serve.errors import UnavailableError
+
+PATIENT = 10  # seconds, of tests that end something
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("model"), num_layers=2)
+
+
+def run_until_it_ends(engine: LLMEngine) -> RankError:
+    """What a run raises at last; it may be going on for a while."""
+    with pytest.raises(RankError) as found:
+        while True:
+            run(engine, random_prompts(4, 20, 60), some_params(4, 12))
+    return found.value
+
+
+@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.sampled("0", "1")
+def test_a_rank_that_is_killed_ends_all(path, seed):
+    engine, generator = make_engine(path, tensor_parallel_size=2), random.Random(seed)
+    (process,) = engine.executor.ranks.processes
+    wanted = run(engine, random_prompts(2, 20, 60), some_params(2, 4))
+    steps = generator.randrange(6)
+
+    def kill(engine, step):
+        if step == steps:
+            time.sleep(generator.random() * 0.01)
+            process.send_signal(generator.choice([signal.SIGKILL, signal.SIGTERM]))
+
+    begin = time.monotonic()
+    with pytest.raises(RankError, match="rank 1 .* was ended by SIG"):
+        while True:
+            run(engine, random_prompts(4, 20, 60), some_params(4, 12), kill)
+    with pytest.raises(RankError, match="make a new one"):
+        engine.step()
+    engine.close()
+    assert lives_not(process) and time.monotonic() - begin < PATIENT
+    if seed % 10 == 0:
+        with closing(make_engine(path, tensor_parallel_size=2)) as engine:
+            assert run(engine, random_prompts(2, 20, 60), some_params(2, 4)) == wanted
+
+
+def lives_not(process) -> bool:
+    return process.poll() is not None
+
+
+def test_a_rank_that_raises_says_what(path, monkeypatch):
+    """Of a step only the first rank knows here that it is broken: the other gets another message."""
+    engine = make_engine(path, tensor_parallel_size=2)
+    (process,) = engine.executor.ranks.processes
+    engine.executor.ranks.tell("execute", None)
+    assert "rank 1 ended with AttributeError: 'NoneType' object" in str(run_until_it_ends(engine))
+    engine.close()
+    assert lives_not(process)
+
+
+def test_an_exception_of_rank_0_ends_the_others(path, monkeypatch):
+    engine = make_engine(path, tensor_parallel_size=2)
+    (process,) = engine.executor.ranks.processes
+    monkeypatch.setattr(engine.runner, "sample", lambda *arguments: 1 / 0)
+    with pytest.raises(RankError, match="rank 0 raised ZeroDivisionError: division by zero"):
+        run(engine, random_prompts(1, 20, 60), some_params(1, 4))
+    engine.close()
+    assert lives_not(process)
+
+
+def test_a_rank_that_hangs_is_given_up_and_an_idle_one_is_not(path, monkeypatch):
+    monkeypatch.setattr(start, "Ranks", lambda size, environment: Ranks(size, environment, patience_s=1.5))
+    engine = make_engine(path, tensor_parallel_size=2)
+    (process,) = engine.executor.ranks.processes
+    prompts, params = random_prompts(2, 20, 60), some_params(2, 4)
+    wanted = run(engine, prompts, params)
+    time.sleep(2)  # longer than its patience
+    assert run(engine, prompts, params) == wanted
+
+    def stop(engine, step):
+        if step == 2:
+            process.send_signal(signal.SIGSTOP)
+
+    with pytest.raises(RankError, match="rank 1 .* has given no sign of life for [12] s"):
+        while True:
+            run(engine, random_prompts(4, 20, 60), some_params(4, 12), stop)
+    engine.close()
+    assert lives_not(process)
+
+
+def test_a_rank_that_is_stopped_between_messages_is_given_up(path, monkeypatch):
+    monkeypatch.setattr(start, "Ranks", lambda size, environment: Ranks(size, environment, patience_s=1.5))
+    engine = make_engine(path, tensor_parallel_size=2)
+    (process,) = engine.executor.ranks.processes
+    process.send_signal(signal.SIGSTOP)
+    assert "rank 1" in str(run_until_it_ends(engine))
+    engine.close()
+    assert lives_not(process)
+
+
+def test_ctrl_c_waits_until_all_have_done_the_same(path):
+    engine = make_engine(path, tensor_parallel_size=2)
+    prompts, params = random_prompts(3, 20, 60), some_params(3, 6)
+    wanted = run(engine, prompts, params)
+    sample, asked = engine.runner.sample, []
+
+    def interrupted(*arguments):
+        if not asked:
+            asked.append(os.kill(os.getpid(), signal.SIGINT))
+        return sample(*arguments)
+
+    engine.runner.sample = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        run(engine, prompts, params)
+    assert all(lives(engine)) and run(engine, prompts, params) == wanted
+    engine.close()
+
+
+def test_no_process_is_left_where_the_start_fails(path, monkeypatch):
+    made = []
+
+    class Kept(Ranks):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            made.append(self)
+
+    monkeypatch.setattr(start, "Ranks", Kept)
+    monkeypatch.setattr(start.Share, "build", lambda *arguments: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        make_engine(path, tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="num_gpu_blocks_override=2 is too small"):
+        make_engine(path, tensor_parallel_size=2, num_gpu_blocks_override=2)
+    assert len(made) == 2 and all(lives_not(process) for ranks in made for process in ranks.processes)
+
+
+def test_what_ranks_see_must_be_alike():
+    facts = [[("version of torch", "2.13"), ("model files", "a")], 2**30, 20 * 2**30, 0]
+    others = [("version of torch", "2.11"), ("model files", "a")], [("version of torch", "2.13"), ("model files", "b")]
+    check_alike([facts, facts])
+    with pytest.raises(ValueError, match="same version of torch: rank 0 has 2.13, rank 1 2.11"):
+        check_alike([facts, [[*others[0]], *facts[1:]]])
+    with pytest.raises(ValueError, match="same model files: rank 0 has a, rank 2 b"):
+        check_alike([facts, facts, [[*others[1]], *facts[1:]]])
+    check_alike([facts, [facts[0], 2**30, 19 * 2**30, 0]])
+    with pytest.raises(ValueError, match=r"rank 0: 20.0 GiB, rank 1: 17.0 GiB.*gpu_memory_limit"):
+        check_alike([facts, [facts[0], 2**30, 17 * 2**30, 0]])
+
+
+def test_a_server_says_that_its_engine_is_dead_though_nobody_asks_it_anything(path):
+    made = []
+    engine = AsyncEngine(lambda: made.append(make_engine(path, tensor_parallel_size=2)) or made[0])
+    engine.start()
+    engine.check_health()
+    made[0].executor.ranks.processes[0].kill()
+    begin = time.monotonic()
+    with pytest.raises(UnavailableError, match="not running .RankError: rank 1 .* was ended by SIGKILL.*restart"):
+        while time.monotonic() - begin < PATIENT:
+            time.sleep(0.1)
+            engine.check_health()
