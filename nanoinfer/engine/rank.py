@@ -49,13 +49,15 @@ class Rank:
 
     def run(self) -> None:
         """Do what is said, until there is nobody who says it, or it is to end."""
+        num_taken = 0
         while True:
-            self._signs.give(self._shard.rank, False)
+            self._signs.give(self._shard.rank, num_taken, False)
             while not self._connection.poll(_WAITS_S):
-                self._signs.give(self._shard.rank, False)
+                self._signs.give(self._shard.rank, num_taken, False)
             name, arguments = decode(self._connection.recv_bytes())
+            num_taken += 1
             # Before its first step a rank loads, compiles and pins, which takes as long as it takes.
-            self._signs.give(self._shard.rank, self._executor is not None and name != "capture")
+            self._signs.give(self._shard.rank, num_taken, self._executor is not None and name != "capture")
             self._do(name, arguments)
 
     def _do(self, name: str, arguments: tuple) -> None:

@@ -75,11 +75,13 @@ def build(config: EngineConfig, runtime: Runtime | None) -> BuiltEngine:
             what to do.
     """
     place = resolve_device(config.device) if runtime is None else runtime.device
+    if config.tensor_parallel_size > 1:
+        check_devices(config.tensor_parallel_size, config.device, place)
+    share = known(config, place, Shard(0, config.tensor_parallel_size))
+    setup = share.setup
+    config, checkpoint = setup.config, setup.checkpoint
     several = Several(config, place) if config.tensor_parallel_size > 1 else None
     try:
-        share = known(config, place, Shard(0, config.tensor_parallel_size))
-        setup = share.setup
-        config, checkpoint = setup.config, setup.checkpoint
         if several is not None:
             several.agree(share)
         try:
@@ -142,15 +144,10 @@ class Share:
 
 
 class Several:
-    """The ranks of an engine that computes on several devices, while it starts.
-
-    Raises:
-        ValueError: there are not as many devices.
-    """
+    """The ranks of an engine that computes on several devices, while it starts."""
 
     def __init__(self, config: EngineConfig, place: torch.device) -> None:
         size = config.tensor_parallel_size
-        check_devices(size, config.device, place)
         self._ranks = Ranks(size, lambda rank: visible_devices(rank, place))
         self._settings = asdict(replace(config, progress_bar=False, skip_tokenizer_init=True))
         self._settings |= {name: str(one) for name, one in self._settings.items() if isinstance(one, Path)}
@@ -185,8 +182,8 @@ class Several:
         return ParallelExecutor(local, self._ranks, self._group)
 
     def close(self) -> None:
-        self._group.close()  # whoever waits for this rank is told so
-        self._ranks.close()
+        self._ranks.close(at_once=True)
+        self._group.close()
 
 
 def known(config: EngineConfig, place: torch.device, shard: Shard) -> Share:

@@ -10,6 +10,7 @@ import mmap
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,7 @@ WORKER = "nanoinfer.engine.rank"
 """The module that a rank runs."""
 PATIENCE_S = 60.0
 """How long a rank may give no sign of life while others wait for it."""
+_NUMBERS = struct.Struct("<qqq")
 _LOOKS_S = 0.2
 _ENDS_S = 10.0
 
@@ -38,10 +40,10 @@ class RankError(RuntimeError):
 class Signs:
     """When each rank has last given a sign of life, where all ranks can read and write it.
 
-    A rank writes the time, and whether it is in a step.
+    A rank writes the time, how many messages it has taken, and whether it is in a step.
     """
 
-    _ENTRY = 16
+    _ENTRY = 24
 
     def __init__(self, path: Path, size: int, is_first: bool) -> None:
         if is_first:
@@ -49,15 +51,15 @@ class Signs:
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), size * self._ENTRY)
 
-    def give(self, rank: int, is_working: bool) -> None:
-        entry = time.monotonic_ns().to_bytes(8, "little") + int(is_working).to_bytes(8, "little")
+    def give(self, rank: int, num_taken: int, is_working: bool) -> None:
+        entry = _NUMBERS.pack(time.monotonic_ns(), num_taken, is_working)
         self._memory[rank * self._ENTRY : (rank + 1) * self._ENTRY] = entry
 
-    def silence_s(self, rank: int) -> float:
-        """How long a rank that works has given no sign; 0 of one that waits for a message."""
+    def silence_s(self, rank: int, num_told: int) -> float:
+        """How long a rank that works, or that has not taken all messages, has given no sign; 0 of any other."""
         entry = self._memory[rank * self._ENTRY : (rank + 1) * self._ENTRY]
-        given, is_working = int.from_bytes(entry[:8], "little"), int.from_bytes(entry[8:], "little")
-        return (time.monotonic_ns() - given) / 1e9 if is_working else 0.0
+        given, num_taken, is_working = _NUMBERS.unpack(entry)
+        return (time.monotonic_ns() - given) / 1e9 if is_working or given and num_taken < num_told else 0.0
 
 
 class Ranks:
@@ -81,7 +83,7 @@ class Ranks:
         self.folder = Path(self._temporary.name)
         self.signs = Signs(self.folder / "signs", size, is_first=True)
         self.on_end: Callable[[], None] | None = None
-        self._is_closing = False
+        self._is_closing, self._num_told = False, 0
         self.processes: list[subprocess.Popen] = []
         self._connections: list[Connection] = []
         for rank in range(1, size):
@@ -109,6 +111,7 @@ class Ranks:
             RankError: a rank has ended.
         """
         message = encode((name, arguments))
+        self._num_told += 1
         try:
             for connection in self._connections:
                 connection.send_bytes(message)
@@ -170,16 +173,16 @@ class Ranks:
         self._give_up(f"rank 0 raised {type(error).__name__}: {error}")
         return self.error()
 
-    def close(self) -> None:
-        """End all ranks: those that were told to end have some seconds for it."""
+    def close(self, at_once: bool = False) -> None:
+        """End all ranks. at_once: also in the midst of something; else each may finish that, for some seconds."""
         self._is_closing = True
         for connection in self._connections:
             with suppress(OSError):
                 connection.close()
-        end = time.monotonic() + _ENDS_S
+        end = time.monotonic() + (0.0 if at_once else _ENDS_S)
         for process in self.processes:
             with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.1, end - time.monotonic()))
+                process.wait(max(0.0, end - time.monotonic()))
         self._kill()
         self._temporary.cleanup()
 
@@ -192,7 +195,7 @@ class Ranks:
         for rank, process in enumerate(self.processes, 1):
             if process.poll() is not None and not self._is_closing:
                 self._give_up(self._how_it_ended(rank, process))
-            elif (silence := self.signs.silence_s(rank)) > self.patience_s:
+            elif (silence := self.signs.silence_s(rank, self._num_told)) > self.patience_s:
                 self._give_up(f"rank {rank} (process {process.pid}) has given no sign of life for {silence:.0f} s")
 
     def _how_it_ended(self, rank: int, process: subprocess.Popen) -> str:

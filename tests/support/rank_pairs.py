@@ -17,10 +17,10 @@ _kept: dict[int, Kept] = {}
 class Kept(Ranks):
     """Ranks that are not ended with their engine."""
 
-    def close(self) -> None:
-        if self.has_ended or not all(process.poll() is None for process in self.processes):
+    def close(self, at_once: bool = False) -> None:
+        if at_once or self.has_ended or not all(process.poll() is None for process in self.processes):
             _kept.pop(self.size, None)
-            super().close()
+            super().close(at_once)
 
     def end(self) -> None:
         super().close()
