@@ -84,7 +84,7 @@ def draw_engine(generator: random.Random, path, seed: int) -> LLMEngine:
         ring_slot_bytes=generator.choice([1, 2, 3]) * LAYER_BLOCK_BYTES,
         num_ring_slots=generator.choice([2, 3, 4]),
         resident_kv_limit=generator.choice([None, None, 0, 3 * BLOCK_BYTES, 9 * BLOCK_BYTES]),
-        speculative_config=generator.choice([None, dict(method="suffix", num_speculative_tokens=seed % 9 + 1)]),
+        speculative_config=generator.choice([None, "auto", dict(method="suffix", num_speculative_tokens=seed % 9 + 1)]),
     )
 
 
