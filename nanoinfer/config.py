@@ -76,6 +76,7 @@ class EngineConfig:
         tensor_parallel_size: how many GPUs of this machine compute together: 1, 2, 4 or 8. Each has a share of weights
             and KV cache, a process and a link of its own; memory limits are those of each GPU, but for
             `host_memory_limit`, which is that of all. 2 give the bits of 1.
+        allow_uneven: whether several GPUs may have free memory that differs by more than 2 GiB: the least counts.
         max_model_len: the most tokens of a prompt with its output, such as 32768 or "32k". None: the model's own
             limit, cut to what fits into memory; -1 is the same, as in vLLM.
         max_num_seqs: the most sequences that run at once. None: 256, or 64 if the budget is below 32 GiB.
@@ -149,6 +150,7 @@ class EngineConfig:
     generation_config: str = "auto"
     device: str = "auto"
     tensor_parallel_size: int = 1
+    allow_uneven: bool = False
     max_model_len: int | str | None = None
     max_num_seqs: int | None = None
     state_slots: int | None = None
@@ -222,7 +224,7 @@ class EngineConfig:
             self._one_of("attention_backend", (*_BACKENDS, *brought_backends()))
         offloads = isinstance(self.enable_cpu_offload, bool) or self.enable_cpu_offload == "auto"
         self._check("enable_cpu_offload", offloads, 'True, False or "auto"')
-        for name in ("enforce_eager", "skip_tokenizer_init"):
+        for name in ("enforce_eager", "skip_tokenizer_init", "allow_uneven"):
             self._check(name, isinstance(getattr(self, name), bool), "True or False")
         is_right = isinstance(self.enable_prefix_caching, bool | None)
         self._check("enable_prefix_caching", is_right, "True, False or None")

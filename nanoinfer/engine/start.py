@@ -164,7 +164,7 @@ class Several:
             ValueError: they differ in something, or in memory by more than `UNEVEN_BYTES`.
         """
         own, others = share.facts(self._group), self._ranks.ask("known?", self._settings)
-        check_alike([own, *others])
+        check_alike([own, *others], share.setup.config.allow_uneven)
         _, hosts, free, taken = zip(own, *others, strict=True)
         share.setup.agreed = min(hosts), free[0] and min(free), max(taken)
 

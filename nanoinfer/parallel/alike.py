@@ -20,7 +20,7 @@ def hash_of(value: Any) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
-def check_alike(facts: list[list]) -> None:
+def check_alike(facts: list[list], allow_uneven: bool = False) -> None:
     """Compare what ranks have said, rank 0 first: pairs of what it is and what it is there, and memory.
 
     Raises:
@@ -31,11 +31,11 @@ def check_alike(facts: list[list]) -> None:
         for (name, value), (_, other) in zip(first, same, strict=True):
             if value != other:
                 raise ValueError(f"ranks must have the same {name}: rank 0 has {value}, rank {rank} {other}")
-        if memory is not None and abs(memory - other_memory) > UNEVEN_BYTES:
+        if memory is not None and not allow_uneven and abs(memory - other_memory) > UNEVEN_BYTES:
             free = [f"rank {number}: {one / GIB:.1f} GiB" for number, (_, _, one, _) in enumerate(facts)]
             raise ValueError(
                 f"the GPUs have unlike free memory ({', '.join(free)}), and each rank takes as much: end what else "
-                "runs on them, or give gpu_memory_limit and free as much on each"
+                "runs on them, or give allow_uneven=True: the least counts"
             )
 
 

@@ -158,8 +158,9 @@ def test_what_ranks_see_must_be_alike():
     with pytest.raises(ValueError, match="same model files: rank 0 has a, rank 2 b"):
         check_alike([facts, facts, [[*others[1]], *facts[1:]]])
     check_alike([facts, [facts[0], 2**30, 19 * 2**30, 0]])
-    with pytest.raises(ValueError, match=r"rank 0: 20.0 GiB, rank 1: 17.0 GiB.*gpu_memory_limit"):
+    with pytest.raises(ValueError, match=r"rank 0: 20.0 GiB, rank 1: 17.0 GiB.*allow_uneven"):
         check_alike([facts, [facts[0], 2**30, 17 * 2**30, 0]])
+    check_alike([facts, [facts[0], 2**30, 17 * 2**30, 0]], allow_uneven=True)
 
 
 def test_a_server_says_that_its_engine_is_dead_though_nobody_asks_it_anything(path):

@@ -119,6 +119,7 @@ class Mailbox:
         """How many rows of so many words can be exchanged at a time, by a program each."""
         return min(self._programs, self.slot_words // (self._size * size))
 
+    @torch.inference_mode()
     def release(self) -> None:
         """Have kernels of this rank wait for nobody any more, whoever has ended: called from any thread."""
         signals = self._kept[1][self._rank]
