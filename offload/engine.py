@@ -61,7 +61,6 @@ class OffloadCounters:
     streamed_bytes: int = 0  # host to GPU, prefetched transfers that were not used included
     discarded_bytes: int = 0  # of these, what was prefetched and not used
     written_bytes: int = 0  # GPU to host
-    loaded_bytes: int = 0  # whole blocks that came back to the GPU between steps
     num_fills: int = 0
 
 
@@ -246,7 +245,6 @@ class OffloadEngine:
         self.copy.wait(self._written, "load.fill_after_store")
         for on_gpu, on_host in chain.from_iterable(self._moved(pairs, of_states)):
             self.copy.copy(on_gpu, on_host)
-            self.counters.loaded_bytes += on_host.nbytes
         copied = self.runtime.event()
         self.copy.record(copied)
         self._note(FILLS, copied)

@@ -7,7 +7,7 @@ import re
 
 from nanoinfer.parsers.base import num_held
 from nanoinfer.parsers.json_calls import JsonCallReader
-from nanoinfer.parsers.json_text import MAX_DEPTH, NamedArguments
+from nanoinfer.parsers.json_text import MAX_DEPTH, JsonValue, NamedArguments
 
 BEGIN, END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 _MAX_HEADER = 300  # characters
@@ -22,8 +22,8 @@ _ATOM = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|f
 _WORDS = {"none": "null", "true": "true", "false": "false", "null": "null"}
 
 
-class Gemma4Value:
-    """An object in Gemma 4's form, given on as JSON: keys without quotes, texts between `<|"|>`, as `JsonValue`.
+class Gemma4Value(JsonValue):
+    """An object in Gemma 4's form, given on as JSON: keys without quotes, texts between `<|"|>`.
 
     A word that is no value of JSON is a text.
 
@@ -32,23 +32,8 @@ class Gemma4Value:
     """
 
     def __init__(self) -> None:
-        self.is_whole = self.is_wrong = False
-        self._closers: list[str] = []
+        super().__init__()
         self._wants = "object"
-        self._in_string = False
-        self._part = ""  # of a word, or of what may end a text
-        self._undrained: list[str] = []
-
-    def take(self, text: str, at: int) -> int:
-        """Read from a position in a text; return the position behind what belongs to the value."""
-        while at < len(text) and not (self.is_whole or self.is_wrong):
-            at = self._string(text, at) if self._in_string else self._other(text, at)
-        return at
-
-    def drain(self) -> str:
-        """Return what was read since the last call."""
-        text, self._undrained = "".join(self._undrained), []
-        return text
 
     def rest(self) -> str:
         """Return what was read and is not known to be right yet, of a text or a value."""
@@ -130,15 +115,6 @@ class Gemma4Value:
             self._undrained.append(": ")
         else:
             self.is_wrong = True
-
-    def _ended(self) -> None:
-        """A key or a value has ended."""
-        if self._wants.startswith("key"):
-            self._wants = "colon"
-        elif self._closers:
-            self._wants = "comma or end"
-        else:
-            self.is_whole = True
 
 
 class Gemma4Arguments(NamedArguments):

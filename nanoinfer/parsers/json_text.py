@@ -32,7 +32,7 @@ class JsonValue:
         self._closers: list[str] = []
         self._wants = "value"
         self._in_string = False
-        self._part = ""  # of an escape or an atom
+        self._part = ""  # of an escape, an atom, or what else is not known to be whole
         self._undrained: list[str] = []
 
     def take(self, text: str, at: int) -> int:
