@@ -9,6 +9,7 @@ from engines import SMALL, assert_pools_as_before, make_engine, random_prompts, 
 from simulated import SimulatedRuntime, SimulatedStream
 from tiny_models import make_checkpoint
 
+from nanoinfer import SamplingParams
 from nanoinfer.execution.tables import DeviceTable
 from offload import Staging
 
@@ -102,3 +103,16 @@ def test_tables_that_hold_anything_are_uploaded_again_once_they_are_forgotten(
         engine.runner.forget()
 
     assert run(engine, PROMPTS, PARAMS, lose) == wanted and tables
+
+
+def test_every_table_is_uploaded_again_after_an_exception(path, monkeypatch):
+    """Those of the log-probabilities, too: equal rows want them in the next step."""
+    engine, params = make_engine(path), [SamplingParams(temperature=0, max_tokens=3, logprobs=2, ignore_eos=True)] * 3
+    tables, set_table = [], DeviceTable.set
+    monkeypatch.setattr(DeviceTable, "set", lambda self, *given: (tables.append(self), set_table(self, *given))[1])
+    wanted = run(engine, PROMPTS, params)
+    with torch.inference_mode():
+        for table in tables:
+            table.tensor.zero_()  # a step that fails may leave anything
+    engine.runner.forget()
+    assert run(engine, PROMPTS, params) == wanted

@@ -1,11 +1,14 @@
 """The lists of splits of a decode step."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
-from nanoinfer.execution.splits import slot_records, split_lists
+from nanoinfer.execution.splits import SplitPlanner, slot_records, split_lists
 from nanoinfer.execution.stream_shares import shares
 from offload import Chunk, pack
+from offload.groups import KVGroup
 
 BLOCK_SIZE = 16
 
@@ -130,3 +133,22 @@ def test_shares_add_up_to_what_was_streamed():
         streamed = np.repeat(np.unique(blocks), generator.integers(1, 3, len(np.unique(blocks))))
         found = shares(streamed.tolist(), numbers, blocks, 5, 1001)
         assert found.sum() == len(streamed) * 1001 and np.all(found >= 0)
+
+
+@pytest.mark.parametrize("tiles", [1, 4])
+@pytest.mark.parametrize("window", [None, 20, 33])
+def test_a_row_has_its_splits_up_to_the_length_that_is_said_and_no_further(window, tiles):
+    """Up to there a step may repeat the one before; with one token more its lists are others."""
+    backend, ring = SimpleNamespace(tiles_per_block=tiles), SimpleNamespace(blocks_per_slot=2)
+    groups = [KVGroup((0,), window, BLOCK_SIZE)]
+    planner = SplitPlanner(SimpleNamespace(groups=groups, backend_of_group=[backend], ring=ring))
+    blocks = np.arange(20).reshape(1, 1, 20)
+
+    def splits_of(length):
+        (lists,) = planner.splits(1, blocks, blocks * 0 - 1, np.array([length]))
+        return sorted(lists.on_gpu.tolist()), lists.ranges.tolist(), lists.partials_per_block.tolist()
+
+    for length in range(1, 200):
+        (end,) = planner.valid_up_to(1, np.array([length]))
+        are_same = [splits_of(later) == splits_of(length) for later in range(length, end + 2)]
+        assert all(are_same[:-1]) and not are_same[-1], (length, end)
