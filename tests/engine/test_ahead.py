@@ -97,6 +97,9 @@ def test_a_request_that_comes_ends_it_and_gets_what_it_gets_alone(path, mode, nu
     assert got == wanted
     compute(engine, ahead)
     assert found_by(engine, beginning + [7])[0] == 80 and ahead.num_tokens == 80
+    ahead.offer(other)
+    ahead.drop()
+    assert not ahead.is_wanted and not ahead.begin(), "what was dropped is computed all the same"
     assert_pools_as_before(engine)
 
 
