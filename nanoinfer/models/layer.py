@@ -168,6 +168,7 @@ class Attention(nn.Module):
                 whole = self._shape if traits.shard.is_whole else traits.heads
                 sizes = whole.num_q_heads * head_dim, whole.num_kv_heads * head_dim
                 self._spans_ranks = None if traits.shard.is_whole else traits.shard.rank
+                self._whole = whole.num_q_heads, whole.num_kv_heads
             self.q_norm, k_norm = (traits.norm(size, traits.norm_eps, **options) for size in sizes)
             self.k_norm = k_norm if traits.keeps_kv else None
         self.sinks = None
@@ -196,27 +197,43 @@ class Attention(nn.Module):
 
         normed: [N, hidden_size]; rope: `rope_table`, None: no rotation; q_scales: `query_scales`, None: no factors.
         """
-        qkv, weights = self.qkv_proj(normed), None
+        qkv, weights, steps = self.qkv_proj(normed), None, self._steps
         if self._spans_ranks is not None:
-            qkv = self._normed_over_ranks(qkv)
+            qkv = self._of_all_ranks(qkv, rope, q_scales, positions)
+            rope, q_scales, steps = None, None, HeadSteps()
         elif self.q_norm is not None:
             weights = self.q_norm.weight, None if self.k_norm is None else self.k_norm.weight
-        qkv = qkv.unflatten(-1, (-1, self._shape.head_dim))
+        qkv = qkv.unflatten(-1, (-1, self._shape.head_dim)) if qkv.dim() == 2 else qkv
         q = qkv.new_empty(len(qkv), self._shape.num_q_heads, self._shape.head_dim) if target.q is None else target.q
         store = self.qkv_proj.operations.norm_rope_store
         options = dict(q_scales=q_scales, part=target.part, gates=target.gates)
-        store(qkv, weights, self._steps, rope, positions, target.kv, target.slots, q, **options)
+        store(qkv, weights, steps, rope, positions, target.kv, target.slots, q, **options)
         return q
 
-    def _normed_over_ranks(self, qkv: Tensor) -> Tensor:
-        """Return what this rank has, [N, rows], with norms over the query heads, and the key heads, of all ranks."""
-        q_size, kv_size = self._shape.q_size, self._shape.kv_size
-        of_ranks = self.exchange.gather(qkv[:, : q_size + kv_size].contiguous())
-        q, k = (part.transpose(0, 1).flatten(1) for part in of_ranks.split((q_size, kv_size), 2))
-        begin, end = (rank * q_size for rank in (self._spans_ranks, self._spans_ranks + 1))
-        first, last = (rank * kv_size for rank in (self._spans_ranks, self._spans_ranks + 1))
-        own = self.q_norm(q)[:, begin:end], self.k_norm(k)[:, first:last], qkv[:, q_size + kv_size :]
-        return torch.cat(own, 1)
+    def _of_all_ranks(self, qkv: Tensor, rope: Tensor | None, q_scales: Tensor | None, positions: Tensor) -> Tensor:
+        """Return what this rank has, [N, rows], with norms over the heads of all ranks, and rotations.
+
+        The kernel is given the heads of all, as on one device: another one would round another sum.
+        """
+        shape, (q_heads, kv_heads) = self._shape, self._whole
+        q, k, v = (
+            part.transpose(0, 1).flatten(1)
+            for part in self.exchange.gather(qkv).split((shape.q_size, shape.kv_size, shape.kv_size), 2)
+        )
+        heads = torch.cat((q, k, v), 1).unflatten(1, (-1, shape.head_dim))
+        num_rows, size = len(qkv), shape.block_size
+        kv = qkv.new_empty(-(-num_rows // size), 2, size, kv_heads, shape.head_dim)
+        slots = torch.arange(num_rows, dtype=torch.int32, device=qkv.device)
+        q = qkv.new_empty(num_rows, q_heads, shape.head_dim)
+        weights = self.q_norm.weight, self.k_norm.weight
+        store = self.qkv_proj.operations.norm_rope_store
+        store(heads, weights, self._steps, rope, positions, kv, slots, q, q_scales=q_scales)
+        kv = kv.transpose(0, 1).flatten(1, 2)[:, :num_rows]  # [2, N, KV heads, head_dim]
+        some_q, some_kv = (
+            slice(self._spans_ranks * count, (self._spans_ranks + 1) * count)
+            for count in (shape.num_q_heads, shape.num_kv_heads)
+        )
+        return torch.cat((q[:, some_q], kv[0, :, some_kv], kv[1, :, some_kv]), 1)
 
 
 def make_mlp(spec: ModelSpec, traits: Traits, *, dtype: torch.dtype, device: torch.device | str) -> MLP | SparseMLP:
