@@ -20,7 +20,8 @@ from nanoinfer.options.parser import Parser, in_options
 ENGINE_OPTIONS = (
     "max_model_len", "gpu_memory_limit", "host_memory_limit", "enable_cpu_offload", "resident_kv_limit",
     "resident_weights_limit", "cpu_offload_gb", "expert_slots", "dtype", "kv_cache_dtype", "quantization",
-    "head_quantization", "hf_overrides", "block_size", "max_num_batched_tokens", "num_ring_slots", "ring_slot_bytes",
+    "head_quantization", "hf_overrides", "tensor_parallel_size",
+    "block_size", "max_num_batched_tokens", "num_ring_slots", "ring_slot_bytes",
 )  # fmt: skip
 
 
@@ -49,6 +50,7 @@ def add_arguments(parser: Parser) -> None:
     }
     add_engine_options(parser, ENGINE_OPTIONS, defaults={"enable_cpu_offload": "auto"}, texts=texts)
     parser.take_also("--max-model-len", "--context")
+    parser.take_also("--tensor-parallel-size", "--gpus")
 
 
 def run(options: argparse.Namespace) -> int:

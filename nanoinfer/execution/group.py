@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 WAY = "NANOINFER_EXCHANGE"
 """The environment variable with the `way` that is to be used: "nccl", though peers could be reached."""
-_MAILBOX_BYTES = 32 * 2**20
-# Of a rank's memory that others write to: twice what all ranks may give in one exchange.
+MAILBOX_BYTES = 32 * 2**20
+"""What all ranks may give in one exchange; of a rank's memory others write to twice as much."""
 # A server may be idle for weeks: who watches the ranks ends a call that nobody answers, not a limit of the library.
 _FOREVER = timedelta(days=365)
 
@@ -126,8 +126,8 @@ def _mailbox(store: dist.Store, rank: int, size: int, device: torch.device) -> M
     """Return the memory of all ranks that each writes to, mapped into this process."""
     from nanoinfer.kernels.launch.exchange import BLOCK, Mailbox  # triton comes with CUDA builds of torch only
 
-    programs = _MAILBOX_BYTES // (size * 4 * BLOCK)
-    sizes = 2 * _MAILBOX_BYTES // 4, size * programs
+    programs = MAILBOX_BYTES // (size * 4 * BLOCK)
+    sizes = 2 * MAILBOX_BYTES // 4, size * programs
     own = [torch.zeros(count, dtype=torch.int32, device=device) for count in sizes]
     torch.cuda.synchronize(device)  # nobody writes there before the zeros
     store.set(f"memory of {rank}", pickle.dumps([reduce_tensor(one) for one in own]))
