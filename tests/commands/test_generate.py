@@ -33,7 +33,7 @@ class FakeLLM:
             sampling_defaults=self.recommended,
             meter=SimpleNamespace(snapshot=lambda: None),
             plan=SimpleNamespace(max_model_len=self.context),
-            work=SimpleNamespace(prompt_tokens=self.look),
+            live=SimpleNamespace(prompt_tokens=self.look),
         )
 
     def look(self):
