@@ -132,9 +132,9 @@ def forecaster(
     lacks_float8 = card.lacks_float8 if card is not None else None if here is None else device_of(here).lacks_float8()
     spec = _spec(specs, config, lacks_float8)
     host_bytes = memory_available_bytes() if host_memory_limit is None else int(config.host_memory_limit)
-    host_bytes //= num_ranks  # all have it together
-    if host_memory_limit is not None:
-        config = replace(config, host_memory_limit=host_bytes)
+    if num_ranks > 1:  # all have it together
+        host_bytes //= num_ranks
+        config = replace(config, host_memory_limit=None if host_memory_limit is None else host_bytes)
     asked = Forecast(
         model=str(model),
         context=max_model_len or min(DEFAULT_CONTEXT, spec.max_position),
