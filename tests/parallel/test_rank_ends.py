@@ -8,6 +8,7 @@ from contextlib import closing
 
 import pytest
 from engines import make_engine, random_prompts, run, some_params
+from interrupts import Tracer
 from rank_pairs import lives
 from tiny_models import make_checkpoint
 
@@ -174,3 +175,30 @@ def test_a_server_says_that_its_engine_is_dead_though_nobody_asks_it_anything(pa
         while time.monotonic() - begin < PATIENT:
             time.sleep(0.1)
             engine.check_health()
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.sampled("0")
+def test_an_exception_at_any_line_of_a_step_ends_all_or_harms_nobody_else(path, seed):
+    """On the planning side the engine goes on, as with one GPU; within what all ranks do it ends."""
+    engine, generator = make_engine(path, tensor_parallel_size=2, enable_cpu_offload=True), random.Random(seed)
+    processes = engine.executor.ranks.processes
+    prompts, params = random_prompts(3, 20, 60), some_params(3, 8)
+    wanted, tracer = run(engine, prompts, params), Tracer()
+    with tracer.tracing():
+        assert run(engine, prompts, params) == wanted
+    line = generator.choice(sorted(tracer.counts))
+    tracer.raise_at((line, generator.randint(1, tracer.counts[line]), None), error=lambda: ValueError("planted"))
+    try:
+        with tracer.tracing():
+            run(engine, prompts, params)
+    except RankError as error:
+        assert "rank 0 raised ValueError: planted" in str(error)
+        engine.close()
+    except ValueError as error:
+        assert str(error) == "planted"
+        assert run(engine, prompts, params) == wanted, line
+        engine.close()
+    else:
+        engine.close()
+    assert all(map(lives_not, processes))
