@@ -15,7 +15,7 @@ from nanoinfer.options.parser import Parser, in_options, length
 # The runs choose the other arguments of their engines.
 ENGINE_OPTIONS = (
     "gpu_memory_limit", "host_memory_limit", "dtype", "quantization", "head_quantization", "kv_cache_dtype", "device",
-    "attention_backend", "hf_overrides", "seed",
+    "attention_backend", "hf_overrides", "seed", "tensor_parallel_size",
 )  # fmt: skip
 
 
@@ -29,7 +29,8 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--requests", type=int, default=4, help="requests of several lengths (default: %(default)s)")
     parser.add_argument("--output-len", type=length, default=32, help="tokens to generate (default: %(default)s)")
-    add_engine_options(parser, ENGINE_OPTIONS)
+    texts = dict(tensor_parallel_size="GPUs of one run more, which is compared with the others: 2")
+    add_engine_options(parser, ENGINE_OPTIONS, texts=texts)
 
 
 def run(options: argparse.Namespace) -> int:

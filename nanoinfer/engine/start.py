@@ -90,7 +90,7 @@ def build(config: EngineConfig, runtime: Runtime | None) -> BuiltEngine:
             raise with_remedies(error, setup) from None
         tokenizer, end_ids = load_tokenizer(config, checkpoint), end_token_ids(checkpoint)
         defaults = sampling_defaults(checkpoint, str(config.model)) if config.generation_config == "auto" else {}
-        executor = share.build(plan, Alone(), runtime) if several is None else several.build(share, plan)
+        executor = share.build(plan, Alone(), runtime) if several is None else several.build(share, plan, runtime)
     except BaseException:
         if several is not None:
             several.close()
@@ -168,11 +168,11 @@ class Several:
         _, hosts, free, taken = zip(own, *others, strict=True)
         share.setup.agreed = min(hosts), free[0] and min(free), max(taken)
 
-    def build(self, share: Share, plan: MemoryPlan) -> ParallelExecutor:
-        """Have all ranks load their share, and return who tells them what to do."""
+    def build(self, share: Share, plan: MemoryPlan, runtime: Runtime | None) -> ParallelExecutor:
+        """Have all ranks load their share, and return who tells them what to do. runtime: of this one."""
         self._ranks.tell("build?", replace(plan, groups=()))
         try:
-            local = share.build(plan, self._group)
+            local = share.build(plan, self._group, runtime)
         except BaseException as error:
             if not isinstance(error, ValueError) and self._ranks.ends_soon():  # it failed since nobody answers
                 raise self._ranks.error() from None

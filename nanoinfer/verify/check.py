@@ -66,6 +66,12 @@ def verify(
         MemoryError: the host has too little memory.
     """
     _check_arguments(num_requests, context, output_len, engine_arguments)
+    num_ranks = engine_arguments.pop("tensor_parallel_size", 1)
+    if num_ranks not in (1, 2):
+        raise ValueError(
+            f"tensor_parallel_size={num_ranks}: verify compares with one GPU, whose bits two have, and four or eight "
+            "have not: give 2"
+        )
     common = dict(skip_tokenizer_init=True, enable_prefix_caching=False, progress_bar=progress, model=model, seed=seed)
     common |= engine_arguments
     config = EngineConfig(**common)
@@ -75,13 +81,18 @@ def verify(
     workload = choose_workload(setup, common, num_requests, context, output_len, seed)
     common |= workload.arguments
     plan = setup.plan(EngineConfig(**common | dict(enable_cpu_offload=True)))  # raises if not even this fits
+    if num_ranks > 1 and config.load_format == "dummy" and (setup.spec.sparse is not None or config.quantization):
+        raise ValueError(
+            "tensor_parallel_size=2 with random weights: two GPUs make those of one in 16 or 32 bits and without "
+            "experts alone: give a model's files"
+        )
     check_can_keep(workload.num_output_tokens, setup.spec.vocab_size, "ask for fewer requests or a shorter output")
     make_runtime = make_runtime or (lambda name: setup.device.runtime(poison=True))
     setting = describe(setup, workload, plan)
     tell("\n".join([*setting, ""]))
     reports: list[RunReport] = []
     reference: list[Answer] | None = None
-    runs, begin = make_runs(workload, plan, setup.spec.sparse), time.perf_counter()
+    runs, begin = make_runs(workload, plan, setup.spec.sparse, num_ranks), time.perf_counter()
     for run in tqdm(runs, desc="verify", unit="run", leave=False, disable=not progress):
         report = RunReport(name=run.name, what=run.what)
         reports.append(report)

@@ -48,16 +48,21 @@ class Run:
     otherwise: str = ""
 
 
-def make_runs(workload: Workload, plan: MemoryPlan, sparse: SparseSpec | None = None) -> list[Run]:
+def make_runs(workload: Workload, plan: MemoryPlan, sparse: SparseSpec | None = None, num_ranks: int = 1) -> list[Run]:
     """Return all runs, the reference first.
 
     Args:
         plan: the memory plan of offload mode, with the arguments that all runs share.
         sparse: what is sparse in the model.
+        num_ranks: GPUs of a last run that computes with several.
     """
     # Where KV lies in runs that do not test it: on the GPU if all of it fits there.
     home = dict(enable_cpu_offload=False) if plan.num_gpu_blocks > workload.num_blocks else _STREAMED
-    return [*_places(workload, plan), *_slots(sparse), *_neighbours(workload, home), *_reuse(workload, home)]
+    ranks = [
+        Run("ranks", f"{num_ranks} GPUs, every full block streams", _STREAMED | dict(tensor_parallel_size=num_ranks))
+    ]
+    runs = [*_places(workload, plan), *_slots(sparse), *_neighbours(workload, home), *_reuse(workload, home)]
+    return runs + ranks * (num_ranks > 1)
 
 
 def _places(workload: Workload, plan: MemoryPlan) -> list[Run]:

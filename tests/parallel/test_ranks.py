@@ -10,6 +10,7 @@ from tiny_models import make_checkpoint
 
 from nanoinfer import EngineConfig, LLMEngine, SamplingParams
 from nanoinfer.layers.norm import OwnPart
+from nanoinfer.verify import verify
 
 MODES = {
     "resident": {},
@@ -164,3 +165,13 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded(arguments, message,
     path = make_checkpoint("qwen3", tmp_path)
     with pytest.raises(ValueError, match=message):
         LLMEngine(EngineConfig(model=path, **COMMON | dict(tensor_parallel_size=2) | arguments))
+
+
+def test_verify_compares_two_with_one(tmp_path):
+    path = make_checkpoint("qwen3", tmp_path)
+    arguments = dict(device="cpu", dtype="float32", block_size=16, tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="verify compares with one GPU, .* four or eight"):
+        verify(path, **arguments | dict(tensor_parallel_size=4))
+    verdict = verify(path, num_requests=2, context=40, output_len=3, **arguments)
+    (ranks,) = [run for run in verdict.runs if run.name == "ranks"]
+    assert verdict.is_identical and ranks.num_logits and ranks.left_out is None
