@@ -93,7 +93,7 @@ def verify(
     reports: list[RunReport] = []
     reference: list[Answer] | None = None
     runs, begin = make_runs(workload, plan, setup.spec.sparse, num_ranks), time.perf_counter()
-    for run in tqdm(runs, desc="verify", unit="run", leave=False, disable=not progress):
+    for run in tqdm(runs, desc="verify", unit="run", leave=False, mininterval=0, disable=not progress):
         report = RunReport(name=run.name, what=run.what)
         reports.append(report)
         answers = attempt(run, common | run.arguments, workload, make_runtime, report)
