@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
@@ -13,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.devices.registry import resolve_device
-from nanoinfer.execution.group import Alone, Group
+from nanoinfer.execution.group import WAYS, Alone, Group
 from nanoinfer.execution.local import LocalExecutor
 from nanoinfer.execution.runner import ModelRunner
 from nanoinfer.kernels.linear.shard import Shard
@@ -165,6 +166,8 @@ class Several:
         """
         own, others = share.facts(self._group), self._ranks.ask("known?", self._settings)
         check_alike([own, *others], share.setup.config.allow_uneven)
+        if share.setup.config.progress_bar:
+            print(f"{self._ranks.size} ranks exchange {WAYS[self._group.way]}", file=sys.stderr)
         _, hosts, free, taken = zip(own, *others, strict=True)
         share.setup.agreed = min(hosts), free[0] and min(free), max(taken)
 

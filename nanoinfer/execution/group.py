@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 WAY = "NANOINFER_EXCHANGE"
 """The environment variable with the `way` that is to be used: "nccl", though peers could be reached."""
+WAYS = {"peers": "by writing into each other's memory", "nccl": "through NCCL", "gloo": "through gloo"}
+"""What a user is told of each `way`."""
 MAILBOX_BYTES = 32 * 2**20
 """What all ranks may give in one exchange; of a rank's memory others write to twice as much."""
 # A server may be idle for weeks: who watches the ranks ends a call that nobody answers, not a limit of the library.

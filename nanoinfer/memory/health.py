@@ -143,6 +143,17 @@ def _link(device: torch.device) -> Found:
     return text, None
 
 
+def _exchange(device: torch.device) -> Found:
+    """How several GPUs would exchange what they compute (`tensor_parallel_size`)."""
+    count = torch.cuda.device_count() if device.type == "cuda" else 0
+    if count < 2:
+        return "one GPU" if count else "none", None
+    pairs = [(one, other) for one in range(count) for other in range(count) if one != other]
+    if all(torch.cuda.can_device_access_peer(*pair) for pair in pairs):
+        return f"{count} GPUs, which write into each other's memory", None
+    return f"{count} GPUs, which exchange through NCCL: not all reach each other's memory", None
+
+
 def _pinning(device: torch.device) -> Found:
     pinner = device_of(device).pinner
     if pinner is None:
@@ -178,6 +189,7 @@ _LOOKS: dict[str, Callable[[torch.device], Found]] = {
     "GPU memory": _gpu_memory,
     "host memory": _host_memory,
     "link": _link,
+    "exchange": _exchange,
     "pinning": _pinning,
     "flash-attn": _flash_attn,
 }

@@ -40,7 +40,13 @@ def check_alike(facts: list[list], allow_uneven: bool = False) -> None:
 
 
 def check_devices(size: int, device: str, place: torch.device) -> None:
-    """Raise ValueError if there are not as many devices as ranks, or another one than the first is asked for."""
+    """Raise ValueError if there are not as many devices as ranks, if another one than the first is asked for, or if a
+    launcher has started several processes."""
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        raise ValueError(
+            f"tensor_parallel_size={size} under torchrun, or another launcher that has set WORLD_SIZE: an engine "
+            "starts its ranks itself. Run the script with python"
+        )
     if ":" in device:
         raise ValueError(
             f"device={device!r} with tensor_parallel_size={size}: ranks take the GPUs from the first on; name others "

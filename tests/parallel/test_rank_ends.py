@@ -202,3 +202,15 @@ def test_an_exception_at_any_line_of_a_step_ends_all_or_harms_nobody_else(path, 
     else:
         engine.close()
     assert all(map(lives_not, processes))
+
+
+def test_a_launcher_that_has_started_several_processes_is_refused(path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="under torchrun, .* Run the script with python"):
+        make_engine(path, tensor_parallel_size=2)
+    make_engine(path).close()
+
+
+def test_who_starts_is_told_how_ranks_exchange(path, capfd):
+    make_engine(path, tensor_parallel_size=2, progress_bar=True).close()
+    assert capfd.readouterr().err.count("2 ranks exchange through gloo\n") == 1
