@@ -50,6 +50,7 @@ class Device(ABC):
         is_asynchronous: whether the host goes on while a step runs.
         counts_memory: whether the allocator tells its peak: the largest step is run and measured when an engine starts.
         reads_host_memory: whether kernels read pinned host memory, as experts in slots want it.
+        has_nccl: whether NCCL carries what lies on several of them; else what they exchange lies on the host.
         most_step_tokens: of a prefill step that the engine chooses.
         library_bytes: what libraries keep for themselves, with `segment_bytes` of a model's weights (see `ModelSpec`).
     """
@@ -65,6 +66,7 @@ class Device(ABC):
     is_asynchronous: ClassVar[bool] = False
     counts_memory: ClassVar[bool] = False
     reads_host_memory: ClassVar[bool] = False
+    has_nccl: ClassVar[bool] = False
     most_step_tokens: ClassVar[int] = 2048
     library_bytes: ClassVar[int] = 0
     segment_bytes: ClassVar[int] = 0
@@ -112,6 +114,20 @@ class Device(ABC):
     def lacks_float8(self) -> str | None:
         """Return what KV in fp8 needs of a device if it has not got it, or None."""
         return None
+
+    # Several of them
+
+    def count(self) -> int:
+        """Return how many there are in this machine."""
+        return 1
+
+    def reaches_others(self) -> bool:
+        """Whether kernels on each of them can write into the memory of all others."""
+        return False
+
+    def own_first(self, number: int) -> dict[str, str]:
+        """Return the environment of a process that finds the one with this number first, and all others behind it."""
+        return {}
 
     # Graphs
 
@@ -184,6 +200,9 @@ class Accelerator(Device):
     @property
     def streams(self) -> ModuleType | None:
         return self.module
+
+    def count(self) -> int:
+        return self.module.device_count()
 
     def memory(self) -> tuple[int, int] | None:
         return self.module.mem_get_info(self.torch_device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import cached_property
 
 import torch
@@ -11,6 +12,7 @@ from nanoinfer.devices.target import Target
 from offload import CudaRuntime
 from offload.runtime.cuda import CudaPinner
 
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 TESTED = (8, 0)  # docs/supported.md
 FLOAT8 = (8, 9)
 DEPENDENT_LAUNCHES = (9, 0)
@@ -27,12 +29,22 @@ class CudaDevice(Accelerator):
     attention_backend = "triton"
     records_graphs = True
     reads_host_memory = True
+    has_nccl = True
     most_step_tokens = 8192
     # Workspaces that the matrix library keeps, eagerly and in graphs, and what torch's allocator adds by rounding
     # buffers to segments of 2 or 20 MiB: 94 to 135 MiB were measured over seven engines of two shapes. One of them has
     # matrices that end in the midst of segments, of which 54 MiB were not used.
     library_bytes = 140 * 2**20
     segment_bytes = 54 * 2**20
+
+    def reaches_others(self) -> bool:
+        numbers = range(self.count())
+        pairs = ((one, other) for one in numbers for other in numbers if one != other)
+        return all(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
+
+    def own_first(self, number: int) -> dict[str, str]:
+        names = (os.environ.get(_VISIBLE) or ",".join(map(str, range(self.count())))).split(",")
+        return {_VISIBLE: ",".join(names[number:] + names[:number])}
 
     @classmethod
     def find(cls, index: int | None) -> torch.device:

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.devices.registry import resolve_device
+from nanoinfer.devices.registry import device_of, resolve_device
 from nanoinfer.execution.group import WAYS, Alone, Group
 from nanoinfer.execution.local import LocalExecutor
 from nanoinfer.execution.runner import ModelRunner
@@ -31,7 +31,7 @@ from nanoinfer.memory.remedies import with_remedies
 from nanoinfer.memory.setup import Setup
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.streamed import HostPlacement
-from nanoinfer.parallel.alike import check_alike, check_devices, hash_of, visible_devices
+from nanoinfer.parallel.alike import check_alike, check_devices, hash_of
 from nanoinfer.parallel.executor import ParallelExecutor
 from nanoinfer.parallel.processes import Ranks
 from nanoinfer.step.executor import Executor
@@ -149,7 +149,7 @@ class Several:
 
     def __init__(self, config: EngineConfig, place: torch.device) -> None:
         size = config.tensor_parallel_size
-        self._ranks = Ranks(size, lambda rank: visible_devices(rank, place))
+        self._ranks = Ranks(size, device_of(place).own_first)
         self._settings = asdict(replace(config, progress_bar=False, skip_tokenizer_init=True))
         self._settings |= {name: str(one) for name, one in self._settings.items() if isinstance(one, Path)}
         folder = self._ranks.meet()

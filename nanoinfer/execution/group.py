@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
+from nanoinfer.devices.base import Device
 from nanoinfer.devices.registry import device_of
 from nanoinfer.models.decoder import Decoder
 
@@ -69,23 +70,22 @@ class Group:
         # Neither is the default group, which belongs to the program that we are part of.
         self._host = dist.ProcessGroupGloo(dist.PrefixStore("host", store), rank, size, _FOREVER)
         self._own, self.way = self._host, "gloo"
-        if device.type == "cuda":
-            before = device_of(device).memory()[0]
-            if self._reaches_others(device):
+        described = device_of(device)
+        if described.has_nccl:
+            before = described.memory()[0]
+            if self._reaches_others(described):
                 self.mailbox, self.way = _mailbox(store, rank, size, device), "peers"
             else:
                 self._own = dist.ProcessGroupNCCL(dist.PrefixStore("device", store), rank, size, _FOREVER)
                 self.way = "nccl"
             self.gather(torch.zeros(1, dtype=torch.int32, device=device))  # it makes its channels now
-            torch.cuda.synchronize(device)
-            self.taken_bytes = max(0, before - device_of(device).memory()[0])
+            described.synchronize()
+            self.taken_bytes = max(0, before - described.memory()[0])
 
-    def _reaches_others(self, device: torch.device) -> bool:
+    def _reaches_others(self, device: Device) -> bool:
         """Whether all ranks reach the memory of all others, and none is to exchange in another way."""
-        wanted = os.environ.get(WAY, "peers") == "peers"
-        others = range(torch.cuda.device_count())
-        reaches = all(torch.cuda.can_device_access_peer(device, one) for one in others if one != (device.index or 0))
-        return bool(self.minimum(wanted and reaches)[0])
+        is_wanted = os.environ.get(WAY, "peers") == "peers"
+        return bool(self.minimum(is_wanted and device.reaches_others())[0])
 
     def minimum(self, *values: int) -> list[int]:
         found = torch.tensor(values, dtype=torch.int64)
@@ -131,7 +131,7 @@ def _mailbox(store: dist.Store, rank: int, size: int, device: torch.device) -> M
     programs = MAILBOX_BYTES // (size * 4 * BLOCK)
     sizes = 2 * MAILBOX_BYTES // 4, size * programs
     own = [torch.zeros(count, dtype=torch.int32, device=device) for count in sizes]
-    torch.cuda.synchronize(device)  # nobody writes there before the zeros
+    device_of(device).synchronize()  # nobody writes there before the zeros
     store.set(f"memory of {rank}", pickle.dumps([reduce_tensor(one) for one in own]))
     mapped = []
     for other in range(size):

@@ -124,10 +124,26 @@ def rms_norm(
     return result if out is None else out.copy_(result)
 
 
-def exchange_norm(x: Tensor, weight: Tensor | None, eps: float, own: Tensor, mailbox, **how) -> Tensor:
+def exchange_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    own: Tensor,
+    mailbox,
+    *,
+    offset: bool,
+    rounds_once: bool = False,
+    behind: Tensor | None = None,
+    out: Tensor | None = None,
+    factor: float | None = None,
+    scale: Tensor | None = None,
+    is_fresh: bool = False,
+    norm_factor: float | None = None,
+) -> Tensor:
     """Return what `rms_norm` does with the parts of all ranks as `other`. own: [N, size] float32, this rank's."""
-    parts = mailbox.gather(own.view(-1).view(torch.int32)).view(torch.float32)
-    return rms_norm(x, weight, eps, other=parts.view(-1, *own.shape), **how)
+    parts = mailbox.gather(own.view(-1).view(torch.int32)).view(torch.float32).view(-1, *own.shape)
+    how = dict(offset=offset, rounds_once=rounds_once, behind=behind, out=out, factor=factor, scale=scale)
+    return rms_norm(x, weight, eps, other=parts, is_fresh=is_fresh, norm_factor=norm_factor, **how)
 
 
 def _rounded_sum(other: Tensor, x: Tensor) -> Tensor:

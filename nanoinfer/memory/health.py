@@ -145,11 +145,11 @@ def _link(device: torch.device) -> Found:
 
 def _exchange(device: torch.device) -> Found:
     """How several GPUs would exchange what they compute (`tensor_parallel_size`)."""
-    count = torch.cuda.device_count() if device.type == "cuda" else 0
+    described = device_of(device)
+    count = 0 if described.is_host else described.count()
     if count < 2:
         return "one GPU" if count else "none", None
-    pairs = [(one, other) for one in range(count) for other in range(count) if one != other]
-    if all(torch.cuda.can_device_access_peer(*pair) for pair in pairs):
+    if described.reaches_others():
         return f"{count} GPUs, which write into each other's memory", None
     return f"{count} GPUs, which exchange through NCCL: not all reach each other's memory", None
 

@@ -55,16 +55,5 @@ def check_devices(size: int, device: str, place: torch.device) -> None:
     described = device_of(place)
     if described.is_host:
         return
-    count = torch.get_device_module(place.type).device_count()
-    if size > count:
+    if size > (count := described.count()):
         raise ValueError(f"tensor_parallel_size={size}, but there are {count} GPUs: give at most {count}")
-
-
-def visible_devices(rank: int, place: torch.device) -> dict[str, str]:
-    """Return the environment in which a rank finds its own GPU first, and all others behind it."""
-    if device_of(place).is_host:
-        return {}
-    count = torch.get_device_module(place.type).device_count()
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
-    names = listed.split(",")
-    return {"CUDA_VISIBLE_DEVICES": ",".join(names[rank:] + names[:rank])}

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.devices.registry import device_of
 from nanoinfer.kernels.launch.pdl import launch_options, let_next_in, wait_for_inputs
 
 BLOCK = 2048
@@ -123,9 +124,10 @@ class Mailbox:
     def release(self) -> None:
         """Have kernels of this rank wait for nobody any more, whoever has ended: called from any thread."""
         signals = self._kept[1][self._rank]
-        with torch.cuda.stream(torch.cuda.Stream(signals.device)):
+        streams = device_of(signals.device).streams
+        with streams.stream(stream := streams.Stream(signals.device)):
             signals.copy_(torch.full(signals.shape, 2**30, dtype=torch.int32).pin_memory(), non_blocking=True)
-            torch.cuda.current_stream().synchronize()
+            stream.synchronize()
 
     def gather(self, own: Tensor) -> Tensor:
         """[n] int32, packed -> [ranks, n] int32, a new tensor: in as many exchanges as it takes."""
