@@ -120,8 +120,8 @@ class Group:
         """End it; what others wait for fails there, and what waits for them here goes on."""
         if self.mailbox is not None:
             self.mailbox.release()
-        for group in {self._own, self._host}:
-            group.abort()
+        if self.way == "nccl":  # gloo fails by itself where a rank has gone
+            self._own.abort()
 
 
 def _mailbox(store: dist.Store, rank: int, size: int, device: torch.device) -> Mailbox:
