@@ -119,6 +119,7 @@ def test_ctrl_c_waits_until_all_have_done_the_same(path):
     prompts, params = random_prompts(3, 20, 60), some_params(3, 6)
     wanted = run(engine, prompts, params)
     sample, asked = engine.runner.sample, []
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a run in the background ignores
 
     def interrupted(*arguments):
         if not asked:
@@ -126,8 +127,11 @@ def test_ctrl_c_waits_until_all_have_done_the_same(path):
         return sample(*arguments)
 
     engine.runner.sample = interrupted
-    with pytest.raises(KeyboardInterrupt):
-        run(engine, prompts, params)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(engine, prompts, params)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert all(lives(engine)) and run(engine, prompts, params) == wanted
     engine.close()
 
