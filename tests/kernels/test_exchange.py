@@ -1,5 +1,8 @@
 """The exchange of ranks that write into each other's memory: here two ranks in one process, one after the other."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -40,6 +43,19 @@ def test_a_slot_is_written_to_again_in_the_exchange_after_the_next():
         say_for_the_second(number, own, memories, signals)
         boxes[0].gather(own)
     assert memories[1][:4].tolist() == [2] * 4 and memories[1][WORDS // 2 : WORDS // 2 + 4].tolist() == [3] * 4
+
+
+def test_who_is_first_waits_for_the_other(monkeypatch):
+    monkeypatch.setattr("nanoinfer.kernels.launch.exchange.MOST_LOOKS", 10**5)  # some seconds here
+    boxes, memories, signals = mailboxes()
+    own, other = (torch.full((99,), number, dtype=torch.int32) for number in (5, 6))
+    with ThreadPoolExecutor(1) as pool:
+        gathered = pool.submit(boxes[0].gather, own)
+        while not signals[1][0]:  # it has said that its part is written
+            time.sleep(0.01)
+        assert torch.equal(memories[1][WORDS // 2 :][: len(own)], own), "what is said to be there is there"
+        say_for_the_second(1, other, memories, signals)
+        assert torch.equal(gathered.result(), torch.stack((own, other)))
 
 
 def test_who_hears_nothing_gives_up(monkeypatch):
