@@ -30,6 +30,8 @@ from nanoinfer.step.messages import decode, encode
 _LOOKS_S = 1.0
 # How long a message is waited for before another sign of life is given.
 _WAITS_S = 5.0
+# Loading, compiling and capturing take as long as they take, and so does pinning, which rank 0 waits for, too.
+_TAKE_THEIR_TIME = ("capture", "open_host_pool?", "wait_for?")
 
 
 class Rank:
@@ -44,21 +46,24 @@ class Rank:
         self._connection, self._shard = connection, shard
         self._signs = Signs(folder / "signs", shard.size, is_first=False)
         self._share: Share | None = None
+        self._num_taken, self._is_working = 0, False
         self._executor: LocalExecutor | None = None
         self._group: Group | None = None
 
     def run(self) -> None:
         """Do what is said, until there is nobody who says it, or it is to end."""
-        num_taken = 0
         while True:
-            self._signs.give(self._shard.rank, num_taken, False)
+            self._sign(False)
             while not self._connection.poll(_WAITS_S):
-                self._signs.give(self._shard.rank, num_taken, False)
+                self._sign(False)
             name, arguments = decode(self._connection.recv_bytes())
-            num_taken += 1
-            # Before its first step a rank loads, compiles and pins, which takes as long as it takes.
-            self._signs.give(self._shard.rank, num_taken, self._executor is not None and name != "capture")
+            self._num_taken += 1
+            self._sign(self._executor is not None and name not in _TAKE_THEIR_TIME)
             self._do(name, arguments)
+
+    def _sign(self, is_working: bool) -> None:
+        self._is_working = is_working
+        self._signs.give(self._shard.rank, self._num_taken, is_working)
 
     def _do(self, name: str, arguments: tuple) -> None:
         is_asked = name.endswith("?")
@@ -78,6 +83,7 @@ class Rank:
     def _join(self, device: str, folder: str) -> None:
         place = resolve_device(device)
         self._group = Group(Path(folder), self._shard.rank, self._shard.size, place)
+        self._group.on_exchange = lambda: self._sign(self._is_working)
 
     def _close(self) -> None:
         self._executor.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,7 +63,10 @@ class Group:
             the host.
         mailbox: what peers write to; None: they do not.
         taken_bytes: of the device's memory, for that.
+        on_exchange: called where this process takes part in an exchange: a sign of life.
     """
+
+    on_exchange: Callable[[], object] | None = None
 
     def __init__(self, folder: Path, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size, self.mailbox, self.taken_bytes = rank, size, None, 0
@@ -97,6 +101,8 @@ class Group:
 
         own: packed, of whole words of 4 bytes.
         """
+        if self.on_exchange is not None:
+            self.on_exchange()
         if self.mailbox is not None:
             parts = self.mailbox.gather(own.view(-1).view(torch.int32))
             return parts.view(own.dtype).view(self.size, *own.shape)

@@ -7,6 +7,7 @@ import time
 from contextlib import closing
 
 import pytest
+import torch
 from engines import make_engine, random_prompts, run, some_params
 from interrupts import Tracer
 from rank_pairs import lives
@@ -14,8 +15,9 @@ from tiny_models import make_checkpoint
 
 from nanoinfer import LLMEngine
 from nanoinfer.engine import start
+from nanoinfer.execution.group import Group
 from nanoinfer.parallel.alike import check_alike
-from nanoinfer.parallel.processes import RankError, Ranks
+from nanoinfer.parallel.processes import RankError, Ranks, Signs
 from nanoinfer.serve.async_engine import AsyncEngine
 from nanoinfer.serve.errors import UnavailableError
 
@@ -102,6 +104,18 @@ def test_a_rank_that_hangs_is_given_up_and_an_idle_one_is_not(path, monkeypatch)
             run(engine, random_prompts(4, 20, 60), some_params(4, 12), stop)
     engine.close()
     assert lives_not(process)
+
+
+def test_a_step_that_takes_longer_than_the_patience_gives_signs(tmp_path):
+    """Between two exchanges, of which a step has many; and who pins memory need give none."""
+    signs, given = Signs(tmp_path / "signs", 2, is_first=True), []
+    signs.give(1, 3, True)
+    assert 0 < signs.silence_s(1, 3) < PATIENT and signs.silence_s(0, 3) == 0
+    signs.give(1, 3, False)
+    assert signs.silence_s(1, 3) == 0 < signs.silence_s(1, 4)
+    group = Group(tmp_path, 0, 1, torch.device("cpu"))
+    group.on_exchange = lambda: given.append(True)
+    assert torch.equal(group.gather(torch.ones(2, 3)), torch.ones(1, 2, 3)) and given == [True]
 
 
 def test_a_rank_that_is_stopped_between_messages_is_given_up(path, monkeypatch):
