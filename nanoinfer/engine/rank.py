@@ -45,6 +45,7 @@ class Rank:
     def __init__(self, connection: Connection, shard: Shard, folder: Path) -> None:
         self._connection, self._shard = connection, shard
         self._signs = Signs(folder / "signs", shard.size, is_first=False)
+        self._place: torch.device | None = None
         self._share: Share | None = None
         self._num_taken, self._is_working = 0, False
         self._executor: LocalExecutor | None = None
@@ -67,22 +68,24 @@ class Rank:
 
     def _do(self, name: str, arguments: tuple) -> None:
         is_asked = name.endswith("?")
-        own = {"join?": self._join, "known?": self._known, "build?": self._build, "sample": self._sample}
-        work = (own | {"close": self._close}).get(name)
+        own = {"place?": self._find_place, "join?": self._join, "known?": self._known, "build?": self._build}
+        work = (own | {"sample": self._sample, "close": self._close}).get(name)
         if not is_asked:
             (work or getattr(self._executor, name))(*arguments)
             return
         try:
             answer = "done", (work or getattr(self._executor, name[:-1]))(*arguments)
         except Exception as error:
-            if name == "build?":  # the others wait for what this rank would exchange with them
+            if name in ("join?", "build?"):  # the others wait for what this rank would exchange with them
                 raise
             answer = "raised", error
         self._connection.send_bytes(encode(answer))
 
-    def _join(self, device: str, folder: str) -> None:
-        place = resolve_device(device)
-        self._group = Group(Path(folder), self._shard.rank, self._shard.size, place)
+    def _find_place(self, device: str) -> None:
+        self._place = resolve_device(device)
+
+    def _join(self, folder: str) -> None:
+        self._group = Group(Path(folder), self._shard.rank, self._shard.size, self._place)
         self._group.on_exchange = lambda: self._sign(self._is_working)
 
     def _close(self) -> None:
@@ -92,7 +95,7 @@ class Rank:
 
     def _known(self, settings: dict[str, Any]) -> list:
         config = EngineConfig(**settings)
-        self._share = known(config, resolve_device(config.device), self._shard)
+        self._share = known(config, self._place, self._shard)
         return self._share.facts(self._group)
 
     def _build(self, plan) -> list[int]:

@@ -152,11 +152,19 @@ class Several:
         self._ranks = Ranks(size, device_of(place).own_first)
         self._settings = asdict(replace(config, progress_bar=False, skip_tokenizer_init=True))
         self._settings |= {name: str(one) for name, one in self._settings.items() if isinstance(one, Path)}
-        folder = self._ranks.meet()
-        self._ranks.tell("join?", config.device, str(folder))
-        self._group = Group(folder, 0, size, place)
-        self._ranks.on_end = self._group.close
-        self._ranks.answers()
+        try:
+            self._ranks.ask("place?", config.device)  # a rank without a device would never come to meet
+            folder = self._ranks.meet()
+            self._ranks.tell("join?", str(folder))
+            self._group = Group(folder, 0, size, place)
+            self._ranks.on_end = self._group.close
+            self._ranks.answers()
+        except BaseException as error:
+            has_ended = isinstance(error, RuntimeError) and self._ranks.ends_soon()  # it failed since nobody came
+            self._ranks.close(at_once=True)
+            if has_ended:
+                raise self._ranks.error() from None
+            raise
 
     def agree(self, share: Share) -> None:
         """Compare what ranks know. The least memory that one has is what each may count on.

@@ -33,6 +33,8 @@ MAILBOX_BYTES = 32 * 2**20
 """What all ranks may give in one exchange; of a rank's memory others write to twice as much."""
 # A server may be idle for weeks: who watches the ranks ends a call that nobody answers, not a limit of the library.
 _FOREVER = timedelta(days=365)
+# How long ranks wait for each other to meet. All of them are there by then.
+_MEETS = timedelta(seconds=60)
 
 
 class Alone:
@@ -46,9 +48,6 @@ class Alone:
 
     def join(self, model: Decoder) -> None:
         """Have a model's sums and logits exchanged among ranks."""
-
-    def close(self) -> None:
-        """End it."""
 
 
 class Group:
@@ -69,10 +68,11 @@ class Group:
     on_exchange: Callable[[], object] | None = None
 
     def __init__(self, folder: Path, rank: int, size: int, device: torch.device) -> None:
-        self.rank, self.size, self.mailbox, self.taken_bytes = rank, size, None, 0
+        self.size, self.mailbox, self.taken_bytes = size, None, 0
         store = dist.FileStore(str(folder / "store"), size)
         # Neither is the default group, which belongs to the program that we are part of.
-        self._host = dist.ProcessGroupGloo(dist.PrefixStore("host", store), rank, size, _FOREVER)
+        self._host = dist.ProcessGroupGloo(dist.PrefixStore("host", store), rank, size, _MEETS)
+        self._host._set_default_timeout(_FOREVER)
         self._own, self.way = self._host, "gloo"
         described = device_of(device)
         if described.has_nccl:

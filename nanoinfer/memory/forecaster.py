@@ -27,7 +27,6 @@ from nanoinfer.devices.cuda import TESTED
 from nanoinfer.devices.registry import accelerator, device_of, planned_device
 from nanoinfer.execution.group import MAILBOX_BYTES
 from nanoinfer.kernels.kv.registry import make_format
-from nanoinfer.kernels.linear.shard import Shard
 from nanoinfer.memory.budget import gpu_budget
 from nanoinfer.memory.cards import card_named
 from nanoinfer.memory.floors import bytes_read_per_step, sparse_layers_seconds
@@ -37,19 +36,17 @@ from nanoinfer.memory.machine import device_memory
 from nanoinfer.memory.measure import DEFAULT_CONTEXT
 from nanoinfer.memory.planner import Planner
 from nanoinfer.memory.proposals import Proposal, Proposer
+from nanoinfer.memory.ranks import notes_of_ranks, specs_of_rank
 from nanoinfer.memory.rates import DEFAULT_LINK_GBPS, Rates
 from nanoinfer.memory.search import best_plan
 from nanoinfer.memory.setup import Specs
 from nanoinfer.memory.streamed import missed_bytes, num_blocks, num_streamed, streamed_bytes
 from nanoinfer.models.base import ModelSpec
-from nanoinfer.models.checkpoint_info import CheckpointInfo
 from nanoinfer.models.shapes import SHAPES, shape_named, write_shape
 from nanoinfer.weights.load import read_checkpoint
 from offload.memory.host_memory import memory_available_bytes
 
 MAX_BATCH = 4096
-EXCHANGE_SECONDS = 6e-6
-"""Of a sum of few rows, added and normed: measured on two H200."""
 HIT_RATES = (0.5, 0.8, 0.9)
 MOST_GIB = 2048  # the most memory that is looked for
 
@@ -126,7 +123,7 @@ def forecaster(
     if shape is not None:
         specs = _specs_of_shape(shape, json.dumps(config.hf_overrides), num_ranks)
     else:
-        specs = _specs_of_rank(read_checkpoint(model, config.hf_overrides, names=SHAPES), num_ranks)
+        specs = specs_of_rank(read_checkpoint(model, config.hf_overrides, names=SHAPES), num_ranks)
     is_this_machine = card is None and not isinstance(config.gpu_memory_limit, int)
     here = accelerator() if is_this_machine else None
     lacks_float8 = card.lacks_float8 if card is not None else None if here is None else device_of(here).lacks_float8()
@@ -144,7 +141,7 @@ def forecaster(
         device_gbps=device_gbps,
         budget_bytes=_budget(config, host_bytes) - (0 if num_ranks == 1 else 2 * MAILBOX_BYTES),
         host_budget_bytes=host_bytes,
-        notes=(() if card is None else tuple(card.notes)) + _notes_of_ranks(spec),
+        notes=(() if card is None else tuple(card.notes)) + notes_of_ranks(spec),
     )
     rates = Rates.of_card(card) if card is not None else Rates() if here is None else Rates.of(device_of(here))
     place = card if here is None else device_of(here)
@@ -156,28 +153,7 @@ def forecaster(
 def _specs_of_shape(shape: str, overrides: str, num_ranks: int) -> Specs:
     """overrides: as in `EngineConfig.hf_overrides`, in JSON. A shape is the same each time, and so counted once."""
     with tempfile.TemporaryDirectory() as directory:
-        return _specs_of_rank(read_checkpoint(write_shape(shape, directory), json.loads(overrides)), num_ranks)
-
-
-def _specs_of_rank(checkpoint: CheckpointInfo, num_ranks: int) -> Specs:
-    """Return those of the first of several GPUs, which has no less than any other."""
-    return Specs(replace(checkpoint, shard=Shard(0, num_ranks)))
-
-
-def _notes_of_ranks(spec: ModelSpec) -> tuple[str, ...]:
-    """Return what is to be known of a plan for several GPUs."""
-    size = spec.shard.size
-    if size == 1:
-        return ()
-    count = 2 * len(spec.layers)
-    milliseconds = (count * EXCHANGE_SECONDS + EXCHANGE_SECONDS) * 1e3
-    notes = [
-        f"all figures are of each of {size} GPUs, which have their own links; a step exchanges {count} sums and the "
-        f"logits besides, some {milliseconds:.1f} ms of a few rows where GPUs reach each other's memory"
-    ]
-    if any(attention.whole_group for attention in spec.attentions):
-        notes.append("KV heads that cannot be shared are repeated: of these layers each GPU keeps and streams as much")
-    return tuple(notes)
+        return specs_of_rank(read_checkpoint(write_shape(shape, directory), json.loads(overrides)), num_ranks)
 
 
 def _spec(specs: Specs, config: EngineConfig, lacks_float8: str | None) -> ModelSpec:

@@ -381,15 +381,11 @@ class Decoder(nn.Module):
         for name, module in self.named_modules():
             if module in (self, self.expert_pools) or not is_wanted(module):
                 continue
-            prefix = name if name == "lm_head" else f"model.{name}"
-            if isinstance(module, Linear) and module.merged is not None:
-                prefix = prefix.rsplit(".", 1)[0]
             if isinstance(module, Experts) and module.is_fused:
                 own = partial(fused_views, module)
             else:  # weights as they are, unless the module says otherwise
                 own = getattr(module, "checkpoint_views", partial(module.named_parameters, recurse=False))
-            filled = dict(own())
-            views |= {self.name_in_checkpoint(f"{prefix}.{ending}"): view for ending, view in filled.items()}
+            views |= {self._name_of(name, module, ending): view for ending, view in dict(own()).items()}
         return views
 
     def held_views(self) -> dict[str, Held]:
@@ -398,13 +394,17 @@ class Decoder(nn.Module):
         for name, module in self.named_modules():
             if (own := getattr(module, "held_views", None)) is None or module is self:
                 continue
-            prefix = name if name == "lm_head" else f"model.{name}"
-            if isinstance(module, Linear) and module.merged is not None:
-                prefix = prefix.rsplit(".", 1)[0]
             if isinstance(module, Experts) and module.is_fused:
                 own = partial(fused_held, module)
-            found |= {self.name_in_checkpoint(f"{prefix}.{ending}"): held for ending, held in own().items()}
+            found |= {self._name_of(name, module, ending): held for ending, held in own().items()}
         return found
+
+    def _name_of(self, path: str, module: nn.Module, ending: str) -> str:
+        """Return what checkpoints call a tensor of a module, by the end of its name."""
+        prefix = path if path == "lm_head" else f"model.{path}"
+        if isinstance(module, Linear) and module.merged is not None:
+            prefix = prefix.rsplit(".", 1)[0]
+        return self.name_in_checkpoint(f"{prefix}.{ending}")
 
     def name_in_checkpoint(self, name: str) -> str:
         """Return what checkpoints call a module or parameter: "model." and its path, but for `lm_head`."""

@@ -201,9 +201,10 @@ class Attention(nn.Module):
         if self._spans_ranks is not None:
             qkv = self._of_all_ranks(qkv, rope, q_scales, positions)
             rope, q_scales, steps = None, None, HeadSteps()
-        elif self.q_norm is not None:
-            weights = self.q_norm.weight, None if self.k_norm is None else self.k_norm.weight
-        qkv = qkv.unflatten(-1, (-1, self._shape.head_dim)) if qkv.dim() == 2 else qkv
+        else:
+            qkv = qkv.unflatten(-1, (-1, self._shape.head_dim))
+            if self.q_norm is not None:
+                weights = self.q_norm.weight, None if self.k_norm is None else self.k_norm.weight
         q = qkv.new_empty(len(qkv), self._shape.num_q_heads, self._shape.head_dim) if target.q is None else target.q
         store = self.qkv_proj.operations.norm_rope_store
         options = dict(q_scales=q_scales, part=target.part, gates=target.gates)
@@ -211,7 +212,9 @@ class Attention(nn.Module):
         return q
 
     def _of_all_ranks(self, qkv: Tensor, rope: Tensor | None, q_scales: Tensor | None, positions: Tensor) -> Tensor:
-        """Return what this rank has, [N, rows], with norms over the heads of all ranks, and rotations.
+        """Return the heads that this rank has, [N, heads, head_dim], with norms over those of all ranks, and rotated.
+
+        qkv: [N, rows], what this rank has projected.
 
         The kernel is given the heads of all, as on one device: another one would round another sum.
         """

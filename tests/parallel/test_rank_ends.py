@@ -5,6 +5,8 @@ import random
 import signal
 import time
 from contextlib import closing
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from tiny_models import make_checkpoint
 from nanoinfer import LLMEngine
 from nanoinfer.engine import start
 from nanoinfer.execution.group import Group
-from nanoinfer.parallel.alike import check_alike
+from nanoinfer.parallel.alike import check_alike, check_devices
 from nanoinfer.parallel.processes import RankError, Ranks, Signs
 from nanoinfer.serve.async_engine import AsyncEngine
 from nanoinfer.serve.errors import UnavailableError
@@ -231,3 +233,38 @@ def test_a_launcher_that_has_started_several_processes_is_refused(path, monkeypa
 def test_who_starts_is_told_how_ranks_exchange(path, capfd):
     make_engine(path, tensor_parallel_size=2, progress_bar=True).close()
     assert capfd.readouterr().err.count("2 ranks exchange through gloo\n") == 1
+
+
+def test_a_rank_that_ends_before_all_have_met_is_waited_for_no_longer(path, monkeypatch):
+    made = []
+
+    def ended_group(*arguments):
+        made[0].processes[0].kill()
+        return Group(*arguments)
+
+    class Kept(Ranks):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            made.append(self)
+
+        def tell(self, name, *arguments):  # the rank does not come
+            if name != "join?":
+                super().tell(name, *arguments)
+
+    monkeypatch.setattr(start, "Ranks", Kept)
+    monkeypatch.setattr(start, "Group", ended_group)
+    monkeypatch.setattr("nanoinfer.execution.group._MEETS", timedelta(seconds=2))
+    with pytest.raises(RankError, match="rank 1 .* was ended by SIGKILL"):
+        make_engine(path, tensor_parallel_size=2)
+    assert lives_not(made[0].processes[0])
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch):
+    device = SimpleNamespace(is_host=False, count=lambda: 1)
+    monkeypatch.setattr("nanoinfer.parallel.alike.device_of", lambda place: device)
+    with pytest.raises(ValueError, match="tensor_parallel_size=2, but there are 1 GPUs: give at most 1"):
+        check_devices(2, "auto", torch.device("cpu"))
+    device.count = lambda: 2
+    check_devices(2, "auto", torch.device("cpu"))
+    with pytest.raises(ValueError, match="name others with the environment variable"):
+        check_devices(2, "cuda:1", torch.device("cpu"))

@@ -9,6 +9,7 @@ from rank_pairs import ranks_kept
 from tiny_models import make_checkpoint
 
 from nanoinfer import EngineConfig, LLMEngine, SamplingParams
+from nanoinfer.kernels.linear.shard import held_rows, ranges_of
 from nanoinfer.layers.norm import OwnPart
 from nanoinfer.verify import verify
 
@@ -175,3 +176,22 @@ def test_verify_compares_two_with_one(tmp_path):
     verdict = verify(path, num_requests=2, context=40, output_len=3, **arguments)
     (ranks,) = [run for run in verdict.runs if run.name == "ranks"]
     assert verdict.is_identical and ranks.num_logits and ranks.left_out is None
+
+
+def test_what_belongs_together_is_not_torn():
+    assert ranges_of((8, 3), (4, 3), held_rows(16, 8, 16)) == (0, ((4, 8),))  # two rows for each number
+    for own, held in (((4, 2), held_rows(16, 8, 16)), ((2, 3), held_rows(16, 4, 7))):
+        with pytest.raises(ValueError, match=r"is \[8, 3\], and . of 16 rows cannot be taken of it: .* on two GPUs"):
+            ranges_of((8, 3), own, held)
+
+
+def test_a_norm_over_heads_that_do_not_divide_is_refused(tmp_path):
+    path = make_checkpoint("olmo2", tmp_path, num_heads=4, num_kv_heads=1)
+    with pytest.raises(ValueError, match="spans all its 1 KV heads, which so many GPUs cannot share evenly"):
+        make_engine(path, tensor_parallel_size=2)
+
+
+def test_verify_says_which_random_weights_are_those_of_one(tmp_path):
+    path = make_checkpoint("qwen3_moe", tmp_path)
+    with pytest.raises(ValueError, match="two GPUs make those of one in 16 or 32 bits and without experts alone"):
+        verify(path, device="cpu", dtype="float32", block_size=16, load_format="dummy", tensor_parallel_size=2)
