@@ -17,7 +17,8 @@ class RefusingDriver(Pinner):
     """Stands in for CUDA: pins `num_pinned` segments of host memory and refuses the next.
 
     Args:
-        is_lazy: pin a segment only when somebody waits for it, so whoever does not wait meets a failure late.
+        is_lazy: pin a segment only when somebody waits for it, so whoever does not wait meets a failure late. Else it
+            is pinned at once, however busy the machine is.
         lacks_memory: it does not refuse: the system has no pages left for what follows.
     """
 
@@ -54,6 +55,12 @@ class RefusedArena(HostArena):
     def __init__(self, driver: RefusingDriver, *args, **kwargs) -> None:
         self._driver = driver
         super().__init__(*args, **kwargs)
+
+    def _begin(self, num_segments: int) -> None:
+        super()._begin(num_segments)
+        if not self._driver.is_lazy:  # a busy machine pins as soon as an idle one
+            with self._changed:
+                self._changed.wait_for(lambda: self.num_ready >= num_segments or self.has_failed)
 
     def wait(self, num_segments: int | None = None) -> None:
         self._driver.want(self.num_segments if num_segments is None else num_segments)
