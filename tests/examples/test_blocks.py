@@ -150,7 +150,7 @@ def run(words: list[str], model: str) -> None:
 
 
 def test_blocks_are_found():
-    assert len(BLOCKS) > 25 and len([one for one in BLOCKS if one[0].name == "README.md"]) >= 6
+    assert len(BLOCKS) > 25 and len([one for one in BLOCKS if one[0].name == "README.md"]) >= 5
     assert {path.name for path, _ in BLOCKS} >= {"chat.md", "serve.md", "verify.md", "planner.md", "fleet.md"}
 
 
