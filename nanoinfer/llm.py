@@ -25,12 +25,15 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.engine.engine import LLMEngine
 from nanoinfer.engine.stats import run_line
 from nanoinfer.outputs import RequestOutput, StreamOutput
+from nanoinfer.parallel.script import Script, together, together_in_turns
 from nanoinfer.parsers.answer_format import PROMPT_END_TOKENS, AnswerFormat
 from nanoinfer.parsers.tools import checked_tools
 from nanoinfer.requests.chats import ChatTemplate
 from nanoinfer.requests.prompts import Prompt, as_list, conversation
 from nanoinfer.requests.request import Request
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.weights.load import read_checkpoint
+from nanoinfer.weights.tokenizer_files import load_tokenizer
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 Progress = bool | Callable[..., tqdm]
@@ -52,7 +55,14 @@ class LLM:
     """
 
     def __init__(self, model: str | Path, **arguments: Any) -> None:
-        self._engine: LLMEngine | None = LLMEngine(EngineConfig(model=model, **arguments))
+        self._engine: LLMEngine | None = None
+        self._script = Script.begun(arguments.get("tensor_parallel_size", 1))
+        self._config = EngineConfig(model=model, **arguments)
+        self._start(self._config)
+
+    @together
+    def _start(self, config: EngineConfig) -> None:
+        self._engine = LLMEngine(config)
         self._new_ids = map(str, itertools.count())
         self._streams: dict[str, _Stream] = {}  # by request: the stream that gets its outputs, whoever runs the step
         if self.engine.config.progress_bar:
@@ -65,6 +75,10 @@ class LLM:
     def engine(self) -> LLMEngine:
         """The engine that runs the requests, for use step by step."""
         if self._engine is None:
+            if self._script is not None and self._script.rank:
+                raise RuntimeError(
+                    f"this process is rank {self._script.rank} of a script, and rank 0's has the engine: call the LLM"
+                )
             raise RuntimeError("this LLM is closed: make a new one")
         return self._engine
 
@@ -80,10 +94,12 @@ class LLM:
         raise AttributeError(f"LLM has no {name}{did_you_mean(name, names)}")
 
     @property
+    @together
     def mode(self) -> str:
         """ "resident" or "offload"."""
         return self.engine.mode
 
+    @together
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -149,6 +165,7 @@ class LLM:
                         del running[output.request_id]
                         bar.update(1)
 
+    @together_in_turns
     def generate_stream(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None
     ) -> Iterator[StreamOutput]:
@@ -189,6 +206,7 @@ class LLM:
             for request_id in ids:
                 self._streams.pop(request_id, None)
 
+    @together
     def chat(
         self,
         messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
@@ -242,17 +260,26 @@ class LLM:
         Raises:
             ValueError: there is no tokenizer.
         """
-        if self.engine.tokenizer is None:
+        if self._script is not None and self._script.rank:
+            tokenizer = load_tokenizer(self._config, read_checkpoint(self._config.model, self._config.hf_overrides))
+        else:
+            tokenizer = self.engine.tokenizer
+        if tokenizer is None:
             raise ValueError("there is no tokenizer: give one with tokenizer=..., and leave skip_tokenizer_init out")
-        return self.engine.tokenizer
+        return tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the parameters that the checkpoint's generation_config.json recommends.
 
         With `generation_config="vllm"`: the defaults of SamplingParams.
         """
-        return SamplingParams(**self.engine.sampling_defaults)
+        return SamplingParams(**self._sampling_defaults())
 
+    @together
+    def _sampling_defaults(self) -> dict[str, Any]:
+        return self.engine.sampling_defaults
+
+    @together
     def abort(self, request_id: str) -> bool:
         """End a request, for example between two outputs of `generate_stream`; return False if it is not running.
 
@@ -263,6 +290,7 @@ class LLM:
             stream.end_aborted()
         return was_there
 
+    @together
     def switch_mode(self, mode: str) -> None:
         """Switch to "offload" or "resident" mode. This is allowed between the outputs of a running stream, too.
 
@@ -274,10 +302,12 @@ class LLM:
         """
         self.engine.switch_mode(mode)
 
+    @together
     def stats(self) -> dict[str, int | float | str | list[str]]:
         """Return counters since the start, and the state of both pools; see `LLMEngine.stats`."""
         return self.engine.stats()
 
+    @together
     def close(self) -> None:
         """Free device and host memory now instead of when the LLM is garbage-collected. May be called again."""
         if self._engine is not None:

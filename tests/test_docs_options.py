@@ -17,7 +17,11 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 HISTORY = "CHANGELOG.md"  # names what there was
 # Options of other programs, beside those in the tables of docs/coming-from.md.
-OTHERS = {"quantization.md": {"--format"}, "troubleshooting.md": {"--ulimit", "--gpus", "--memory", "--local-dir"}}
+OTHERS = {
+    "quantization.md": {"--format"},
+    "ranks.md": {"--nproc-per-node"},
+    "troubleshooting.md": {"--ulimit", "--gpus", "--memory", "--local-dir"},
+}
 MESSAGES = ('kv_cache_dtype="fp8" needs',)
 SETTINGS = {field.name: EngineConfig for field in fields(EngineConfig)} | {
     field.name: SamplingParams for field in fields(SamplingParams)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from typing import Any
 
 import torch
 
 from nanoinfer.common.units import GIB
 from nanoinfer.devices.registry import device_of
+from nanoinfer.parallel.script import leads, num_launched
 
 UNEVEN_BYTES = 2 * GIB
 """Free memory of two GPUs may differ by so much."""
@@ -42,10 +42,10 @@ def check_alike(facts: list[list], allow_uneven: bool = False) -> None:
 def check_devices(size: int, device: str, place: torch.device) -> None:
     """Raise ValueError if there are not as many devices as ranks, if another one than the first is asked for, or if a
     launcher has started several processes."""
-    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+    if num_launched() > 1 and not leads():
         raise ValueError(
             f"tensor_parallel_size={size} under torchrun, or another launcher that has set WORLD_SIZE: an engine "
-            "starts its ranks itself. Run the script with python"
+            "starts its ranks itself. Run the command with python, or make an LLM in a script, which may be launched"
         )
     if ":" in device:
         raise ValueError(

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from nanoinfer.common.errors import RequestError
+from nanoinfer.common.errors import RequestError, UnknownNameError
 from nanoinfer.models.expert_slots import SlotCounts
+from nanoinfer.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamOutput
 from nanoinfer.sampling.limits import TokenLimits
 from nanoinfer.sampling.settings import RowSampling
 from nanoinfer.step.executor import ExecutorCounters
@@ -23,10 +24,11 @@ from nanoinfer.step.memory_plan import MemoryPlan
 from nanoinfer.step.plan import PromptChunk, StepPlan
 from offload.memory.pinned import PinError
 
-_SENT = StepPlan, PromptChunk, RowSampling, TokenLimits, ExecutorCounters, SlotCounts, MemoryPlan
-CLASSES = {one.__name__: one for one in _SENT}
+_STEPS = StepPlan, PromptChunk, RowSampling, TokenLimits, ExecutorCounters, SlotCounts, MemoryPlan
+_OUTPUTS = RequestOutput, CompletionOutput, StreamOutput, RequestMetrics, Logprob
+CLASSES = {one.__name__: one for one in (*_STEPS, *_OUTPUTS)}
 """Of the objects that cross."""
-ERRORS = {"PinError": PinError}
+ERRORS = {"PinError": PinError, "UnknownNameError": UnknownNameError}
 """Of the exceptions that cross, beside Python's own."""
 
 

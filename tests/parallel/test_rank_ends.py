@@ -223,9 +223,9 @@ def test_an_exception_at_any_line_of_a_step_ends_all_or_harms_nobody_else(path, 
     assert all(map(lives_not, processes))
 
 
-def test_a_launcher_that_has_started_several_processes_is_refused(path, monkeypatch):
+def test_an_engine_of_its_own_in_each_process_of_a_launcher_is_refused(path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="under torchrun, .* Run the script with python"):
+    with pytest.raises(ValueError, match="under torchrun, .* Run the command with python, or make an LLM in a script"):
         make_engine(path, tensor_parallel_size=2)
     make_engine(path).close()
 
