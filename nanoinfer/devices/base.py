@@ -111,6 +111,10 @@ class Device(ABC):
         """Return what an attention backend of ours that cannot run here needs of a device, or None: it can."""
         return _LACKING.get(attention_backend)
 
+    def lacks_products(self) -> str | None:
+        """Return what products in bfloat16 and with packed weights need of a device if it has not got it, or None."""
+        return None
+
     def lacks_float8(self) -> str | None:
         """Return what KV in fp8 needs of a device if it has not got it, or None."""
         return None

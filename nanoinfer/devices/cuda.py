@@ -88,6 +88,12 @@ class CudaDevice(Accelerator):
         is_old = attention_backend == "flash_attn" and self.capability < (8, 0)
         return super().lacks(attention_backend) if is_old else None
 
+    def lacks_products(self) -> str | None:
+        if torch.version.hip is not None or self.capability >= TESTED:
+            return None
+        least, own = (".".join(map(str, one)) for one in (TESTED, self.capability))
+        return f"compute capability {least} or above, and {self.name} has {own}"
+
     def lacks_float8(self) -> str | None:
         return without_float8(self.capability, str(self.torch_device)) if torch.version.hip is None else None
 

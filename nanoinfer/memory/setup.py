@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import torch
@@ -48,6 +49,8 @@ class Setup:
     ) -> None:
         checkpoint = replace(read_checkpoint(config.model, config.hf_overrides), shard=shard)
         self.device, self.specs = device_of(device), Specs(checkpoint)
+        if (lacks := self.device.lacks_products()) is not None:
+            config = _without_these_products(config, self.specs, lacks)
         self._num_ranks = shard.size
         self.spec, self.checkpoint = self.specs.of(config), self.specs.checkpoint(config)
         self.config = replace(config, block_size=self.spec.block_size)
@@ -73,6 +76,34 @@ class Setup:
             _, free, taken = self.agreed
             memory = replace(memory, free_bytes=free + taken)
         return gpu_budget(config, memory, host_available) - taken
+
+
+def _without_these_products(config: EngineConfig, specs: Specs, lacks: str) -> EngineConfig:
+    """Return the config for a device without products in bfloat16: with dtype="auto" float16 takes their place.
+
+    Raises:
+        ValueError: the model's weights are packed, or bfloat16 was asked for.
+    """
+    checkpoint = specs.checkpoint(config)
+    if (
+        checkpoint.settings
+        or checkpoint.quantised_to
+        or any(entry.block_type for entry in (checkpoint.tensors or {}).values())
+    ):
+        raise ValueError(
+            f"weights in fewer bits need {lacks}: give a checkpoint in 16 bits, without quantization; what does not "
+            "fit on the GPU streams"
+        )
+    if specs.of(config).dtype != torch.bfloat16:
+        return config
+    if config.dtype != "auto":
+        raise ValueError(f'dtype="bfloat16" needs {lacks}: give dtype="float16"')
+    warnings.warn(
+        f"the model is computed in float16, since bfloat16 needs {lacks}. Nobody has tried such a GPU: compare with "
+        "nanoinfer verify, and with a CPU",
+        stacklevel=2,
+    )
+    return replace(config, dtype="float16")
 
 
 class Specs:

@@ -1,11 +1,13 @@
 """Descriptions of devices: which one a name means, what each offers, and that nothing else asks whose it is."""
 
 import re
+from functools import partial
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import make_checkpoint
 
 from nanoinfer import EngineConfig
 from nanoinfer.devices import registry
@@ -18,6 +20,7 @@ from nanoinfer.kernels import reference
 from nanoinfer.kernels.operations import operations_of
 from nanoinfer.memory.planner import Planner
 from nanoinfer.memory.search import best_plan
+from nanoinfer.memory.setup import Setup
 from offload import CpuRuntime
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,6 +44,21 @@ def test_nothing_but_the_descriptions_names_a_vendor():
     assert found.keys() == FOR_USERS, {line: name for line, name in found.items() if line not in FOR_USERS}
     for line in ('if x.device.type == "cuda":', "x.is_cuda", "torch.cuda.empty_cache()", "if device.type != other:"):
         assert NAMED.search(line), "the check finds what it looks for"
+
+
+def test_a_gpu_without_products_in_bfloat16_takes_float16_and_says_so(tmp_path, monkeypatch):
+    lacks = "compute capability 8.0 or above, and Old has 7.5"
+    monkeypatch.setattr(CpuDevice, "lacks_products", lambda self: lacks)
+    make = partial(Setup, device=torch.device("cpu"))
+    wide = make_checkpoint("qwen3", tmp_path / "wide", num_layers=1, dtype=torch.bfloat16)
+    with pytest.warns(UserWarning, match=f"computed in float16, since bfloat16 needs {lacks}.*nanoinfer verify"):
+        setup = make(EngineConfig(model=wide))
+    assert setup.spec.dtype == torch.float16 and setup.config.dtype == "float16"
+    with pytest.raises(ValueError, match=f'dtype="bfloat16" needs {lacks}: give dtype="float16"'):
+        make(EngineConfig(model=wide, dtype="bfloat16"))
+    with pytest.raises(ValueError, match=f"fewer bits need {lacks}: give a checkpoint in 16 bits"):
+        make(EngineConfig(model=wide, quantization="int8"))
+    assert make(EngineConfig(model=wide, dtype="float32")).spec.dtype == torch.float32
 
 
 class Abacus(Device):
