@@ -132,15 +132,8 @@ class OffloadEngine:
         self.drop_prefetch(gone)
         self._timeline = timeline = NoTimeline() if timeline is None else timeline
         plan, ring, landing, num_fills = step.stream_plan, self.ring, self.landing_buffers, self.counters.num_fills
-        # Write-through of the step before must have arrived before its blocks are read again. One wait serves the
-        # whole step: blocks that become full in this step are not in its plan.
-        if self._has_unread_writes:
-            self.copy.wait(self._written, "ring.fill_after_write_through")
-            self._has_unread_writes = False
-        self._adopt_prefetch(plan)
+        self._begin(plan)
         timeline.begin(self.compute, COMPUTE)
-        if plan is not self._copies_of:
-            self._copies, self._copies_of = {}, plan
         wanted, ahead, begin = plan.transfers, step.ahead, 0
         filled, self.prefetched = len(self.prefetched), []
         needs_ahead = () if ahead is None else ahead.needs
@@ -182,6 +175,17 @@ class OffloadEngine:
             copied = self.runtime.event()
             self.copy.record(copied)
             self._note(FILLS, copied)
+
+    def _begin(self, plan: StreamPlan) -> None:
+        """Have what a step is going to copy follow what the steps before it have left."""
+        # Write-through of the step before must have arrived before its blocks are read again. One wait serves the
+        # whole step: blocks that become full in this step are not in its plan.
+        if self._has_unread_writes:
+            self.copy.wait(self._written, "ring.fill_after_write_through")
+            self._has_unread_writes = False
+        self._adopt_prefetch(plan)
+        if plan is not self._copies_of:
+            self._copies, self._copies_of = {}, plan
 
     def _written_by(
         self, full: Sequence[Sequence[tuple[int, int]]], first: int, last: int

@@ -12,7 +12,7 @@ import pytest
 from nanoinfer import LLM, AsyncLLM, EngineConfig, LLMEngine, SamplingParams
 from nanoinfer.commands.main import make_parser
 from nanoinfer.common.other_names import INSTEAD, MEANT
-from nanoinfer.serve.app import create_app
+from nanoinfer.serve.app import AppSettings, create_app
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "docs" / "coming-from.md").read_text()
@@ -55,7 +55,7 @@ def exists():
     arguments |= {name for method in (LLM.chat, LLM.generate) for name in method.__annotations__}
     engine = MagicMock()
     engine.prompts.tokenizer = None
-    paths = {route.path for route in create_app(engine, served_model_names=["m"]).routes}
+    paths = {route.path for route in create_app(engine, AppSettings(served_model_names=["m"])).routes}
 
     def check(name: str) -> bool:
         if name.startswith("nanoinfer "):

@@ -53,7 +53,7 @@ def _run(options: argparse.Namespace) -> int:
             app = settings.make_app(engine)
             logger.info("%s mode; %s", engine.mode, in_options(engine.plan.one_line(), options.parser))
             logs_access, room = options.log_level == "debug", make_room()
-            config = server_config(app, settings.body_timeout, logs_access=logs_access, max_connections=room)
+            config = server_config(app, settings.app.body_timeout, logs_access=logs_access, max_connections=room)
             _serve(server_class(uvicorn.Server)(config, engine, settings.shutdown_timeout), listener)
         finally:
             engine.close()

@@ -73,23 +73,7 @@ class PrefillProgram:
         scored, scored_by = map(packer.add, _scored(chunks, lengths))
         ended = ends[[chunk.is_last for chunk in chunks]] - 1
         last, last_rows = packer.add([*ended, *range(num_tokens, num_live)]), packer.add(step.sampled_rows)
-        of_groups = partial(
-            KeyRange,
-            cu_seqlens_q=packer.add(np.concatenate([[0], ends])),
-            query_pos=packer.add([chunk.begin for chunk in chunks]),
-            kv_end=packer.add([chunk.end for chunk in chunks]),
-            max_query_len=int(lengths.max()),
-            query_rows=(0, num_tokens),
-            store_state=False,
-        )
-        gpu_ranges, histories = [], []
-        for group, on_gpu, on_host in zip(self.resources.groups, gpu_blocks, host_blocks, strict=True):
-            first_blocks, num_blocks, table = _on_gpu(chunks, on_gpu, group)
-            *history, load_state = self._history(chunks, on_host, first_blocks, group, packer)
-            histories.append(history)
-            tables = dict(first_block=packer.add(first_blocks), block_table=packer.add(table))
-            gpu_ranges.append(of_groups(load_state=load_state, num_blocks=num_blocks, **tables))
-        passing, slot_tables, readers = zip(*histories, strict=True)
+        gpu_ranges, passing, slot_tables, readers = self._reads(chunks, gpu_blocks, host_blocks, ends, packer)
         packer.upload(self.resources.compute)
         if len(step.rows):
             self._table.forget()  # `MixedStep` writes there, too
@@ -120,6 +104,33 @@ class PrefillProgram:
             lengths=lengths,
             readers=readers,
         )
+
+    def _reads(
+        self,
+        chunks: Sequence[PromptChunk],
+        gpu_blocks: np.ndarray,
+        host_blocks: np.ndarray,
+        ends: np.ndarray,
+        packer: Packer,
+    ) -> tuple[list[KeyRange], tuple, tuple, tuple]:
+        """Return what of each group the chunks read: on the GPU; and what passes through the ring, with its tables."""
+        of_groups = partial(
+            KeyRange,
+            cu_seqlens_q=packer.add(np.concatenate([[0], ends])),
+            query_pos=packer.add([chunk.begin for chunk in chunks]),
+            kv_end=packer.add([chunk.end for chunk in chunks]),
+            max_query_len=int(np.diff(ends, prepend=0).max()),
+            query_rows=(0, int(ends[-1])),
+            store_state=False,
+        )
+        gpu_ranges, histories = [], []
+        for group, on_gpu, on_host in zip(self.resources.groups, gpu_blocks, host_blocks, strict=True):
+            first_blocks, num_blocks, table = _on_gpu(chunks, on_gpu, group)
+            *history, load_state = self._history(chunks, on_host, first_blocks, group, packer)
+            histories.append(history)
+            tables = dict(first_block=packer.add(first_blocks), block_table=packer.add(table))
+            gpu_ranges.append(of_groups(load_state=load_state, num_blocks=num_blocks, **tables))
+        return gpu_ranges, *zip(*histories, strict=True)
 
     def forget_tables(self) -> None:
         """Have the table uploaded again: after an exception, the one on the device may hold anything."""

@@ -4,6 +4,7 @@ head of values, which decays, and of which each token replaces what lies at its 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,21 @@ from nanoinfer.kernels.linear.shard import WHOLE, Held, Shard, held_columns, hel
 from nanoinfer.layers.formats.base import FLOATS, Filling, Formats
 from nanoinfer.layers.linear import Linear
 from nanoinfer.layers.short_conv import Taps
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What a family says of its layers.
+
+    Attributes:
+        heads: all of them, of which a rank has a share.
+        taps: tokens that the convolution reaches.
+        may_be_in_groups: whether a checkpoint may have the rows of each key head together.
+    """
+
+    heads: DeltaHeads
+    taps: int
+    may_be_in_groups: bool = False
 
 
 class GatedDeltaNet(nn.Module):
@@ -36,22 +52,19 @@ class GatedDeltaNet(nn.Module):
     def __init__(
         self,
         size: int,
-        heads: DeltaHeads,
-        taps: int,
+        delta: Delta,
         eps: float,
         *,
-        may_be_in_groups: bool = False,
         formats: Formats,
         shard: Shard = WHOLE,
         dtype: torch.dtype,
         device,
     ) -> None:
-        """heads: all of them, of which a rank has a share."""
         super().__init__()
-        whole, heads, self._eps = heads, heads.of_rank(shard), eps
+        whole, heads, self._eps = delta.heads, delta.heads.of_rank(shard), eps
         self.heads = heads
         options, wide = dict(dtype=dtype, device=device), dict(dtype=torch.float32, device=device)
-        self.in_groups = tuple(may_be_in_groups and formats.holds(f"in_proj_{one}") for one in ("qkvz", "ba"))
+        self.in_groups = tuple(delta.may_be_in_groups and formats.holds(f"in_proj_{one}") for one in ("qkvz", "ba"))
         names, sizes = _rows(heads, *self.in_groups)
         self._holds_rates = formats.holds("rates")
         held, channels, self._values, of_sum = {}, None, None, {}
@@ -59,7 +72,7 @@ class GatedDeltaNet(nn.Module):
             held, channels, self._values, columns = _held(whole, shard, *self.in_groups)
             sizes, of_sum = _sizes_of_rank(heads, *self.in_groups), dict(held=columns)
         self.in_proj = Linear(size, names, row_sizes=sizes, held=held, formats=formats, **options)
-        self.conv1d = Taps(heads.num_channels, taps, bias=False, held=channels, **options)
+        self.conv1d = Taps(heads.num_channels, delta.taps, bias=False, held=channels, **options)
         self.rates, self.dt_bias = (
             nn.Parameter(torch.empty(heads.num_value_heads, **wide), requires_grad=False) for _ in range(2)
         )

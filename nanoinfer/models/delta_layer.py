@@ -13,11 +13,11 @@ from nanoinfer.kernels.delta.heads import DeltaHeads
 from nanoinfer.kernels.layer.state_runs import StateRuns
 from nanoinfer.kernels.linear.shard import WHOLE, Shard
 from nanoinfer.layers.experts import Sparse
-from nanoinfer.layers.gated_delta_net import GatedDeltaNet, num_projected
+from nanoinfer.layers.gated_delta_net import Delta, GatedDeltaNet, num_projected
 from nanoinfer.layers.norm import OffsetRMSNorm, RMSNorm
 from nanoinfer.models.base import AttentionState, ModelSpec
 from nanoinfer.models.decoder import Decoder
-from nanoinfer.models.layer import DecoderLayer, Delta, Traits, make_mlp
+from nanoinfer.models.layer import DecoderLayer, Traits, make_mlp
 from nanoinfer.models.routing import routing_of
 from nanoinfer.models.states import RecurrentState, StateTensor
 
@@ -30,13 +30,12 @@ class DeltaLayer(nn.Module):
 
     def __init__(self, spec: ModelSpec, traits: Traits, *, device: torch.device | str) -> None:
         super().__init__()
-        size, options, delta = spec.hidden_size, dict(dtype=spec.dtype, device=device), traits.delta
+        size, options = spec.hidden_size, dict(dtype=spec.dtype, device=device)
         self.input_layernorm, self.post_attention_layernorm = (
             traits.norm(size, traits.norm_eps, **options) for _ in range(2)
         )
-        of_delta = options | dict(may_be_in_groups=delta.may_be_in_groups, formats=traits.formats.below("linear_attn"))
-        of_delta |= dict(shard=traits.shard)
-        self.linear_attn = GatedDeltaNet(size, delta.heads, delta.taps, traits.norm_eps, **of_delta)
+        of_delta = dict(formats=traits.formats.below("linear_attn"), shard=traits.shard)
+        self.linear_attn = GatedDeltaNet(size, traits.delta, traits.norm_eps, **of_delta, **options)
         self.mlp = make_mlp(spec, traits, **options)
 
     def recur(

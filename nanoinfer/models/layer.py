@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.kernels.attention.spec import AttentionSpec, HeadShape
-from nanoinfer.kernels.delta.heads import DeltaHeads
 from nanoinfer.kernels.experts.routing import GatedActivation
 from nanoinfer.kernels.kv.base import KVPart
 from nanoinfer.kernels.layer.head_steps import HeadSteps
@@ -16,19 +15,11 @@ from nanoinfer.kernels.linear.cuts import columns_cut, divided, heads_cut
 from nanoinfer.kernels.linear.shard import WHOLE, Held, Shard, held_columns, held_rows, joined_rows
 from nanoinfer.layers.experts import Sparse, SparseMLP
 from nanoinfer.layers.formats.base import DENSE, Formats
+from nanoinfer.layers.gated_delta_net import Delta
 from nanoinfer.layers.linear import Linear
 from nanoinfer.layers.mlp import MLP, GatedMLP
 from nanoinfer.layers.norm import Exchange, RMSNorm
 from nanoinfer.models.base import ModelSpec
-
-
-@dataclass(frozen=True, kw_only=True)
-class Delta:
-    """Gated DeltaNet. taps: tokens that its convolution reaches; may_be_in_groups: as in `GatedDeltaNet`."""
-
-    heads: DeltaHeads
-    taps: int
-    may_be_in_groups: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,18 @@ def add_arguments(parser: Parser) -> None:
         "--api-key", help="key that clients must send for /v1, /tokenize, /detokenize, /engine (default: none)"
     )
     add_engine_options(parser, defaults={"enable_cpu_offload": "auto"})
+    _add_client_options(parser)
+    _add_fleet_options(parser)
+    log = parser.add_argument_group("log")
+    log.add_argument(
+        "--log-level", choices=LEVELS, default="info",
+        help="info: a line for each request, and one every ten seconds under load; debug: also uvicorn's for each HTTP "
+        "answer, and the text where a prompt parted from a recent one (%(default)s)",
+    )  # fmt: skip
+    log.add_argument("--log-format", choices=FORMATS, default="text", help="json: one JSON object a line (%(default)s)")
+
+
+def _add_client_options(parser: Parser) -> None:
     clients = parser.add_argument_group("clients and their requests")
     clients.add_argument(
         "--allowed-origins", default="[]", metavar="JSON",
@@ -70,14 +82,6 @@ def add_arguments(parser: Parser) -> None:
         ("--shutdown-timeout", 30.0, "for running requests to end after SIGTERM or SIGINT"),
     ):
         clients.add_argument(name, type=float, default=seconds, metavar="SECONDS", help=f"{text} (%(default)s)")
-    _add_fleet_options(parser)
-    log = parser.add_argument_group("log")
-    log.add_argument(
-        "--log-level", choices=LEVELS, default="info",
-        help="info: a line for each request, and one every ten seconds under load; debug: also uvicorn's for each HTTP "
-        "answer, and the text where a prompt parted from a recent one (%(default)s)",
-    )  # fmt: skip
-    log.add_argument("--log-format", choices=FORMATS, default="text", help="json: one JSON object a line (%(default)s)")
 
 
 def _add_fleet_options(parser: Parser) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from typing import Any
@@ -47,24 +48,11 @@ _PROMPT_FIELDS |= dict.fromkeys(("/v1/chat/completions", MESSAGES, f"{MESSAGES}/
 # Elsewhere the prompt is in "prompt".
 
 
-def create_app(
-    engine: AsyncEngine,
-    *,
-    served_model_names: Sequence[str],
-    api_key: str | None = None,
-    allowed_origins: Sequence[str] = (),
-    body_timeout: float = DEFAULT_BODY_SECONDS,
-    strict: bool = False,
-    images: str = "refuse",
-    special_tokens: str = "control",
-    tool_call_parser: str = "auto",
-    reasoning_parser: str = "auto",
-    page: bool = True,
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-) -> Starlette:
-    """Make the application for an engine that was started, and that the caller closes.
+@dataclass(frozen=True, kw_only=True)
+class AppSettings:
+    """What clients may ask of a server, and how.
 
-    Args:
+    Attributes:
         served_model_names: names that clients may use for the model; an answer has the name that its request used.
         api_key: bearer token that clients must send for the `GUARDED` paths; None: no token is needed.
         allowed_origins: origins of web pages that may use the server, in the form that browsers send; "*": all.
@@ -74,7 +62,26 @@ def create_app(
         special_tokens: what texts in a conversation are that look like special tokens: these ("control"), or "text".
         tool_call_parser, reasoning_parser: as of `AnswerFormat.of`.
         page: whether there is a page at `/`.
-        sleep: waits for so many seconds between two looks at whether a stream is silent.
+    """
+
+    served_model_names: Sequence[str]
+    api_key: str | None = None
+    allowed_origins: Sequence[str] = ()
+    body_timeout: float = DEFAULT_BODY_SECONDS
+    strict: bool = False
+    images: str = "refuse"
+    special_tokens: str = "control"
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    page: bool = True
+
+
+def create_app(
+    engine: AsyncEngine, settings: AppSettings, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+) -> Starlette:
+    """Make the application for an engine that was started, and that the caller closes.
+
+    sleep: waits for so many seconds between two looks at whether a stream is silent.
     """
     metrics = ServerMetrics(engine)
 
@@ -89,11 +96,12 @@ def create_app(
     engine.requests.on_finished, engine.requests.on_load = finished, log_load
     engine.log.on_parted = parted
     tokenizer = engine.prompts.tokenizer
-    form = AnswerFormat.of_tokenizer(tokenizer, tool_parser=tool_call_parser, reasoning_parser=reasoning_parser)
+    parsers = dict(tool_parser=settings.tool_call_parser, reasoning_parser=settings.reasoning_parser)
+    form = AnswerFormat.of_tokenizer(tokenizer, **parsers)
     engine.prompts.intake.form = form  # budgets of thinking go by it
-    template = ChatTemplate(tokenizer, form, spells_special=special_tokens == "text")
-    fields = Fields(refuses_unknown=strict, replaces_images=images == "replace")
-    responder = Responder(engine, served_model_names, fields, template, body_timeout, sleep)
+    template = ChatTemplate(tokenizer, form, spells_special=settings.special_tokens == "text")
+    fields = Fields(refuses_unknown=settings.strict, replaces_images=settings.images == "replace")
+    responder = Responder(engine, settings.served_model_names, fields, template, settings.body_timeout, sleep)
     routes = [
         *_generation_routes(responder),
         *agent_routes(responder),
@@ -102,7 +110,7 @@ def create_app(
         *_health_routes(engine, metrics),
         *watching_routes(engine),
     ]
-    if page:
+    if settings.page:
         from nanoinfer.serve.page_files import page_routes  # whose files nothing else needs
 
         routes += page_routes()
@@ -110,7 +118,7 @@ def create_app(
         route.methods.discard("HEAD")  # which Starlette adds to GET
     app = Starlette(routes=routes)
     app.router.redirect_slashes = False  # `WithoutSlash` has dealt with them
-    _add_gates(app, metrics, api_key, allowed_origins)
+    _add_gates(app, metrics, settings.api_key, settings.allowed_origins)
     return app
 
 

@@ -67,25 +67,12 @@ def verify(
     """
     _check_arguments(num_requests, context, output_len, engine_arguments)
     num_ranks = engine_arguments.pop("tensor_parallel_size", 1)
-    if num_ranks not in (1, 2):
-        raise ValueError(
-            f"tensor_parallel_size={num_ranks}: verify compares with one GPU, whose bits two have, and four or eight "
-            "have not: give 2"
-        )
-    common = dict(skip_tokenizer_init=True, enable_prefix_caching=False, progress_bar=progress, model=model, seed=seed)
-    common |= engine_arguments
-    config = EngineConfig(**common)
-    common["kv_cache_dtype"] = config.kv_cache_dtype  # so that another name of it is told once
-    setup = Setup(config, resolve_device(config.device), offload=True)
+    setup, common = _set_up(engine_arguments | dict(progress_bar=progress, model=model, seed=seed))
     is_exact = setup.backends[0].exact_splits
     workload = choose_workload(setup, common, num_requests, context, output_len, seed)
     common |= workload.arguments
     plan = setup.plan(EngineConfig(**common | dict(enable_cpu_offload=True)))  # raises if not even this fits
-    if num_ranks > 1 and config.load_format == "dummy" and (setup.spec.sparse is not None or config.quantization):
-        raise ValueError(
-            "tensor_parallel_size=2 with random weights: two GPUs make those of one in 16 or 32 bits and without "
-            "experts alone: give a model's files"
-        )
+    _check_ranks(num_ranks, setup)
     check_can_keep(workload.num_output_tokens, setup.spec.vocab_size, "ask for fewer requests or a shorter output")
     make_runtime = make_runtime or (lambda name: setup.device.runtime(poison=True))
     setting = describe(setup, workload, plan)
@@ -104,12 +91,17 @@ def verify(
             compare(reference, answers, report, None if is_exact else ROUNDING[setup.spec.dtype])
         with tqdm.external_write_mode():  # not into the bar
             tell(report.text(is_exact))
-            if len(reports) == 1 and (seconds := len(runs) * (time.perf_counter() - begin)) > SAID_SECONDS:
-                note(
-                    f"all {len(runs)} runs take about {seconds / 60:.0f} minutes, as the first one took "
-                    f"{seconds / len(runs):.0f} s: lower context, num_requests or output_len for less"
-                )
+            if len(reports) == 1:
+                _say_how_long(note, len(runs), time.perf_counter() - begin)
     return Verdict(setting=setting, runs=reports, is_exact=is_exact)
+
+
+def _say_how_long(note: Callable[[str], None], num_runs: int, seconds: float) -> None:
+    if num_runs * seconds > SAID_SECONDS:
+        note(
+            f"all {num_runs} runs take about {num_runs * seconds / 60:.0f} minutes, as the first one took "
+            f"{seconds:.0f} s: lower context, num_requests or output_len for less"
+        )
 
 
 def _check_arguments(num_requests: int, context: int | None, output_len: int, engine_arguments: dict[str, Any]) -> None:
@@ -120,6 +112,29 @@ def _check_arguments(num_requests: int, context: int | None, output_len: int, en
     for name, value, minimum in counts:
         if value is not None and (type(value) is not int or value < minimum):
             raise ValueError(f"{name}={value!r} must be a whole number of at least {minimum}")
+
+
+def _set_up(arguments: dict[str, Any]) -> tuple[Setup, dict[str, Any]]:
+    """Return what the arguments come to, and those that all runs have."""
+    common = dict(skip_tokenizer_init=True, enable_prefix_caching=False) | arguments
+    config = EngineConfig(**common)
+    common["kv_cache_dtype"] = config.kv_cache_dtype  # so that another name of it is told once
+    return Setup(config, resolve_device(config.device), offload=True), common
+
+
+def _check_ranks(num_ranks: int, setup: Setup) -> None:
+    """Raise ValueError if several ranks have not the bits of one."""
+    config, spec = setup.config, setup.spec
+    if num_ranks not in (1, 2):
+        raise ValueError(
+            f"tensor_parallel_size={num_ranks}: verify compares with one GPU, whose bits two have, and four or eight "
+            "have not: give 2"
+        )
+    if num_ranks > 1 and config.load_format == "dummy" and (spec.sparse is not None or config.quantization):
+        raise ValueError(
+            "tensor_parallel_size=2 with random weights: two GPUs make those of one in 16 or 32 bits and without "
+            "experts alone: give a model's files"
+        )
 
 
 def describe(setup: Setup, workload: Workload, plan: MemoryPlan) -> list[str]:

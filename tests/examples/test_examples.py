@@ -16,7 +16,7 @@ import uvicorn
 
 from nanoinfer import EngineConfig, LLMEngine
 from nanoinfer.recall.text import Author, write_document
-from nanoinfer.serve.app import create_app
+from nanoinfer.serve.app import AppSettings, create_app
 from nanoinfer.serve.async_engine import AsyncEngine
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -94,7 +94,8 @@ def served(model: str):
     engine = AsyncEngine(lambda: LLMEngine(config), max_queue=8)
     engine.start()
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(create_app(engine, served_model_names=[model]), log_level="warning"))
+    app = create_app(engine, AppSettings(served_model_names=[model]))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
     thread = threading.Thread(target=server.run, kwargs=dict(sockets=[listener]))
     thread.start()
     try:

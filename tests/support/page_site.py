@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import uvicorn
 from engines import make_engine
 
-from nanoinfer.serve.app import create_app
+from nanoinfer.serve.app import AppSettings, create_app
 from nanoinfer.serve.async_engine import AsyncEngine
 from nanoinfer.serve.connection import server_config
 
@@ -27,7 +27,7 @@ class Site:
 
         self.async_engine = AsyncEngine(make)
         self.async_engine.start()
-        self.app = create_app(self.async_engine, served_model_names=["tiny"], api_key=api_key)
+        self.app = create_app(self.async_engine, AppSettings(served_model_names=["tiny"], api_key=api_key))
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
             self.port = taken.getsockname()[1]

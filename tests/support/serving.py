@@ -15,7 +15,7 @@ from tiny_models import make_checkpoint
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from nanoinfer.serve.app import create_app
+from nanoinfer.serve.app import AppSettings, create_app
 from nanoinfer.serve.async_engine import AsyncEngine
 
 MODEL = "tiny"
@@ -41,7 +41,7 @@ class Served:
     """An application in this process, a client of it, and the engine below.
 
     Args:
-        app_options: further arguments of `create_app`.
+        app_options: further fields of `AppSettings`, and `create_app`'s `sleep`.
         limits: further arguments of `AsyncEngine`.
     """
 
@@ -65,7 +65,10 @@ class Served:
         self.async_engine = AsyncEngine(make, max_queue=max_queue, **(limits or {}))
         self.async_engine.start()
         names = [MODEL, "other"]
-        self.app = create_app(self.async_engine, served_model_names=names, api_key=api_key, **(app_options or {}))
+        settings = dict(app_options or {})
+        how = {name: settings.pop(name) for name in ("sleep",) if name in settings}
+        settings = AppSettings(served_model_names=names, api_key=api_key, **settings)
+        self.app = create_app(self.async_engine, settings, **how)
         self.client = httpx.AsyncClient(
             transport=httpx.ASGITransport(self.app, raise_app_exceptions=False), base_url="http://server", timeout=60,
             headers={"Content-Type": "application/json"},

@@ -68,12 +68,12 @@ class Relay:
     is_shutting_down = False
 
     def __init__(self, replicas: Replicas, settings: ServerSettings) -> None:
-        self._replicas, self._body_timeout = replicas, settings.body_timeout
+        self._replicas, self._body_timeout = replicas, settings.app.body_timeout
         self.waiting = WaitingBytes(settings.max_queue_bytes)
         self._checks: list[Callable[[Scope], ApiError | None]] = [
             check_framing,
-            partial(check_origin, allowed=settings.allowed_origins),
-            partial(check_request, api_key=settings.api_key),
+            partial(check_origin, allowed=settings.app.allowed_origins),
+            partial(check_request, api_key=settings.app.api_key),
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

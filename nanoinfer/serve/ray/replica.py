@@ -39,7 +39,7 @@ class Replica:
         from nanoinfer.serve.settings import settings_of
 
         settings = settings_of(argparse.Namespace(**options))
-        self._name, self._api_key = name, settings.api_key
+        self._name, self._api_key = name, settings.app.api_key
         self._logging.enter_context(logging_to(settings.log_level, settings.log_format))
         self._engine = settings.make_engine()
         self._engine.start()
