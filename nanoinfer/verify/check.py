@@ -75,8 +75,7 @@ def verify(
     _check_ranks(num_ranks, setup)
     check_can_keep(workload.num_output_tokens, setup.spec.vocab_size, "ask for fewer requests or a shorter output")
     make_runtime = make_runtime or (lambda name: setup.device.runtime(poison=True))
-    setting = describe(setup, workload, plan)
-    tell("\n".join([*setting, ""]))
+    tell("\n".join([*(setting := describe(setup, workload, plan)), ""]))
     reports: list[RunReport] = []
     reference: list[Answer] | None = None
     runs, begin = make_runs(workload, plan, setup.spec.sparse, num_ranks), time.perf_counter()
