@@ -17,7 +17,7 @@ from nanoinfer.serve.app import AppSettings, create_app
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "docs" / "coming-from.md").read_text()
 # Of libraries that nanoinfer uses.
-ENVIRONMENT = {"HF_HOME", "HF_TOKEN", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"}
+ENVIRONMENT = {"HF_HOME", "HF_TOKEN", "HF_HUB_OFFLINE", "HF_ENDPOINT", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"}
 
 
 def rows() -> list[tuple[list[str], list[str]]]:

@@ -17,7 +17,7 @@ QUESTIONS = [
     ("give the model with -m", "serve -m model.gguf", "give the model without an option: a name such as qwen3-8b"),
     ("set the context", "serve m --ctx-size 8192", "did you mean --max-model-len?"),
     ("put layers on the GPU", "serve m -ngl 99", "streams to it by itself: leave it out"),
-    ("keep experts on the CPU", "serve m --n-cpu-moe 20", "did you mean --expert-slots?"),
+    ("keep experts on the CPU", "serve m --n-cpu-moe 20", "stream to it by themselves: leave it out"),
     ("limit the answer", "generate m x --n-predict 5", "did you mean --max-tokens?"),
     ("quantise the KV cache", "serve m --cache-type-k q8_0", "(did you mean 'int8'?)"),
     ("choose the threads", "serve m --threads 8", "OMP_NUM_THREADS"),
@@ -76,6 +76,19 @@ QUESTIONS = [
     ("use Anthropic's client", "docs/agents.md", "from anthropic import Anthropic"),
     ("run it in a container", "docs/troubleshooting.md", "docker run --gpus all"),
     ("run it on a Mac", "docs/supported.md", "on a Mac"),
+    # What a third one typed, and was led astray by
+    ("ask one question", "run m why", 'nanoinfer generate MODEL --chat "text" gives one answer'),
+    ("talk with a model without a command", "qwen3:8b", "If it is a model: nanoinfer chat qwen3:8b"),
+    ("serve without a model", "serve", "such as qwen3-8b; nanoinfer list says what lies here"),
+    ("serve two models", "serve m n", "a server has one model"),
+    ("say where experts lie", "serve m -ot exps=CPU", "stream to it by themselves: leave it out"),
+    ("turn flash attention on", "serve m -fa on", "attention never holds all scores at once: leave it out"),
+    ("measure as llama-bench does", "bench -p 512 -n 128", "nanoinfer bench latency has --input-len and --output-len"),
+    ("measure a server", "bench serve --model m", "tools/serve_load.py"),
+    ("see the speed", "run m --verbose", "a line below each answer has its figures"),
+    ("load a split file", "docs/gguf.md", "-00001-of-00003.gguf"),
+    ("use a mirror of the hub", "docs/coming-from.md", "`HF_ENDPOINT` is a mirror"),
+    ("come from a model that babbles", "docs/troubleshooting.md", "Give `--chat`"),
 ]
 
 

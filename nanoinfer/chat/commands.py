@@ -7,6 +7,7 @@ from pathlib import Path
 
 from nanoinfer.chat.conversation import Conversation
 from nanoinfer.chat.session import Session
+from nanoinfer.chat.settings import checked
 from nanoinfer.common.errors import did_you_mean
 from nanoinfer.common.units import counted
 
@@ -104,6 +105,7 @@ def _set(session: Session, text: str) -> str:
     text = rest.strip() if word == "parameter" else text
     name, _, value = text.replace("=", " ", 1).partition(" ")
     if not value.strip():
+        checked(name)
         raise ValueError(f"/set {name} needs a value, such as /set temperature 0.7; /set alone shows all of them")
     session.settings = session.settings.with_value(name, value.strip())
     return next(line for line in session.settings.lines() if line.split()[0] == name.lstrip("-").replace("-", "_"))

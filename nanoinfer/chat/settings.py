@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from nanoinfer.common.errors import choose
+from nanoinfer.common.other_names import INSTEAD, MEANT
+from nanoinfer.common.told_elsewhere import TOLD_ELSEWHERE
 from nanoinfer.parsers.answer_format import AnswerFormat
 from nanoinfer.sampling_params import SamplingParams
 
@@ -35,8 +37,7 @@ class Settings:
         Raises:
             ValueError: there is no such setting (the message names the nearest one), or the value is not allowed.
         """
-        name = name.lstrip("-").replace("-", "_")
-        choose("the setting", name, (*names(), VARIABLES))
+        name = checked(name)
         value = _value(text)
         if name == VARIABLES:
             if not isinstance(value, dict | None):
@@ -60,6 +61,18 @@ class Settings:
         """Return a line for each setting."""
         values = {name: getattr(self.params, name) for name in names()} | {VARIABLES: self.variables}
         return [f"{name:20} {_written(value)}" for name, value in values.items()]
+
+
+def checked(name: str) -> str:
+    """Return the name of a setting as fields have it; ValueError: there is none, and what to do instead."""
+    name = name.lstrip("-").replace("-", "_")
+    if name not in names():
+        if instead := TOLD_ELSEWHERE["chat"].get(name, INSTEAD.get(name)):
+            raise ValueError(f"there is no setting {name!r} here: {instead}")
+        if "max_model_len" in MEANT.get(name, ()):
+            raise ValueError(f"{name!r} is set when a model is loaded: begin the chat with max_model_len")
+    choose("the setting", name, (*names(), VARIABLES))
+    return name
 
 
 def names() -> list[str]:

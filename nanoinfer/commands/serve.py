@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nanoinfer.commands.model import prepare
+from nanoinfer.common.other_names import ENVIRONMENT
 from nanoinfer.common.units import counted
 from nanoinfer.options.parser import INTERRUPTED, in_options
 from nanoinfer.options.serve import check_alone, replicas_of
@@ -31,6 +32,10 @@ LAST_SECONDS = 5.0  # from then until the process ends, whatever runs
 def run(options: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM; return 0, or 1 if the engine failed."""
     with logging_to(options.log_level, options.log_format):
+        given = {word.partition("=")[0] for word in options.command_line.split()}
+        for name, instead in ENVIRONMENT.items():
+            if name in os.environ and not given & {*instead.split()}:
+                logger.warning("the environment variable %s is not read here: give %s", name, instead)
         return _run(options)
 
 

@@ -40,7 +40,7 @@ MEANT: dict[str, tuple[str, ...]] = by_name(
         "max_input_length max_length max_model_len max_seq_len max_seq_length max_total_tokens": (
             "max_model_len", "context", "input_len",
         ),
-        "n n_predict num_predict predict max_new_tokens max_output_tokens max_completion_tokens": (
+        "n n_predict num_predict predict n_gen max_new_tokens max_output_tokens max_completion_tokens": (
             "max_tokens", "output_len",
         ),
         "np parallel n_parallel num_parallel max_batch_size max_concurrent_requests max_running_requests "
@@ -49,7 +49,7 @@ MEANT: dict[str, tuple[str, ...]] = by_name(
             "max_num_batched_tokens",
         ),
         "ngl n_gpu_layers num_gpu_layers gpu_layers num_gpu": ("gpu_memory_limit", "resident_weights_limit"),
-        "ncmoe n_cpu_moe cpu_moe moe_cache_mib num_experts_on_gpu expert_cache_size": (
+        "ncmoe n_cpu_moe cmoe cpu_moe ot override_tensor moe_cache_mib num_experts_on_gpu expert_cache_size": (
             "expert_slots", "gpu_memory_limit",
         ),
         "vram gpu_mem max_gpu_memory gpu_memory": ("gpu_memory_limit",),
@@ -70,7 +70,8 @@ MEANT: dict[str, tuple[str, ...]] = by_name(
         "to timeout": ("body_timeout",),
         "v verbose verbosity lv uvicorn_log_level": ("log_level",),
         "m hf hfr hf_repo hf_file mu model model_path model_name_or_path model_url": ("MODEL",),
-        "p input inputs text": ("prompt", "messages"),
+        "p input inputs text": ("prompt", "messages", "input_len"),
+        "n_prompt": ("input_len",),
         "sys system_prompt": ("system",),
         "temp": ("temperature",),
         "rng_seed random_seed s": ("seed",),
@@ -164,13 +165,14 @@ INSTEAD: dict[str, str] = by_name(
         "mlock use_mlock": "what lies in host memory is pinned where the system allows it: leave it out, or give "
         "--pin-host-memory require",
         "mmap use_mmap": "files are read, and not mapped: leave it out",
-        "keep_alive sleep_idle_seconds": "the model stays loaded until the process ends: leave it out",
+        "keep_alive keepalive sleep_idle_seconds": "the model stays loaded until the process ends: leave it out",
         "warmup": "the engine warms up by itself: leave it out",
         "prompt_cache prompt_cache_all prompt_cache_ro slot_save_path": "the prefix cache lies in memory and ends with "
         "the process, so there is no file: leave it out",
         "check_tensors repack direct_io kv_unified swa_full ctx_checkpoints cache_ram defrag_thold op_offload perf "
-        "enable_reasoning headless api_server_count disable_frontend_multiprocessing": "there is nothing to choose: "
-        "leave it out",
+        "enable_reasoning headless api_server_count disable_frontend_multiprocessing color e escape special simple_io "
+        "multiline_input wordwrap nowordwrap insecure fit props response_role enable_prompt_tokens_details "
+        "chat_template_content_format": "there is nothing to choose: leave it out",
         "samplers sampling_seq mirostat mirostat_lr mirostat_ent xtc_probability xtc_threshold typical typical_p "
         "dry_multiplier dynatemp_range top_n_sigma": "there is no such sampler: give temperature, top_p, top_k or "
         "min_p",
@@ -181,7 +183,7 @@ INSTEAD: dict[str, str] = by_name(
         "others such as Open WebUI are its clients",
         "slots": "/metrics says what runs and waits: leave it out",
         "models_dir models_max models_preset": "a server has one model: nanoinfer serve MODEL",
-        "middleware root_path": "put a proxy that does it before the server",
+        "middleware root_path uds": "put a proxy that does it before the server",
         "config": "give its settings as options",
         "cb cont_batching": "requests are always batched as they come: leave it out",
         "context_shift keep num_keep": "a context that is full ends: give a larger --max-model-len",
@@ -192,6 +194,10 @@ INSTEAD: dict[str, str] = by_name(
         "guesses from the text itself",
         "ngl n_gpu_layers num_gpu_layers gpu_layers num_gpu": "what does not fit on the GPU streams to it by itself: "
         "leave it out; --gpu-memory-limit bounds what is taken, --resident-weights-limit the weights that stay",
+        "ncmoe n_cpu_moe cmoe cpu_moe ot override_tensor": "experts that do not fit on the GPU stream to it by "
+        "themselves: leave it out; --expert-slots says how many of each layer may stay",
+        "fa flash flash_attn flash_attention": "attention never holds all scores at once: leave it out; "
+        "--attention-backend names another kernel",
         "image mm mmproj": "models here read text only: leave it out",
         "grammar grammar_file json_schema json_schema_file jf j format": "a request to nanoinfer serve may have "
         "response_format, and SamplingParams structured_outputs",
@@ -202,8 +208,22 @@ INSTEAD: dict[str, str] = by_name(
         "log_file": "the log goes to stderr: redirect it, 2> FILE",
         "hft hf_token": "set the environment variable HF_TOKEN",
         "metrics": "/metrics is always there: leave it out",
-        "embedding embeddings pooling rerank reranking": "models generate text only",
+        "embedding embeddings pooling rerank reranking convert": "models generate text only",
         "ssl_keyfile ssl_certfile ssl_key_file ssl_cert_file": "put a proxy that has them before the server",
         "enable_auto_tool_choice": "requests may always have tools: leave it out",
+    }
+)
+
+# Environment variables of others that a server does not read: the options that say it.
+ENVIRONMENT: dict[str, str] = by_name(
+    {
+        "OLLAMA_HOST LLAMA_ARG_HOST LLAMA_ARG_PORT": "--host and --port",
+        "OLLAMA_CONTEXT_LENGTH LLAMA_ARG_CTX_SIZE": "--max-model-len",
+        "OLLAMA_KV_CACHE_TYPE LLAMA_ARG_CACHE_TYPE_K LLAMA_ARG_CACHE_TYPE_V": "--kv-cache-dtype",
+        "OLLAMA_NUM_PARALLEL LLAMA_ARG_N_PARALLEL": "--max-num-seqs",
+        "OLLAMA_MAX_QUEUE": "--max-queue",
+        "OLLAMA_ORIGINS": "--allowed-origins",
+        "VLLM_API_KEY LLAMA_API_KEY": "--api-key",
+        "VLLM_ATTENTION_BACKEND": "--attention-backend",
     }
 )

@@ -27,6 +27,7 @@ TOLD_ELSEWHERE: dict[str, dict[str, str]] = {
             "reasoning_format": "--reasoning-parser none leaves what is thought in the content",
             "allowed_methods allowed_headers allow_credentials": "--allowed-origins says which web pages may use it",
             "tools tool": "each request has its own tools",
+            "api_key_file": 'give its text: --api-key "$(cat FILE)"',
         }
     ),
     "chat": by_name(
@@ -34,6 +35,7 @@ TOLD_ELSEWHERE: dict[str, dict[str, str]] = {
             "reasoning think thinking enable_thinking hidethinking default_chat_template_kwargs": "type /set nothink "
             "in the chat, or give --chat-template-kwargs '{\"enable_thinking\": false}'",
             _PENALTIES: "set it in the chat, such as /set repetition_penalty 1.1",
+            "verbose v": "a line below each answer has its figures, and /stats more",
         }
         | _OF_SERVE
     ),
@@ -42,8 +44,13 @@ TOLD_ELSEWHERE: dict[str, dict[str, str]] = {
             _THINKING: "nanoinfer chat has --chat-template-kwargs, and requests and LLM.chat have chat_template_kwargs",
             _PENALTIES: "nanoinfer chat has it as /set, requests and SamplingParams have it by its name, such as "
             "repetition_penalty",
+            "verbose v": "the line behind the text has its figures",
+            "stream": "a text is printed as it comes",
+            "logprobs top_logprobs prompt_logprobs": "requests and SamplingParams have it",
         }
         | _OF_SERVE
     ),
+    "bench": by_name({"serve serving": "tools/serve_load.py measures a server under load"}),
+    "bench offload": by_name({"p n_prompt pg n_gen": "nanoinfer bench latency has --input-len and --output-len"}),
     "plan": by_name({"device dev": "give the card with --gpu, or its memory with --gpu-memory-limit"} | _OF_SERVE),
 }

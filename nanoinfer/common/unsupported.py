@@ -29,9 +29,12 @@ def by_advice(advised: Mapping[str, Mapping[str, tuple]]) -> dict[str, tuple[tup
 
 ENGINE: Table = by_advice({
     "give tensor_parallel_size for several GPUs": dict(
-        pipeline_parallel_size=(1,), data_parallel_size=(1,),
+        pipeline_parallel_size=(1,),
         decode_context_parallel_size=(1,), enable_expert_parallel=(False,), distributed_executor_backend=("uni", "mp"),
         disable_custom_all_reduce=(True, False),
+    ),
+    "give tensor_parallel_size for one engine on several GPUs, nanoinfer serve --ray --replicas for several": dict(
+        data_parallel_size=(1,),
     ),
     "no code of a checkpoint is run": dict(trust_remote_code=(False,), code_revision=()),
     "download the checkpoint and give its directory": dict(revision=()),

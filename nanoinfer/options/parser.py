@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from nanoinfer.common.errors import nearest
 from nanoinfer.common.other_names import COMMANDS, INSTEAD, MEANT
@@ -29,6 +29,14 @@ _TAKEN_FROM = {
     "max_model_len": ("--context", "--input-len"),
     "max_num_seqs": ("--batch",),
     "num_requests": ("--requests",),
+}
+
+
+# What to do with words too many.
+_OF_WORDS = {
+    "nanoinfer chat": 'a message is typed or piped in; nanoinfer generate MODEL --chat "text" gives one answer',
+    "nanoinfer generate": "a text of several words stands in quotes",
+    "nanoinfer serve": "a server has one model",
 }
 
 
@@ -76,6 +84,12 @@ class Parser(argparse.ArgumentParser):
         names = self.known[option].option_strings
         return option if option in names else next(name for name in names if name.startswith("--"))
 
+    def error(self, message: str) -> NoReturn:
+        """End with the message, and with what a model may be where none is given."""
+        if message.endswith("required: MODEL"):
+            message += ", such as qwen3-8b; nanoinfer list says what lies here"
+        super().error(message)
+
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None) -> tuple:
         """Refuse unknown arguments here; argparse would pass them up to the parser of all commands."""
         args = list(sys.argv[1:] if args is None else args)
@@ -90,7 +104,8 @@ class Parser(argparse.ArgumentParser):
             if action.nargs == argparse.OPTIONAL and unknown and getattr(namespace, action.dest, None) is None:
                 setattr(namespace, action.dest, unknown.pop(0))
         if unknown:
-            self.error(f"unknown arguments: {' '.join(unknown)}")
+            said = _OF_WORDS.get(self.prog) if not unknown[0].startswith("-") else None
+            self.error(f"unknown arguments: {' '.join(unknown)}{f': {said}' if said else ''}")
         return namespace, unknown
 
     def _takes(self, option: str) -> bool:
@@ -124,11 +139,14 @@ class Parser(argparse.ArgumentParser):
         plain = given.lower().replace("_", "-")
         if plain in COMMANDS:
             self.error(f"there is no command {given!r} here: {COMMANDS[plain]}")
-        if "/" in given or "." in given:
+        if re.search(r"[/.:\d]", given):  # no command has these
             self.error(f"{given!r} is no command. If it is a model: nanoinfer chat {given}")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
+            told = TOLD_ELSEWHERE.get(self.prog.removeprefix("nanoinfer "), {})
+            if isinstance(action, argparse._SubParsersAction) and value in told:
+                self.error(f"{value!r} is not one of {self.prog}: {told[value]}")
             if self.prog == "nanoinfer" and isinstance(action, argparse._SubParsersAction):
                 self._refuse_command(value)
             hint = _hint(value, action.choices) or ":"

@@ -88,7 +88,7 @@ UNSUPPORTED = {name: row for name, row in SAMPLING.items() if name not in Genera
     FIRST_COME: dict(priority=(0,)),
     "the prefix cache is one for all requests": dict(cache_salt=()),
     "use /v1/completions with a finished prompt": dict(continue_final_message=(False,), raw=(False,), template=("",)),
-    "give sampling fields beside the messages": dict(options=({},)),
+    "give sampling fields beside the messages; the context is the server's --max-model-len": dict(options=({},)),
     "give response_format or structured_outputs": dict(
         format=("",), grammar=("",), json_schema=(), regex=("",), ebnf=("",), grammar_lazy=(False,),
         grammar_triggers=([],), preserved_tokens=([],),

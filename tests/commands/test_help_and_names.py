@@ -11,7 +11,16 @@ import pytest
 import nanoinfer
 from nanoinfer.commands.main import main, make_parser
 from nanoinfer.common import other_names
-from nanoinfer.common.other_names import COMMANDS, INSTEAD, MEANT, NO_PATHS, PATHS, VALUES_MEANT, takes_also
+from nanoinfer.common.other_names import (
+    COMMANDS,
+    ENVIRONMENT,
+    INSTEAD,
+    MEANT,
+    NO_PATHS,
+    PATHS,
+    VALUES_MEANT,
+    takes_also,
+)
 from nanoinfer.common.told_elsewhere import TOLD_ELSEWHERE
 from nanoinfer.common.unsupported import ENGINE
 from nanoinfer.options import engine
@@ -111,7 +120,7 @@ def test_documents_have_the_names_that_are_shown():
         ("-ub", "did you mean --max-num-batched-tokens?"),
         ("--no-kv-offload", "did you mean --offload?"),
         ("--cache-type", "did you mean --kv-cache-dtype?"),
-        ("--flash-attn", "did you mean --attention-backend?"),
+        ("--flash-attn", "is not supported: attention never holds all scores at once: leave it out"),
         ("--rope-freq-base", "did you mean --hf-overrides?"),
         ("-hf", "a name such as qwen3-8b, a directory, a GGUF file or a hub id"),
         ("--threads", "is not supported: torch chooses the threads"),
@@ -177,7 +186,7 @@ def test_an_option_of_another_program_is_told_what_means_the_same(given, message
         ("generate", "--prompt-file", "--prompt-file is not supported: pipe the file into the command: < FILE"),
         ("chat", "--system-prompt-file", 'is not supported: give its text: --system "$(cat FILE)"'),
         ("serve", "--log-file", "is not supported: the log goes to stderr: redirect it, 2> FILE"),
-        ("serve", "--api-key-file", "unknown option --api-key-file"),
+        ("serve", "--hf-overrides-file", "unknown option --hf-overrides-file"),
         ("serve", "--chat-templat-file", "unknown option --chat-templat-file: did you mean --chat-template?"),
     ],
 )
@@ -263,7 +272,7 @@ def test_a_name_means_one_thing():
     tree = ast.parse(Path(other_names.__file__).read_text())
     keys = [key.value for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys]
     names = [name for key in keys for name in key.split()]
-    tables = (MEANT, INSTEAD, VALUES_MEANT, COMMANDS, PATHS, NO_PATHS)
+    tables = (MEANT, INSTEAD, VALUES_MEANT, COMMANDS, PATHS, NO_PATHS, ENVIRONMENT)
     assert sorted(names) == sorted(name for table in tables for name in table)
     assert not PATHS.keys() & NO_PATHS.keys()
     assert not INSTEAD.keys() & ENGINE.keys()

@@ -233,15 +233,19 @@ def test_an_address_that_is_none_is_told_what_to_give(words, said, path, capsys)
     assert said in capsys.readouterr().err
 
 
-def test_a_port_in_use_is_refused_before_the_model_is_loaded(path, capsys):
+def test_a_port_in_use_is_refused_before_the_model_is_loaded(path, capsys, monkeypatch):
     from nanoinfer.commands.main import main
 
+    monkeypatch.setenv("OLLAMA_HOST", "0.0.0.0:11434")
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         given = taken.getsockname()[1]
         assert main(["serve", str(path), "--port", str(given)]) == 2
     said = capsys.readouterr().err
     assert f"port {given} is in use: give another with --port, such as {given + 1}, or 0 for any free one" in said
     assert "loading" not in said, "before anything is said of the model"
+    assert "VLLM_API_KEY is not read here: give --api-key" in said
+    assert "OLLAMA_HOST" not in said, "its option is given"
     for seconds in ("-1", "nan"):
         assert main(["serve", str(path), "--shutdown-timeout", seconds]) == 2
         assert f"--shutdown-timeout is {float(seconds)}, it must be 0 or more" in capsys.readouterr().err
