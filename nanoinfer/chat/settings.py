@@ -70,7 +70,7 @@ def checked(name: str) -> str:
         if instead := TOLD_ELSEWHERE["chat"].get(name, INSTEAD.get(name)):
             raise ValueError(f"there is no setting {name!r} here: {instead}")
         if "max_model_len" in MEANT.get(name, ()):
-            raise ValueError(f"{name!r} is set when a model is loaded: begin the chat with max_model_len")
+            raise ValueError(f"{name!r} is set when a model is loaded: begin the chat with --max-model-len")
     choose("the setting", name, (*names(), VARIABLES))
     return name
 

@@ -176,6 +176,7 @@ INSTEAD: dict[str, str] = by_name(
         "samplers sampling_seq mirostat mirostat_lr mirostat_ent xtc_probability xtc_threshold typical typical_p "
         "dry_multiplier dynatemp_range top_n_sigma": "there is no such sampler: give temperature, top_p, top_k or "
         "min_p",
+        "kv_transfer_config": "KV that does not fit on the GPU streams from host memory by itself: leave it out",
         "repeat_last_n": "penalties count the whole prompt and output: leave it out",
         "offline": "set the environment variable HF_HUB_OFFLINE=1",
         "list_devices": "nanoinfer doctor says what this machine has",
@@ -190,8 +191,8 @@ INSTEAD: dict[str, str] = by_name(
         "ts tensor_split sm split_mode pp rpc": "give --tensor-parallel-size: each GPU has an equal share",
         "dp": "give --tensor-parallel-size for one engine on several GPUs, --ray --replicas for several servers",
         "lora lora_scaled lora_modules": "merge the adapter into the weights",
-        "md model_draft draft draft_max": 'no second model drafts: --speculative-config \'{"method": "suffix"}\' '
-        "guesses from the text itself",
+        "md model_draft draft draft_max spec_type": "no second model drafts: --speculative-config "
+        '\'{"method": "suffix"}\' guesses from the text itself',
         "ngl n_gpu_layers num_gpu_layers gpu_layers num_gpu": "what does not fit on the GPU streams to it by itself: "
         "leave it out; --gpu-memory-limit bounds what is taken, --resident-weights-limit the weights that stay",
         "ncmoe n_cpu_moe cmoe cpu_moe ot override_tensor": "experts that do not fit on the GPU stream to it by "

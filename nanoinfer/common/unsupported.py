@@ -115,8 +115,8 @@ MISSING_METHODS = {
     "stop_profile": "nanoinfer bench --profile FILE writes a trace",
     "reset_prefix_cache": "a new LLM has an empty cache; enable_prefix_caching=False has none",
     "get_metrics": "stats() has the counters, and nanoinfer serve has /metrics",
-    "collective_rpc": "there is one GPU: llm.engine is the engine itself",
-    "apply_model": "there is one GPU: llm.engine.runner.model is the model itself",
+    "collective_rpc": "llm.engine is the engine itself",
+    "apply_model": "llm.engine.runner.model is the model itself",
 }
 """Methods of vLLM's LLM that this one does not have: what to do instead."""
 

@@ -166,7 +166,9 @@ class Fields:
             raise BadRequestError(message, param=name, code="unknown_parameter")
         else:
             text = "%s has a field %r that is not known%s: it is ignored, here and later; --strict refuses such fields"
-            self.note(name, text, where, name, did_you_mean(name, known))
+            is_context = "max_model_len" in MEANT.get(name, ())
+            hint = " (the context is --max-model-len)" if is_context else did_you_mean(name, known)
+            self.note(name, text, where, name, hint)
 
     def note(self, name: str, text: str, *values: str) -> None:
         """Log what becomes of requests with this name, once."""

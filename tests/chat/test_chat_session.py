@@ -118,7 +118,7 @@ def test_set_takes_fields_of_sampling_params_and_variables_of_the_template(sessi
         ("temp 1", r"did you mean 'temperature'\?"),
         ("num_predict 1", r"did you mean 'max_tokens'\?"),
         ("n 2", "'n' is not known"),
-        ("parameter num_ctx 8192", "'num_ctx' is set when a model is loaded: begin the chat with max_model_len"),
+        ("parameter num_ctx 8192", "'num_ctx' is set when a model is loaded: begin the chat with --max-model-len"),
         ("format json", "there is no setting 'format' here: a request to nanoinfer serve may have response_format"),
         ("verbose", "there is no setting 'verbose' here: a line below each answer has its figures"),
         ("temperature -1", "temperature is -1"),

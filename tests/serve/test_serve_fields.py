@@ -22,7 +22,7 @@ def path(tmp_path_factory):
 
 def test_names_that_no_api_has_are_ignored_with_one_line_each(path, caplog):
     caplog.set_level(logging.INFO, "nanoinfer.serve")
-    odd = {"temprature": 1, "my_field": [1, {"a": "b"}], "x\n" * 300: None}
+    odd = {"temprature": 1, "num_ctx": 8192, "my_field": [1, {"a": "b"}], "x\n" * 300: None}
     options = dict(stream=True, stream_options={"include_use": True})
 
     async def ask():
@@ -34,10 +34,11 @@ def test_names_that_no_api_has_are_ignored_with_one_line_each(path, caplog):
 
     asyncio.run(ask())
     lines = [record.getMessage() for record in caplog.records if "not known" in record.getMessage()]
-    assert len(lines) == 4 and all(line.endswith("--strict refuses such fields") for line in lines)
+    assert len(lines) == 5 and all(line.endswith("--strict refuses such fields") for line in lines)
     assert lines[0].startswith("the request has a field 'temprature' that is not known (did you mean 'temperature'?)")
-    assert len(lines[2]) < 300 and "\n" not in lines[2]
-    assert lines[3].startswith("stream_options has a field 'include_use' that is not known (did you mean 'include_us")
+    assert "'num_ctx' that is not known (the context is --max-model-len)" in lines[1]
+    assert len(lines[3]) < 300 and "\n" not in lines[3]
+    assert lines[4].startswith("stream_options has a field 'include_use' that is not known (did you mean 'include_us")
 
 
 def test_no_client_can_fill_the_log(caplog):
