@@ -86,6 +86,8 @@ def run(options: argparse.Namespace) -> int:
         said = _speed(llm, output.metrics, before)
         if output.finish_reason == "length":
             said += f"; {_cut(output.metrics, llm.engine.plan.max_model_len)}"
+            if not is_chat and getattr(llm.engine.tokenizer, "chat_template", None):
+                said += "; the text was continued as it stands: --chat asks the model"
         print(f"{options.parser.prog}: {in_options(said, options.parser)}", file=sys.stderr)
     return 0
 

@@ -24,7 +24,7 @@ class FakeLLM:
     """Says two words to every prompt, and keeps what it was asked."""
 
     asked, said, is_long, is_watched = None, ("two", " words"), False, {}
-    reason, context = "stop", 2048
+    reason, context, template = "stop", 2048, None
 
     def __init__(self, model, **arguments):
         self.arguments = arguments
@@ -34,6 +34,7 @@ class FakeLLM:
             meter=SimpleNamespace(snapshot=lambda: None),
             plan=SimpleNamespace(max_model_len=self.context),
             live=SimpleNamespace(prompt_tokens=self.look),
+            tokenizer=SimpleNamespace(chat_template=self.template),
         )
 
     def look(self):
@@ -182,6 +183,9 @@ def test_an_answer_that_was_cut_is_called_cut(asked, capsys, monkeypatch, words,
     monkeypatch.setattr(FakeLLM, "reason", "length")
     asked("text", *words)
     assert capsys.readouterr().err.endswith(said)
+    monkeypatch.setattr(FakeLLM, "template", "{{ messages }}")
+    asked("text", *words)
+    assert capsys.readouterr().err.endswith("gives more; the text was continued as it stands: --chat asks the model\n")
 
 
 def test_the_answer_is_one_object_in_json_where_that_is_asked_for(asked, capsys):
