@@ -18,6 +18,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 
 import torch
 
@@ -48,6 +49,10 @@ class Pinner(ABC):
 
     def enter(self) -> None:
         """Called in each thread before it registers."""
+
+    def near(self) -> set[int] | None:
+        """Return the processors whose memory is nearest to the device; None: all are as near, or nobody knows."""
+        return None
 
     def copy_gbps(self, pinned: bool) -> float | None:
         """Return the GB/s (10^9) of copies to the device from pinned or pageable memory; None: nobody can tell."""
@@ -230,7 +235,7 @@ class HostArena:
     def _pin_all(self, num_threads: int) -> None:
         try:
             with (
-                ThreadPoolExecutor(num_threads, "touch") as touchers,
+                ThreadPoolExecutor(num_threads, "touch", _run_on, (self._pinner.near(),)) as touchers,
                 ThreadPoolExecutor(self.num_register_threads, "register") as registrars,
             ):
                 while wanted := self._take_wanted():
@@ -315,6 +320,13 @@ class HostArena:
 
 def _whole_pages(num_bytes: int) -> int:
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _run_on(processors: set[int] | None) -> None:
+    """Have this thread run on these processors alone."""
+    if processors is not None:
+        with suppress(OSError):  # they were taken from this process meanwhile
+            os.sched_setaffinity(0, processors)
 
 
 def _populate(address: int, num_bytes: int) -> None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
+from offload.memory.near import processors_near
 from offload.memory.pinned import Pinner
 from offload.runtime.base import Event, Runtime, Stream, poison_of
 from offload.runtime.link import Link
@@ -191,6 +192,11 @@ class CudaPinner(Pinner):
 
     def unregister(self, address: int) -> None:
         torch.cuda.cudart().cudaHostUnregister(address)
+
+    def near(self) -> set[int] | None:
+        gpu = torch.cuda.get_device_properties(self._device)
+        numbers = [getattr(gpu, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
+        return None if None in numbers else processors_near("{:04x}:{:02x}:{:02x}.0".format(*numbers))
 
     def copy_gbps(self, pinned: bool) -> float:
         """As in `Pinner`: the best of three copies of 128 MiB."""

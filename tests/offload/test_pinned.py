@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import os
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from offload.memory.near import processors_near
 from offload.memory.pinned import PAGE_BYTES, HostArena, PinError, Pinner
 
 
@@ -258,3 +260,58 @@ def test_the_last_segment_may_be_smaller_and_is_mapped_to_its_own_pages():
         host.wait()
         assert host.mapped_bytes == sum(driver.sizes.values()) == 7 * PAGE_BYTES
         assert host.segment(2).numel() == PAGE_BYTES - 1 and host.segment(1).numel() == 3 * PAGE_BYTES
+
+
+# Memory near the device
+
+
+class NearDriver(Driver):
+    """One whose device is beside one processor. `touched` notes where pages were touched."""
+
+    def __init__(self, processor: int) -> None:
+        super().__init__()
+        self.processor, self.touched = processor, []
+
+    def near(self) -> set[int]:
+        return {self.processor}
+
+
+class NotingArena(InTurn):
+    def _touch_range(self, address: int, num_bytes: int) -> None:
+        self._pinner.touched.append(os.sched_getaffinity(0))
+        super()._touch_range(address, num_bytes)
+
+
+def test_pages_are_touched_by_processors_beside_the_device():
+    before = os.sched_getaffinity(0)
+    driver = NearDriver(min(before))
+    with NotingArena(4, 3 * PAGE_BYTES, pinner=driver) as host:
+        host.wait()
+    assert driver.touched and all(one == {driver.processor} for one in driver.touched)
+    assert os.sched_getaffinity(0) == before
+
+
+@pytest.mark.parametrize(
+    "node, lists, wanted",
+    [
+        ("1", {0: "0-3,8", 1: "4-7,9"}, {4, 5, 6, 7, 9}),
+        ("0", {0: "0-3,8", 1: "4-7,9"}, {0, 1, 2, 3, 8}),
+        ("0", {0: "0-63"}, None),  # there is one memory
+        ("1", {0: "0-63", 1: "64-127"}, None),  # this process may not run there
+        ("1", {0: "0-63", 1: ""}, None),  # a memory without processors
+        ("-1", {0: "0-3"}, None),
+        ("", {0: "0-3"}, None),
+        (None, {0: "0-3"}, None),
+    ],
+)
+def test_the_kernel_says_which_processors_are_near(tmp_path, monkeypatch, node, lists, wanted):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(10)))
+    for number, processors in lists.items():
+        folder = tmp_path / f"devices/system/node/node{number}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(processors + "\n")
+    device = tmp_path / "bus/pci/devices/0000:3b:00.0"
+    device.mkdir(parents=True)
+    if node is not None:
+        (device / "numa_node").write_text(node + "\n")
+    assert processors_near("0000:3B:00.0", tmp_path) == wanted
