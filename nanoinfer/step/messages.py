@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
@@ -45,7 +46,8 @@ def encode(value: Any) -> bytes:
 
 
 def decode(message: bytes) -> Any:
-    """Return the value that `encode` was given; of an exception of no known class a RuntimeError that names it."""
+    """Return the value that `encode` was given; an exception as the nearest known class above its own, or as a
+    RuntimeError that names it."""
     begin = 8 + int.from_bytes(message[:8], "little")
     return _Reader(message, begin).value(json.loads(message[8:begin]))
 
@@ -62,7 +64,8 @@ def _said(value: Any, arrays: list[np.ndarray]) -> Any:
         return {"array": [value.dtype.str, value.shape]}
     if isinstance(value, BaseException):
         own = {name: _said(one, arrays) for name, one in vars(value).items()} if isinstance(value, RequestError) else {}
-        return {"error": [type(value).__name__, str(value), own]}
+        names = [kind.__name__ for kind in type(value).__mro__]
+        return {"error": [names, str(value), own]}
     if isinstance(value, dict):
         return {"dict": [[_said(key, arrays), _said(one, arrays)] for key, one in value.items()]}
     if type(value) is CLASSES.get(type(value).__name__):
@@ -106,10 +109,12 @@ class _Reader:
         self._at += array.nbytes
         return array.copy()  # which can be written to
 
-    def _error(self, what: tuple[str, str, dict[str, Any]]) -> BaseException:
-        name, text, own = what
+    def _error(self, what: tuple[list[str], str, dict[str, Any]]) -> BaseException:
+        names, text, own = what
         if own:
             return RequestError(text, **{key: self.value(one) for key, one in own.items()})
-        kind = ERRORS.get(name) or getattr(builtins, name, None)
-        is_known = isinstance(kind, type) and issubclass(kind, Exception)
-        return kind(text) if is_known else RuntimeError(f"{name}: {text}")
+        for kind in (ERRORS.get(name) or getattr(builtins, name, None) for name in names):
+            if isinstance(kind, type) and issubclass(kind, Exception) and kind is not Exception:
+                with suppress(TypeError):  # some are made of more than a text
+                    return kind(text)
+        return RuntimeError(f"{names[0]}: {text}")

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from nanoinfer.common.errors import RequestError
+from nanoinfer.memory.limits import TooSmall
 from nanoinfer.models.expert_slots import SlotCounts
 from nanoinfer.sampling.limits import TokenLimits
 from nanoinfer.sampling.settings import RowSampling
@@ -67,6 +68,15 @@ def test_exceptions_come_back_with_what_they_say():
         pass
 
     assert repr(decode(encode(Odd("no")))) == "RuntimeError('Odd: no')"
+
+
+def test_an_exception_of_no_known_class_comes_back_as_what_it_is_one_of():
+    found = decode(encode(TooSmall("short", "give more")))
+    assert type(found) is ValueError and str(found) == "short: give more"
+    with pytest.raises(UnicodeEncodeError) as odd:
+        "\ud800".encode()  # an exception that is made of more than a text
+    found = decode(encode(odd.value))
+    assert type(found) is UnicodeError and str(found) == str(odd.value)
 
 
 def test_what_cannot_be_sent_is_refused():
