@@ -151,7 +151,7 @@ class LLM:
         if failed and all(len(request.failures) == len(request.sequences) for request in requests):
             raise failed[0][1].failure
         for place, request in failed:
-            warnings.warn(f"prompt {place} of {len(requests)} failed: {request.error}", stacklevel=2)
+            warnings.warn(f"prompt {place} of {len(requests)} failed: {request.error}", stacklevel=3)
         return [request.output() for request in requests]
 
     def _run(self, requests: list[Request], use_tqdm: Progress) -> None:
@@ -307,9 +307,11 @@ class LLM:
         """Return counters since the start, and the state of both pools; see `LLMEngine.stats`."""
         return self.engine.stats()
 
-    @together
     def close(self) -> None:
         """Free device and host memory now instead of when the LLM is garbage-collected. May be called again."""
+        if self._script is not None:
+            self._script.leave()
+            self._script = None
         if self._engine is not None:
             self._engine.close()
             self._engine = None

@@ -12,6 +12,7 @@ from dataclasses import Field, fields
 from functools import partial
 from typing import Any
 
+from nanoinfer.common.launched import num_launched
 from nanoinfer.config import EngineConfig
 from nanoinfer.options.parser import OFFLOAD, Parser, json_object, length
 
@@ -106,6 +107,11 @@ def check_engine(options: argparse.Namespace) -> None:
         ValueError: says what is allowed.
     """
     given = {name: value for name, value in engine_arguments(options).items() if value is not None}
+    if given.get("tensor_parallel_size", 1) > 1 and num_launched() > 1:
+        raise ValueError(
+            "this command runs under torchrun, or another launcher that has set WORLD_SIZE, and starts its ranks "
+            "itself: run it with python, or unset WORLD_SIZE"
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the command's own config says it again
         EngineConfig(model="any", **given)

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from nanoinfer.common.launched import num_launched
 from nanoinfer.common.units import GIB
 from nanoinfer.devices.registry import device_of
-from nanoinfer.parallel.script import leads, num_launched
+from nanoinfer.parallel.script import leads
 
 UNEVEN_BYTES = 2 * GIB
 """Free memory of two GPUs may differ by so much."""

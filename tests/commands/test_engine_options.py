@@ -104,6 +104,12 @@ def test_help_names_each_option_and_its_default(command, capsys):
         assert "(default: auto)" in text and "What --max-num-seqs sequences" in text.replace("what", "What")
 
 
+def test_a_command_that_a_launcher_has_started_is_refused_before_anything_is_loaded(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["generate", "recall", "hello", "--tensor-parallel-size", "2"]) == 2
+    assert "runs under torchrun, or another launcher" in capsys.readouterr().err
+
+
 def test_no_command_declares_an_engine_option_itself():
     folder = Path(__file__).resolve().parents[2] / "nanoinfer"
     names = [f'"{option}"' for name in FIELDS for option in option_names(name)]

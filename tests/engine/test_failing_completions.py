@@ -97,8 +97,9 @@ def test_generate_warns_of_what_fails_at_the_last_token(path, monkeypatch, what)
 
         llm.engine.add_request = noted
         BROKEN[what](monkeypatch, lambda: bad[0])
-        with pytest.warns(UserWarning, match="prompt 0 of 2 failed: 'no such piece'"):
+        with pytest.warns(UserWarning, match="prompt 0 of 2 failed: 'no such piece'") as warned:
             failed, other = llm.generate(PROMPTS[:2], params, use_tqdm=False)
+    assert warned[0].filename == __file__  # where `generate` was called
     assert failed.error == "'no such piece'" and failed.outputs[0].finish_reason == "error"
     assert other.error is None and other.outputs[0].finish_reason == "length"
 
