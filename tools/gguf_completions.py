@@ -41,7 +41,7 @@ NEAR = 1e-3
 CONTEXT = 256
 ATTEMPTS = 20
 ENDING = b"\n\n"
-OF_GELU = ("gemma3", "starcoder2")
+OF_GELU = ("gemma3", "gemma4", "gemma4_inputs", "gemma4_moe", "starcoder2")
 PROMPT_LENGTHS = (1, 12, 50, 120)
 # Tokens are single bytes, of those that GPT-2's letters leave as they are, so that bytes say tokens. A vocabulary must
 # have a merge: the one here is of two bytes that no prompt has.

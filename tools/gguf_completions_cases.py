@@ -74,12 +74,13 @@ _BY_LAYER = dict(
 )
 _EVERY_FOURTH = dict(layer_types=["linear_attention"] * 3 + ["full_attention"], num_layers=4)
 # Whose q, k and v are always one tensor, or never.
-_NOT_MERGED = ("phi3", "qwen3_5", "qwen3_5_moe", "qwen3_next")
+_DELTA = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+_NOT_MERGED = ("phi3", "gemma4", "gemma4_inputs", "gemma4_moe", *_DELTA)
 # llama.cpp takes the hidden size to be that of all heads here, and no groups of heads of olmoe.
 TAKEN = {
     **dict.fromkeys(("qwen2", "exaone4", "nemotron", "olmo2", "olmo3", "starcoder2"), dict(hidden_size=64)),
     "olmoe": dict(num_kv_heads=4),
-    **dict.fromkeys(_NOT_MERGED[1:], dict(linear_value_head_dim=16)),  # as large as keys
+    **dict.fromkeys(_DELTA, dict(linear_value_head_dim=16)),  # as large as keys
 }
 PLAIN = Case()
 _BEGIN_KEY = "tokenizer.ggml.add_bos_token"
@@ -127,6 +128,14 @@ CASES: dict[str, list[Case]] = {
         Case(name="every third", extra={"gemma3.attention.sliding_window_pattern": 3}),
         Case(name="keys left out", without=_ROPE_KEYS),
     ],
+    "gemma4": [
+        PLAIN,
+        Case(name="two vectors", fields=dict(attention_k_eq_v=False, num_global_key_value_heads=2)),
+        Case(name="tied", fields=dict(tied=True), change=_larger_layers),
+        Case(name="softcap", fields=dict(final_logit_softcapping=3.0)),
+    ],
+    "gemma4_inputs": [PLAIN],
+    "gemma4_moe": [PLAIN, Case(name="two vectors", fields=dict(attention_k_eq_v=False))],
     "gpt_oss": [
         Case(fields=_rope("default")),
         Case(name="clamped", change=_larger_experts, fields=_rope("default")),

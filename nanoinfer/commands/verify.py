@@ -28,7 +28,7 @@ def add_arguments(parser: Parser) -> None:
         help="prompt tokens of the longest request, such as 4k; default: what resident mode can hold",
     )
     parser.add_argument("--requests", type=int, default=4, help="requests of several lengths (default: %(default)s)")
-    parser.add_argument("--output-len", type=length, default=32, help="tokens to generate (default: %(default)s)")
+    parser.add_argument("--output-len", type=length, help="tokens to generate (default: 32, on a CPU 8)")
     texts = dict(tensor_parallel_size="GPUs of one run more, which is compared with the others: 2")
     add_engine_options(parser, ENGINE_OPTIONS, texts=texts)
 

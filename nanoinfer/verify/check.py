@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,14 @@ from tqdm import tqdm
 
 from nanoinfer.common.units import counted
 from nanoinfer.config import EngineConfig
-from nanoinfer.devices.registry import resolve_device
+from nanoinfer.devices.registry import device_of, resolve_device
 from nanoinfer.measure.logits import check_can_keep
 from nanoinfer.memory.setup import Setup
 from nanoinfer.step.memory_plan import MemoryPlan
 from nanoinfer.verify.play import attempt
 from nanoinfer.verify.report import Answer, RunReport, Verdict, compare
 from nanoinfer.verify.runs import make_runs
-from nanoinfer.verify.workload import Workload, choose_workload
+from nanoinfer.verify.workload import BLOCK_ON_HOST, Workload, choose_workload
 from offload import Runtime
 
 # Without fixed splits, logits may differ by this share of the row's largest logit. This is a few times the rounding
@@ -38,7 +39,7 @@ def verify(
     *,
     num_requests: int = 4,
     context: int | None = None,
-    output_len: int = 32,
+    output_len: int | None = None,
     seed: int = 0,
     make_runtime: Callable[[str], Runtime] | None = None,
     progress: bool = False,
@@ -52,8 +53,9 @@ def verify(
         model: local directory of a Hugging Face checkpoint, or a hub id.
         num_requests: requests of several lengths; all but the last run at once.
         context: prompt tokens of the longest request. None: what resident mode can hold on this machine, at most 4096
-            (512 on the CPU).
-        output_len: generated tokens of each request except the first, which generates half as many.
+            (160 on the CPU, in KV blocks of 64 tokens unless another size is given).
+        output_len: generated tokens of each request except the first, which generates half as many. None: 32 (8 on the
+            CPU).
         seed: of prompts and sampling, and of random weights.
         make_runtime: makes a run's runtime from the run's name; None: the device's own, with poison.
         progress: show progress bars, of the runs among them, with how long those that are left take.
@@ -67,7 +69,8 @@ def verify(
     """
     _check_arguments(num_requests, context, output_len, engine_arguments)
     num_ranks = engine_arguments.pop("tensor_parallel_size", 1)
-    setup, common = _set_up(engine_arguments | dict(progress_bar=progress, model=model, seed=seed))
+    own = dict(progress_bar=progress, model=model, seed=seed)
+    setup, common = _set_up(engine_arguments | own, is_brief=context is None)
     is_exact = setup.backends[0].exact_splits
     workload = choose_workload(setup, common, num_requests, context, output_len, seed)
     common |= workload.arguments
@@ -103,7 +106,9 @@ def _say_how_long(note: Callable[[str], None], num_runs: int, seconds: float) ->
         )
 
 
-def _check_arguments(num_requests: int, context: int | None, output_len: int, engine_arguments: dict[str, Any]) -> None:
+def _check_arguments(
+    num_requests: int, context: int | None, output_len: int | None, engine_arguments: dict[str, Any]
+) -> None:
     for name in OWN_ARGUMENTS:
         if name in engine_arguments:
             raise ValueError(f"{name}={engine_arguments[name]!r}: verify chooses it for each run, leave it out")
@@ -113,12 +118,16 @@ def _check_arguments(num_requests: int, context: int | None, output_len: int, en
             raise ValueError(f"{name}={value!r} must be a whole number of at least {minimum}")
 
 
-def _set_up(arguments: dict[str, Any]) -> tuple[Setup, dict[str, Any]]:
-    """Return what the arguments come to, and those that all runs have."""
+def _set_up(arguments: dict[str, Any], is_brief: bool) -> tuple[Setup, dict[str, Any]]:
+    """Return what the arguments come to, and those that all runs have. is_brief: a CPU may take small blocks."""
     common = dict(skip_tokenizer_init=True, enable_prefix_caching=False) | arguments
     config = EngineConfig(**common)
     common["kv_cache_dtype"] = config.kv_cache_dtype  # so that another name of it is told once
-    return Setup(config, resolve_device(config.device), offload=True), common
+    device = resolve_device(config.device)
+    if is_brief and config.block_size is None and device_of(device).is_host:
+        common["block_size"] = BLOCK_ON_HOST
+        config = replace(config, block_size=BLOCK_ON_HOST)
+    return Setup(config, device, offload=True), common
 
 
 def _check_ranks(num_ranks: int, setup: Setup) -> None:

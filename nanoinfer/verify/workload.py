@@ -13,7 +13,9 @@ from offload import KVGroups
 
 # Prompt lengths as shares of the context. The first request decodes, and ends, while others are in prefill.
 LENGTH_SHARES = (0.25, 1.0, 0.5, 0.75)
-LONGEST_DEFAULT_CONTEXT, LONGEST_ON_HOST = 4096, 512
+LONGEST_DEFAULT_CONTEXT, LONGEST_ON_HOST = 4096, 160
+BLOCK_ON_HOST = 64
+DEFAULT_OUTPUT, OUTPUT_ON_HOST = 32, 8
 MAX_PREFILL_TOKENS = 2048
 
 
@@ -86,10 +88,11 @@ def make_workload(
 
 
 def choose_workload(
-    setup: Setup, arguments: dict[str, Any], num_requests: int, context: int | None, output_len: int, seed: int
+    setup: Setup, arguments: dict[str, Any], num_requests: int, context: int | None, output_len: int | None, seed: int
 ) -> Workload:
     """Return the requests for `context` tokens; for None, the longest requests that fit together in resident mode."""
-    block_size, spec = setup.config.block_size, setup.spec
+    block_size, spec, is_host = setup.config.block_size, setup.spec, setup.device.is_host
+    output_len = output_len or (OUTPUT_ON_HOST if is_host else DEFAULT_OUTPUT)
     shortest, longest = 2 * block_size, spec.max_position - output_len
 
     def workload(tokens: int) -> Workload:
@@ -107,7 +110,7 @@ def choose_workload(
                 f"(the model's {spec.max_position} positions less {output_len} generated tokens)"
             )
         return workload(context)
-    tokens = max(shortest, min(LONGEST_ON_HOST if setup.device.is_host else LONGEST_DEFAULT_CONTEXT, longest))
+    tokens = max(shortest, min(LONGEST_ON_HOST if is_host else LONGEST_DEFAULT_CONTEXT, longest))
     while tokens > shortest:
         candidate = workload(tokens)
         with suppress(ValueError):
