@@ -52,10 +52,8 @@ def verify(
     Args:
         model: local directory of a Hugging Face checkpoint, or a hub id.
         num_requests: requests of several lengths; all but the last run at once.
-        context: prompt tokens of the longest request. None: what resident mode can hold on this machine, at most 4096
-            (160 on the CPU, in KV blocks of 64 tokens unless another size is given).
-        output_len: generated tokens of each request except the first, which generates half as many. None: 32 (8 on the
-            CPU).
+        context: prompt tokens of the longest request. None: what resident mode can hold, at most 4096 (160 on the CPU).
+        output_len: generated tokens of each request, half of it for the first. None: 32 (8 on the CPU).
         seed: of prompts and sampling, and of random weights.
         make_runtime: makes a run's runtime from the run's name; None: the device's own, with poison.
         progress: show progress bars, of the runs among them, with how long those that are left take.
