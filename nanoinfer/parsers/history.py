@@ -31,7 +31,7 @@ def template_messages(
 ) -> list[dict[str, Any]]:
     """Return checked messages as a model's template wants them.
 
-    Arguments of calls become objects, as templates read them; a result gets the name of its tool, and results the
+    Arguments of calls become objects, as most templates read them; a result gets the name of its tool, and results the
     order of their calls. What was thought comes where the template looks for it, or is left out where it looks nowhere.
 
     Args:
@@ -52,7 +52,7 @@ def template_messages(
     for index, original in enumerate(_as_called(messages)):
         message = dict(original)
         if message["role"] == "assistant":
-            broken = _take_calls(message, f"messages[{index}]", names, is_mistral)
+            broken = _take_calls(message, f"messages[{index}]", names, is_mistral, rules.text_arguments)
             for call, which in broken:
                 if notice is not None:
                     notice(f"{which} has arguments that are no JSON object, perhaps cut off: they are shown as text")
@@ -60,7 +60,7 @@ def template_messages(
                     call["arguments"] = {"arguments": call["arguments"]}
             if written is not None and message.get("tool_calls"):
                 message["content"] = written(message.pop("tool_calls")) + (message.get("content") or "")
-            message = _with_thought(message, thinking, joins=is_harmony)
+            message = _with_thought(message, thinking, joins=is_harmony, is_null=rules.null_beside_calls)
         elif message.get("tool_calls"):
             said = f"{shown(message['tool_calls'])}, and its role {shown(message['role'])}: calls are the assistant's"
             raise RequestError(f"messages[{index}].tool_calls is {said}", field="messages")
@@ -109,7 +109,7 @@ def _id_of(call: Any) -> Any:
 
 
 def _take_calls(
-    message: dict[str, Any], where: str, names: dict[str, str], is_mistral: bool
+    message: dict[str, Any], where: str, names: dict[str, str], is_mistral: bool, as_text: bool
 ) -> list[tuple[dict[str, Any], str]]:
     """Have a message's calls in the form that templates read; return those whose arguments are no object, named."""
     calls = message.pop("tool_calls", None) or []
@@ -137,8 +137,11 @@ def _take_calls(
         elif is_mistral:
             call_id = _mistral_id(f"{where} {number}")
         ids = {} if call_id is None else {"id": call_id}
-        made.append({**ids, "type": "function", "function": {"name": name, "arguments": _object(arguments)}})
-        if isinstance(made[-1]["function"]["arguments"], str):
+        read = _object(arguments)
+        given = arguments if isinstance(arguments, str) and arguments.strip() else json.dumps(read, ensure_ascii=False)
+        function = {"name": name, "arguments": given if as_text else read}
+        made.append({**ids, "type": "function", "function": function})
+        if isinstance(read, str):
             broken.append((made[-1]["function"], f"{where}.tool_calls[{number}] ({name}, {shown(call.get('id'))})"))
     if made:
         message["tool_calls"] = made
@@ -165,12 +168,14 @@ def _mistral_id(call_id: str) -> str:
     return hashlib.sha256(call_id.encode()).hexdigest()[:ID_LENGTH]
 
 
-def _with_thought(message: dict[str, Any], thinking: Thinking | None, joins: bool) -> dict[str, Any]:
+def _with_thought(message: dict[str, Any], thinking: Thinking | None, *, joins: bool, is_null: bool) -> dict[str, Any]:
+    """Return a message with its thought where the template reads it. is_null: not in the content beside calls alone."""
     thoughts = [message.pop(name, None) for name in _REASONING]
     thought = next((one for one in thoughts if isinstance(one, str) and one), None)
     if joins and message.get("tool_calls") and thought is not None and message.get("content"):
         thought, message["content"] = f"{thought}\n{message['content']}", ""
-    if thinking is None or thought is None:
+    has_none = is_null and message.get("tool_calls") and not message.get("content")
+    if thinking is None or thought is None or has_none and thinking.field is None:
         return message
     return {**message, **thinking.message(message.get("content") or "", thought)}
 

@@ -26,6 +26,9 @@ class TurnRules:
         one_call: a message has one call; several follow each other, each before its result.
         takes_text: arguments of a call may be text, as those are that a limit cut off; else the text is an argument.
         beside_calls: where the assistant's text goes that stands beside calls: "before": into a message of its own.
+        text_arguments: arguments of calls are JSON text, not objects.
+        null_beside_calls: there is no content beside calls, not an empty one.
+        parts: contents are lists of parts, not texts.
     """
 
     knows_developer: bool = False
@@ -38,6 +41,9 @@ class TurnRules:
     one_call: bool = False
     takes_text: bool = True
     beside_calls: Literal["beside", "before"] = "beside"
+    text_arguments: bool = False
+    null_beside_calls: bool = False
+    parts: bool = False
 
 
 def in_turns(messages: Sequence[Mapping[str, Any]], rules: TurnRules) -> list[Message]:
@@ -47,7 +53,7 @@ def in_turns(messages: Sequence[Mapping[str, Any]], rules: TurnRules) -> list[Me
     for message in rest:
         for one in _parts(dict(message), rules):
             _add(turns, one, rules)
-    return turns
+    return [_with_content(message, rules) for message in turns]
 
 
 def _split(messages: Sequence[Mapping[str, Any]], rules: TurnRules) -> tuple[list[Message], list[Mapping[str, Any]]]:
@@ -99,6 +105,13 @@ def _add(turns: list[Message], message: Message, rules: TurnRules) -> None:
             message = {**last, **message, "content": _join(last, message)["content"]}
             turns.pop()
     turns.append(message)
+
+
+def _with_content(message: Message, rules: TurnRules) -> Message:
+    """Return a message with its content in the form that the template reads."""
+    if rules.null_beside_calls and message.get("tool_calls") and not message["content"].strip():
+        return {**message, "content": None}
+    return {**message, "content": [{"type": "text", "text": message["content"]}]} if rules.parts else message
 
 
 def _may_join(message: Message) -> bool:

@@ -17,11 +17,12 @@ from nanoinfer.parsers.tools import shown_tools
 from nanoinfer.parsers.turns import TurnRules
 from nanoinfer.requests.prompts import conversation, encode_chat
 from nanoinfer.requests.spelled import Speller, spell
-from nanoinfer.requests.template_rules import TOOLS, find_rules, marked, missing
+from nanoinfer.requests.template_rules import TOOL, TOOLS, find_rules, marked, missing
 
 logger = logging.getLogger("nanoinfer.chat")
 _MAX_KEPT = 4096  # of each template
 _MAX_LOGGED = 200  # clients can make up any number
+_TOOLS_NAME = "xml_tools"  # of SmolLM3's template for the tools
 _MARKS = ("0", "x")  # in place of a message: no token begins with both
 
 
@@ -69,16 +70,18 @@ class ChatTemplate:
             tools: checked, in OpenAI's form.
 
         Raises:
-            RequestError: as `encode_chat` and `AnswerFormat.messages`, or a message would not be in the prompt.
+            RequestError: as `encode_chat` and `AnswerFormat.messages`, or a message or the tools would not be in the
+                prompt.
         """
         has_calls = bool(tools) or any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
         key = (bool(tools), has_calls, _digest(variables))
 
         def render(chat: Sequence[Mapping[str, Any]], rules: TurnRules, adds_prompt: bool) -> str | None:
-            own = dict(tools=TOOLS if tools else None, add_generation_prompt=adds_prompt, tokenize=False)
+            told = TOOLS if tools else None
+            own = dict(tools=told, add_generation_prompt=adds_prompt, tokenize=False, chat_template=self._template)
             try:
                 return encode_chat(
-                    self._tokenizer, self.form.messages(chat, rules), variables, chat_template=self._template, **own
+                    self._tokenizer, self.form.messages(chat, rules), self._variables(variables, told), **own
                 )
             except RequestError:
                 return None
@@ -88,11 +91,20 @@ class ChatTemplate:
         shown = self.form.messages(said, rules, self._findings.notice)
         found = self._rendered(shown, variables, tools, tokenize, dict(chat_template=self._template, **how))
 
-        def lost() -> list[tuple[int, str]]:
+        def lost() -> tuple[list[tuple[int, str]], bool]:
             chat = marked(messages)
-            return missing(chat, render(chat, rules, how.get("add_generation_prompt", True)))
+            text = render(chat, rules, how.get("add_generation_prompt", True))
+            are_named = not tools or _TOOLS_NAME in (variables or {}) or text is None or TOOL in text
+            return missing(chat, text), not are_named
 
-        for place, part in self._findings.get((_order(messages), *key), lost):
+        parts, has_no_tools = self._findings.get((_order(messages), *key), lost)
+        if has_no_tools:
+            raise RequestError(
+                "the tools would not be in the prompt, as the chat template leaves them out of such a conversation: "
+                "give none, or use another template (--chat-template FILE)",
+                field="tools",
+            )
+        for place, part in parts:
             where = f"messages[{place}]" + (f".{part}" if part else "")
             if part != "content":
                 role = messages[place]["role"]
@@ -124,6 +136,11 @@ class ChatTemplate:
         one, other = map(encoded, _MARKS)
         return one[: next((at for at, ids in enumerate(zip(one, other, strict=False)) if ids[0] != ids[1]), len(one))]
 
+    def _variables(self, variables: Mapping[str, Any] | None, tools: Any) -> Mapping[str, Any] | None:
+        """Return variables with the tools among them, where the template reads these by another name."""
+        is_read = bool(tools) and _TOOLS_NAME in self._text and isinstance(variables, Mapping | None)
+        return {_TOOLS_NAME: tools, **(variables or {})} if is_read else variables
+
     def _rendered(
         self,
         messages: list[dict[str, Any]],
@@ -134,10 +151,11 @@ class ChatTemplate:
     ) -> list[int] | str:
         def rendered(**filled: bool) -> list[int] | str:
             shown = shown_tools(tools, **filled)
+            shown = shown if self._speller is None else self._speller.guarded(shown)
+            told = self._variables(variables, shown)
             if self._speller is None:
-                return encode_chat(self._tokenizer, messages, variables, tools=shown, tokenize=tokenize, **how)
-            shown = self._speller.guarded(shown)
-            text = encode_chat(self._tokenizer, messages, variables, tools=shown, tokenize=False, **how)
+                return encode_chat(self._tokenizer, messages, told, tools=shown, tokenize=tokenize, **how)
+            text = encode_chat(self._tokenizer, messages, told, tools=shown, tokenize=False, **how)
             return spell(self._tokenizer, text) if tokenize else text
 
         try:

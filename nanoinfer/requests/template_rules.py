@@ -17,13 +17,18 @@ Render = Callable[[Sequence[Message], TurnRules, bool], str | None]
 _DEVELOPER = re.compile(r"""['"]developer['"]""")
 _PROPERTIES = {"text": {"type": "string", "description": "A text."}}
 _EXAMPLE = {"type": "object", "properties": _PROPERTIES, "required": ["text"]}
-# In place of the tools of a request.
-TOOLS = [{"type": "function", "function": {"name": "example", "description": "An example.", "parameters": _EXAMPLE}}]
+# Ways to show a call, where it is not shown as most templates read it.
+_CALLS = ({"text_arguments": True}, {"null_beside_calls": True}, {"text_arguments": True, "null_beside_calls": True})
 
 
 def mark(place: int, kind: str, number: int = 0) -> str:
     """Return a text that stands for one of a message's, and that no template has: a word of letters and digits."""
     return f"qz{kind}{place}x{number}zq"
+
+
+# In place of the tools of a request.
+TOOL = mark(0, "t")
+TOOLS = [{"type": "function", "function": {"name": TOOL, "description": "An example.", "parameters": _EXAMPLE}}]
 
 
 def marked(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -81,6 +86,8 @@ def missing(messages: Sequence[Message], text: str | None) -> list[tuple[int, st
 def find_rules(render: Render, template: str, *, with_calls: bool) -> TurnRules:
     """Return what a template takes. with_calls: tools are called, or may be."""
     rules = TurnRules(knows_developer=bool(_DEVELOPER.search(template)))
+    if not _fits(render, rules, "u", "u a u"):
+        rules = _if_it_fits(render, replace(rules, parts=True), rules, "u", "u a u")
     if not _fits(render, rules, "d u"):
         rules = replace(rules, knows_developer=False)
     if not _fits(render, rules, "u u", "u a a u"):
@@ -90,7 +97,8 @@ def find_rules(render: Render, template: str, *, with_calls: bool) -> TurnRules:
     for field, role in (("late", "s"), ("late_developer", "d")) if rules.knows_developer else (("late", "s"),):
         as_it_is = replace(rules, **{field: "system" if role == "s" else "developer"})
         chats = [words.replace("L", role) for words in ("s u a L u", "u a L u", "s u a L", "u L u", "s u L u a u L u")]
-        stays = _kept(render, as_it_is, "s u a", role) >= _kept(render, rules, "s u a", "u")
+        befores = ("s u a", "u a")  # without one, some templates begin with a text of their own
+        stays = all(_kept(render, as_it_is, one, role) >= _kept(render, rules, one, "u") for one in befores)
         is_taken = stays and _fits(render, as_it_is, *chats)
         rules = as_it_is if is_taken else replace(rules, **{field: "user"})
     return replace(rules, behind_result=_behind_result(render, rules) if with_calls else rules.late)
@@ -98,6 +106,9 @@ def find_rules(render: Render, template: str, *, with_calls: bool) -> TurnRules:
 
 def _with_calls(render: Render, rules: TurnRules) -> TurnRules:
     """Return the rules with those about calls and results."""
+    if not _fits(render, rules, "u c t"):
+        tried = (replace(rules, **one) for one in _CALLS)
+        rules = next((one for one in tried if _fits(render, one, "u c t")), rules)
     if not _fits(render, rules, "u c2 t t"):
         rules = _if_it_fits(render, replace(rules, one_call=True), rules, "u c2 t t")
     if not _fits(render, rules, "u cut t"):

@@ -49,6 +49,34 @@ def test_what_would_vanish_is_an_error_that_names_it(tokenizer, name):
     assert error.value.field == "messages"
 
 
+TOOLS = [{"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {}}}]
+
+
+def test_tools_that_would_vanish_are_an_error(tokenizer):
+    said = "{{ messages[0].content }}"
+    for text in (said, "{% if messages[0].role == 'system' %}{{ tools }}{% endif %}" + said):
+        template = ChatTemplate(tokenizer, AnswerFormat.of(text), text)
+        with pytest.raises(RequestError, match="the tools would not be in the prompt") as error:
+            template.encode([USER], tools=TOOLS)
+        assert error.value.field == "tools" and template.encode([USER])
+
+
+def test_tools_that_a_client_shows_itself_are_not_shown_again(tokenizer):
+    template = template_of(tokenizer, "tools by another name")
+    own = {"xml_tools": [{"name": "mine"}]}
+    text = template.encode([USER], own, tools=TOOLS, tokenize=False)
+    assert "mine" in text and "look" not in text
+
+
+@pytest.mark.parametrize("name", ["arguments as text", "calls or content"])
+def test_arguments_that_a_template_reads_as_text_stay_as_they_were_given(tokenizer, name):
+    template = template_of(tokenizer, name)
+    for given, shown in (('{"at":"ü"}', '{"at":"ü"}'), ({"at": "ü"}, '{"at": "ü"}'), ("", "{}"), (None, "{}")):
+        call = {**CALL, "function": {"name": "look", "arguments": given}}
+        text = template.encode([USER, {**CALLED, "tool_calls": [call]}, RESULT], tokenize=False)
+        assert f"<call>look {shown}</call>" in text
+
+
 def test_empty_texts_are_no_message(tokenizer):
     template = template_of(tokenizer, "drops late system")
     empty = [{"role": role, "content": " "} for role in ("system", "developer", "user")]

@@ -44,6 +44,10 @@ SMALL = {
         before="{% for message in messages if message.role == 'system' %}{{ message.content }}\n{% endfor %}",
         over="messages | rejectattr('role', 'equalto', 'system')",
     ),
+    "own system": _loop(
+        f"{_SAID}{_CALLS}\n",
+        before="{% if not messages | selectattr('role', 'equalto', 'system') | list %}<system>Be good.\n{% endif %}",
+    ),
     "last system": _loop(
         f"{_SAID}{_CALLS}\n",
         before="{% set ns = namespace(s='') %}{% for message in messages if message.role == 'system' %}"
@@ -76,6 +80,20 @@ SMALL = {
         f"<{{{{ message.role }}}}>{{% if message.tool_calls %}}{_CALLS}{{% else %}}{{{{ message.content }}}}"
         "{% endif %}\n"
     ),
+    "arguments as text": _loop(
+        f"{_SAID}{{% for call in message.tool_calls or [] %}}"
+        "{{ '<call>' + call.function.name + ' ' + call.function.arguments + '</call>' }}{% endfor %}\n"
+    ),
+    "calls or content": _loop(
+        "<{{ message.role }}>{% if message.content is none %}{% for call in message.tool_calls %}"
+        "{{ '<call>' + call.function.name + ' ' + call.function.arguments + '</call>' }}{% endfor %}{% else %}"
+        "{{ message.content.split('</think>')[-1] }}{% endif %}\n"
+    ),
+    "parts": _loop(
+        "<{{ message.role }}>{% for part in message.content if part.type == 'text' %}{{ part.text }}{% endfor %}"
+        f"{_CALLS}\n"
+    ),
+    "tools by another name": _loop(f"{_SAID}{_CALLS}\n").replace("tools or", "xml_tools or"),
     "reads schemas": "{% for tool in tools or [] %}{% for name, value in tool.function.parameters.properties.items() %}"
     "{{ name + value.description }}{% endfor %}{% if 'x' in tool.function.parameters.required %}x"
     "{% endif %}{% endfor %}" + _loop(f"{_SAID}{_CALLS}\n"),

@@ -80,6 +80,7 @@ class AnswersByHeart:
 
 
 def continued(prompt: str, answer: str) -> str:
-    """Return what a model that means `answer` writes behind a prompt which may have its first words already."""
-    begun = max(n for n in range(len(answer)) if prompt.endswith(answer[:n]))
+    """Return what a model that means `answer` writes behind a prompt which may have its first words already, and more
+    line ends behind them."""
+    begun = max(n for n in range(len(answer)) if prompt.rstrip("\n").endswith(answer[:n].rstrip("\n")))
     return answer[begun:]

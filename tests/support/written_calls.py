@@ -17,10 +17,11 @@ from nanoinfer.parsers.tools import Tool
 TEMPLATES = Path(__file__).resolve().parents[1] / "chat" / "templates"
 # As Llama 3.1's: the call is all of an answer.
 LLAMA3 = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
     "{% for message in messages %}<|start_header_id|>{{ message.role }}<|end_header_id|>\n\n"
     "{% if message.tool_calls %}{% set call = message.tool_calls[0].function %}"
     '{{ \'{"name": "\' + call.name + \'", "parameters": \' }}{{ call.arguments | tojson }}{{ "}" }}'
-    "{% else %}{{ message.content }}{% endif %}<|eot_id|>{% endfor %}{# tools #}"
+    "{% else %}{{ message.content }}{% endif %}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
 # As LFM2.5's thinking models have it, and as LFM2's, whose templates write no calls. Texts stand there as they are.
@@ -44,13 +45,14 @@ LFM2_5 = _LFM2.replace(
 
 # As Qwen3.5's: thinking, which the prompt begins or says is done, and calls with a tag for each argument.
 QWEN3_5 = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.role == 'assistant' %}"
     "<think>\n{{ message.reasoning_content or '' }}\n</think>\n\n{{ message.content }}"
     "{% for call in message.tool_calls or [] %}{{ '\\n' if not loop.first else '\\n\\n' if message.content else '' }}"
     "<tool_call>\n<function={{ call.function.name }}>\n"
     "{% for name, value in call.function.arguments | items %}<parameter={{ name }}>\n"
     "{{ value if value is string else value | tojson | safe }}\n</parameter>\n{% endfor %}"
-    "</function>\n</tool_call>{% endfor %}{% else %}{{ message.content }}{% endif %}<|im_end|>\n{% endfor %}{# tools #}"
+    "</function>\n</tool_call>{% endfor %}{% else %}{{ message.content }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n"
     "{{ '' if enable_thinking else '\\n</think>\\n\\n' }}{% endif %}"
 )
