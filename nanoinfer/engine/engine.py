@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -372,9 +372,8 @@ class LLMEngine:
         with self.alone():
             for request in self.live.requests.values():
                 request.abort()
-            self.executor.close()
-            self.masks.close()
-            self.modes.close()  # prompts can still be checked
-            self.intake.close()
-            for name in _PARTS:
-                delattr(self, name)
+            with ExitStack() as stack:  # what an exception leaves half closed is dropped with the rest
+                for name in _PARTS:
+                    stack.callback(delattr, self, name)
+                for part in (self.intake, self.modes, self.masks, self.executor):  # the last is closed first
+                    stack.callback(part.close)  # prompts can still be checked

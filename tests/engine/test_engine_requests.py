@@ -3,6 +3,7 @@
 import gc
 import threading
 import weakref
+from unittest.mock import Mock
 
 import pytest
 from engines import COMMON, VOCAB, assert_pools_as_before, make_engine, outcome, random_prompts, run, some_params
@@ -306,6 +307,17 @@ def test_a_closed_engine_says_so_and_may_be_closed_again(path):
             call()
     with pytest.raises(AttributeError, match="'LLMEngine' object has no attribute 'stop'"):
         engine.stop()
+
+
+def test_an_engine_whose_close_was_interrupted_is_closed(path, monkeypatch):
+    engine = make_engine(path)
+    memory = weakref.ref(engine.runner.gpu_kv)
+    monkeypatch.setattr(engine.runner.model.streamed, "close", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        engine.close()
+    engine.close()
+    gc.collect()
+    assert memory() is None
 
 
 @pytest.mark.parametrize("call", ["generate", "generate_stream", "stats", "switch_mode", "abort", "close"])
