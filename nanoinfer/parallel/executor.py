@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -74,7 +74,7 @@ class ParallelExecutor(Executor):
 
     def _of_each(self, name: str, *arguments: Any) -> list[Any]:
         """Return what each rank answers, this one first. What one raises is raised when all have answered."""
-        with interrupts_held():
+        with self._together():
             self.ranks.tell(name + "?", *arguments)
             own, raised = None, None
             try:
@@ -189,7 +189,8 @@ class ParallelExecutor(Executor):
 
     def close(self) -> None:
         if not self.ranks.has_ended:
-            self.ranks.tell("close")
+            with suppress(RankError):  # one has just ended
+                self.ranks.tell("close")
         self._local.close()
         self.ranks.close()
         self._group.close()
@@ -197,18 +198,26 @@ class ParallelExecutor(Executor):
 
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Have Ctrl-C wait until what all ranks do at a time is done: between two exchanges it would leave some waiting."""
+    """Have Ctrl-C, and a SIGTERM that the program handles, wait until what all ranks do at a time is done: between two
+    exchanges an exception would leave some waiting."""
     if threading.current_thread() is not threading.main_thread():  # others get no signals
         yield
         return
-    before, held = signal.getsignal(signal.SIGINT), []
+    with _held(signal.SIGTERM), _held(signal.SIGINT):
+        yield
+
+
+@contextmanager
+def _held(number: signal.Signals) -> Iterator[None]:
+    """Have one kind of signal wait."""
+    before, held = signal.getsignal(number), []
     if not callable(before):
         yield
         return
-    signal.signal(signal.SIGINT, lambda *arguments: held.append(arguments))
+    signal.signal(number, lambda *arguments: held.append(arguments))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before)
         if held:
             before(*held[-1])

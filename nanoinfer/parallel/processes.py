@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -97,8 +98,8 @@ class Ranks:
             )
             theirs.close()
             self._connections.append(Connection(ours.detach()))
-        self._watcher = threading.Thread(target=self._watch, name="watch-ranks", daemon=True)
-        self._watcher.start()
+        weakref.finalize(self, _kill, self.processes)  # of an engine that is collected, not closed
+        threading.Thread(target=_watch, args=(weakref.ref(self),), name="watch-ranks", daemon=True).start()
 
     def meet(self) -> Path:
         """Return a folder where all ranks can meet: no others have met there."""
@@ -183,13 +184,13 @@ class Ranks:
         for process in self.processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, end - time.monotonic()))
-        self._kill()
+        _kill(self.processes)
         self._temporary.cleanup()
 
-    def _watch(self) -> None:
-        while not self._is_closing and not self._fault:
-            self._look()
-            time.sleep(_LOOKS_S)
+    def look(self) -> bool:
+        """End all if one has ended or hangs; return whether that is to be seen again."""
+        self._look()
+        return not self._is_closing and not self._fault
 
     def _look(self) -> None:
         for rank, process in enumerate(self.processes, 1):
@@ -216,13 +217,21 @@ class Ranks:
         if self._fault or self._is_closing:
             return
         self._fault = fault
-        self._kill()
+        _kill(self.processes)
         if self.on_end is not None:
             self.on_end()
 
-    def _kill(self) -> None:
-        for process in self.processes:
-            if process.poll() is None:
-                process.kill()
-        for process in self.processes:
-            process.wait()
+
+def _watch(ranks: weakref.ref[Ranks]) -> None:
+    """Look at the ranks as long as there is somebody who has them."""
+    while (found := ranks()) is not None and found.look():
+        del found
+        time.sleep(_LOOKS_S)
+
+
+def _kill(processes: list[subprocess.Popen]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+    for process in processes:
+        process.wait()

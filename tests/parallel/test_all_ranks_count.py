@@ -84,10 +84,16 @@ def test_what_raises_here_alone_ends_the_others_and_what_is_asked_does_not(both)
     def broken(*arguments):
         raise ZeroDivisionError
 
+    def ends(*arguments):
+        raise SystemExit
+
     local.load = local.settle = broken
+    local.drain = ends
     with pytest.raises(ZeroDivisionError):
         executor.settle()  # all have answered
     assert not ended
     with pytest.raises(RankError, match="all ended"):
         executor.load([(1, 2)], 5)
-    assert len(ended) == 1
+    with pytest.raises(RankError, match="all ended"):
+        executor.drain()  # what the others answer is not read
+    assert [*map(type, ended)] == [ZeroDivisionError, SystemExit]

@@ -1,5 +1,6 @@
 """A rank that is killed, raises or hangs ends all, with a message that names it; and what the ranks must have alike."""
 
+import gc
 import os
 import random
 import signal
@@ -130,26 +131,49 @@ def test_a_rank_that_is_stopped_between_messages_is_given_up(path, monkeypatch):
     assert lives_not(process)
 
 
-def test_ctrl_c_waits_until_all_have_done_the_same(path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_an_end_that_is_handled_wait_until_all_have_done_the_same(path, number):
     engine = make_engine(path, tensor_parallel_size=2)
     prompts, params = random_prompts(3, 20, 60), some_params(3, 6)
     wanted = run(engine, prompts, params)
     sample, asked = engine.runner.sample, []
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a run in the background ignores
+    before = signal.signal(number, signal.default_int_handler)  # which a run in the background ignores
 
     def interrupted(*arguments):
         if not asked:
-            asked.append(os.kill(os.getpid(), signal.SIGINT))
+            asked.append(os.kill(os.getpid(), number))
         return sample(*arguments)
 
     engine.runner.sample = interrupted
     try:
         with pytest.raises(KeyboardInterrupt):
             run(engine, prompts, params)
+        assert signal.getsignal(number) is signal.default_int_handler
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before)
     assert all(lives(engine)) and run(engine, prompts, params) == wanted
     engine.close()
+
+
+def test_an_engine_that_is_collected_leaves_no_process_and_no_folder(path):
+    engine = make_engine(path, tensor_parallel_size=2)
+    (process,), folder = engine.executor.ranks.processes, engine.executor.ranks.folder
+    del engine
+    for _ in range(PATIENT * 10):  # the thread that watches may have it for a moment
+        gc.collect()
+        if process.returncode is not None and not folder.exists():
+            break
+        time.sleep(0.1)
+    assert lives_not(process) and not folder.exists()
+
+
+def test_an_engine_whose_rank_has_just_ended_is_closed(path):
+    engine = make_engine(path, tensor_parallel_size=2)
+    (process,), folder = engine.executor.ranks.processes, engine.executor.ranks.folder
+    process.kill()
+    process.wait()
+    engine.close()
+    assert not folder.exists()
 
 
 def test_no_process_is_left_where_the_start_fails(path, monkeypatch):
