@@ -114,6 +114,37 @@ class ExpertProjection:
         return out, getattr(module, "bias", None)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sparse:
+    """What a family says about its sparse layers.
+
+    Attributes:
+        routing: how experts are chosen.
+        intermediate_size, shared_size: of an expert, and of the expert that all rows take; 0: there is none.
+        names: of gate, up and down of an expert in the checkpoint.
+        in_turn: whether a tensor of all experts is transposed, and has the rows of gate and up in turn.
+        has_wide_logits: whether the router's logits stay in float32; otherwise they are rounded to the model's dtype.
+        router_bias, expert_bias: whether there are biases.
+        choice_bias: whether a float32 bias is added for the choice alone.
+        has_factors: whether the weight of each expert is multiplied by a number that belongs to the expert.
+        shared_gate: whether a row's part of the shared expert is multiplied by the sigmoid of a number made of the row.
+        activation: inside an expert; None: that of the config.
+    """
+
+    routing: Routing
+    intermediate_size: int
+    shared_size: int = 0
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    in_turn: bool = False
+    has_wide_logits: bool = False
+    router_bias: bool = False
+    expert_bias: bool = False
+    choice_bias: bool = False
+    has_factors: bool = False
+    shared_gate: bool = False
+    activation: GatedActivation | None = None
+
+
 class Experts(nn.Module):
     """The experts of a layer: down(activation(gate(x)) * up(x)) each.
 
@@ -132,29 +163,20 @@ class Experts(nn.Module):
 
     def __init__(
         self,
-        num_experts: int,
         hidden_size: int,
-        intermediate_size: int,
+        sparse: Sparse,
         activation: GatedActivation,
         *,
-        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
-        bias: bool = False,
-        formats: Formats = DENSE,
-        is_fused: bool = False,
-        in_turn: bool = False,
         is_shared: bool = False,
+        formats: Formats = DENSE,
         shard: Shard = WHOLE,
         dtype: torch.dtype,
         device,
     ) -> None:
-        """names: of gate, up and down in the checkpoint; formats: by these names below the number of an expert.
+        """is_shared: there is one expert, that of all rows, whose names have no number.
 
-        num_experts, intermediate_size: whole ones. A rank has some of several experts, whose numbers count from its
-        first one on, and of a shared one some columns.
-
-        is_fused: whether a tensor of the checkpoint holds all experts, gate and up as one; otherwise each has its own.
-        in_turn: as in `Sparse`.
-        is_shared: there is one expert, whose names have no number.
+        formats: of the whole MLP. A rank has some of several experts, whose numbers count from its first one on, and of
+        a shared one some columns.
         """
         super().__init__()
         if activation.limit is None and activation.name not in ACTIVATIONS:
@@ -162,8 +184,16 @@ class Experts(nn.Module):
             raise ValueError(
                 f"activation {shown(activation.name)} is not supported{hint}. Supported: {', '.join(ACTIVATIONS)}"
             )
+        num_experts, intermediate_size = sparse.routing.num_experts, sparse.intermediate_size
+        names, bias = sparse.names, sparse.expert_bias
+        # Whether a tensor of the checkpoint holds all experts, gate and up as one; otherwise each has its own.
+        self.is_fused, self.in_turn = _is_fused(sparse, formats), sparse.in_turn
+        if is_shared:
+            num_experts, intermediate_size, names, bias = 1, sparse.shared_size, Sparse.names, False
+            self.is_fused = self.in_turn = False
+        formats = formats.below("shared_experts" if is_shared else "experts")
         self.num_experts, self.activation, self.is_shared = num_experts, activation, is_shared
-        self.names, self.is_fused, self.in_turn, self.first_expert = names, is_fused, in_turn, 0
+        self.names, self.first_expert = names, 0
         gate, up, down = (self._format_of(formats, name) for name in names)
         self.cut, self.held = columns_cut(intermediate_size, down.column_block), None
         self._of_shared: dict[str, Held] = {}
@@ -310,37 +340,6 @@ class Experts(nn.Module):
                 module.bias.normal_(0.0, 0.02, generator=generator)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sparse:
-    """What a family says about its sparse layers.
-
-    Attributes:
-        routing: how experts are chosen.
-        intermediate_size, shared_size: of an expert, and of the expert that all rows take; 0: there is none.
-        names: of gate, up and down of an expert in the checkpoint.
-        in_turn: whether a tensor of all experts is transposed, and has the rows of gate and up in turn.
-        has_wide_logits: whether the router's logits stay in float32; otherwise they are rounded to the model's dtype.
-        router_bias, expert_bias: whether there are biases.
-        choice_bias: whether a float32 bias is added for the choice alone.
-        has_factors: whether the weight of each expert is multiplied by a number that belongs to the expert.
-        shared_gate: whether a row's part of the shared expert is multiplied by the sigmoid of a number made of the row.
-        activation: inside an expert; None: that of the config.
-    """
-
-    routing: Routing
-    intermediate_size: int
-    shared_size: int = 0
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    in_turn: bool = False
-    has_wide_logits: bool = False
-    router_bias: bool = False
-    expert_bias: bool = False
-    choice_bias: bool = False
-    has_factors: bool = False
-    shared_gate: bool = False
-    activation: GatedActivation | None = None
-
-
 class SparseMLP(nn.Module):
     """The sum of a row's experts, weighted by a router, and of a shared expert, if there is one.
 
@@ -379,35 +378,14 @@ class SparseMLP(nn.Module):
         self.factors = None
         if sparse.has_factors:
             self.factors = nn.Parameter(torch.empty(routing.num_experts, **options), requires_grad=False)
-        self.experts = Experts(
-            routing.num_experts,
-            hidden_size,
-            sparse.intermediate_size,
-            activation,
-            names=sparse.names,
-            bias=sparse.expert_bias,
-            formats=formats.below("experts"),
-            is_fused=_is_fused(sparse, formats),
-            in_turn=sparse.in_turn,
-            shard=shard,
-            **options,
-        )
+        of_experts = options | dict(formats=formats, shard=shard)
+        self.experts = Experts(hidden_size, sparse, activation, **of_experts)
         if self.is_part:
             first = self.experts.first_expert
             self.routing = replace(routing, here=(first, first + self.experts.num_experts))
         self.shared_experts = None
         if sparse.shared_size:
-            of_shared = formats.below("shared_experts")
-            self.shared_experts = Experts(
-                1,
-                hidden_size,
-                sparse.shared_size,
-                activation,
-                formats=of_shared,
-                is_shared=True,
-                shard=shard,
-                **options,
-            )
+            self.shared_experts = Experts(hidden_size, sparse, activation, is_shared=True, **of_experts)
         self.shared_gate = Linear(hidden_size, 1, **options) if sparse.shared_gate and sparse.shared_size else None
 
     def add(

@@ -16,34 +16,32 @@ class LayerInputs(nn.Module):
     The norm is one of each layer's part. Each product and sum is rounded to the model's dtype.
 
     Args:
-        size: values of one layer.
-        is_on_host: whether the table lies in memory of the host, of which the device reads rows.
+        table: of all layers, one layer's values behind the other's.
+        norm: of one layer's values.
     """
 
     def __init__(
         self,
-        vocab_size: int,
+        table: Embedding,
+        norm: RMSNorm,
         hidden_size: int,
         num_layers: int,
-        size: int,
-        norm: type[RMSNorm],
-        eps: float,
         *,
-        is_on_host: bool,
         formats: Formats,
         dtype: torch.dtype,
         device,
     ) -> None:
         super().__init__()
-        options, of_table = dict(dtype=dtype, device=device), formats.of_embeddings("model.embed_tokens_per_layer")
-        self.table = Embedding(
-            vocab_size, num_layers * size, is_tied=False, is_on_host=is_on_host, formats=of_table, **options
+        self.table, self.norm, self._size = table, norm, norm.weight.numel()
+        self._factor, of_table = hidden_size**-0.5, torch.tensor(self._size**0.5, dtype=dtype, device="cpu")
+        self._table_factor = of_table.item()
+        self.projection = Linear(
+            hidden_size,
+            num_layers * self._size,
+            formats=formats.below("model.per_layer_model_projection"),
+            dtype=dtype,
+            device=device,
         )
-        formats = formats.below("model.per_layer_model_projection")
-        self.projection = Linear(hidden_size, num_layers * size, formats=formats, **options)
-        self.norm = norm(size, eps, **options)
-        self._size, self._factor = size, hidden_size**-0.5
-        self._table_factor = torch.tensor(size**0.5, dtype=dtype, device="cpu").item()
 
     def forward(self, token_ids: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Compute them for all layers, one layer's behind the other's, in `out` if that is given.

@@ -37,7 +37,7 @@ from nanoinfer.kernels.attention.spec import HeadShape
 from nanoinfer.kernels.layer.state_runs import StateRuns
 from nanoinfer.kernels.linear.shard import Held, Shard, held_rows
 from nanoinfer.layers.experts import Experts
-from nanoinfer.layers.formats.base import Filling, Renamed, rename
+from nanoinfer.layers.formats.base import Filling, Formats, Renamed, rename
 from nanoinfer.layers.fused_experts import fused_held, fused_views
 from nanoinfer.layers.layer_inputs import LayerInputs
 from nanoinfer.layers.linear import Embedding, Head, Linear, head_block, head_rows, share_scratch
@@ -122,10 +122,7 @@ class Decoder(nn.Module):
         self.streamed.take_embeddings(self.embed_tokens)
         self.layer_inputs = None
         if traits.layer_input_size:
-            sizes = spec.vocab_size, spec.hidden_size, len(spec.layers), traits.layer_input_size
-            options |= dict(is_on_host=on_host.tables, formats=formats)
-            self.layer_inputs = LayerInputs(*sizes, traits.norm, traits.norm_eps, **options)
-            options = dict(dtype=spec.dtype, device=device)
+            self.layer_inputs = self._make_layer_inputs(traits, formats, on_host.tables, options)
             self.streamed.take_table(self.layer_inputs.table)
         self.layers = nn.ModuleList()
         for index, state in enumerate(spec.layers):
@@ -170,6 +167,13 @@ class Decoder(nn.Module):
             self.query_scales = query_scales(*traits.query_scaling, max_position, dtype=spec.dtype, device=device)
         options["context"] = Context(hf_config.max_position_embeddings, context or spec.max_position)
         self.rope_tables = [rope_table(rope, head_dim, max_position, **options) for rope, head_dim in ropes]
+
+    def _make_layer_inputs(self, traits: Traits, formats: Formats, is_on_host: bool, options: dict) -> LayerInputs:
+        spec, size = self.spec, traits.layer_input_size
+        of_table = dict(is_on_host=is_on_host, formats=formats.of_embeddings("model.embed_tokens_per_layer"))
+        table = Embedding(spec.vocab_size, len(spec.layers) * size, is_tied=False, **of_table, **options)
+        norm = traits.norm(size, traits.norm_eps, **options)
+        return LayerInputs(table, norm, spec.hidden_size, len(spec.layers), formats=formats, **options)
 
     # What a family reads from its config
 

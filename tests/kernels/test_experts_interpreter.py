@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from expert_cases import experts_of
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
@@ -25,7 +26,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=st
 def make_experts(dtype, activation=SILU) -> Experts:
     """Weights are whole eighths: sums of products with such rows are exact, in whatever order numpy adds them."""
     bias = activation is CLAMPED
-    owner = Experts(EXPERTS, HIDDEN, SIZE, activation, bias=bias, dtype=dtype, device="cpu")
+    owner = experts_of(EXPERTS, HIDDEN, SIZE, activation, bias=bias, dtype=dtype, device="cpu")
     share_pools(torch.nn.ModuleList([owner]), device="cpu")
     owner.fill_with_noise(torch.Generator().manual_seed(1))
     values = owner.pool.view(dtype)

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from engines import LAYER_BLOCK_BYTES, SMALL, assert_pools_as_before, make_engine, random_prompts, run, some_params
+from expert_cases import experts_of
 from safetensors.torch import load_file, save_file
 from simulated import SimulatedRuntime
 from tiny_models import make_checkpoint
 
 from nanoinfer.common import exact
 from nanoinfer.kernels.experts.routing import GatedActivation
-from nanoinfer.layers.experts import Experts
 from nanoinfer.layers.formats import registry
 from nanoinfer.layers.formats.base import DENSE, CheckpointTensors, WeightFormat
 from nanoinfer.layers.formats.parted import Parted, merge_formats
@@ -148,6 +148,6 @@ def test_any_formats_may_be_those_of_a_merged_projection():
 
 def test_experts_refuse_a_format_that_their_kernels_cannot_read():
     with pytest.raises(ValueError, match="experts' gate_proj and up_proj are Int8Rows: kernels of experts read"):
-        Experts(
+        experts_of(
             2, 16, 16, GatedActivation(name="silu"), formats=Int8Rows({"bits": 8}), dtype=torch.float32, device="cpu"
         )

@@ -14,6 +14,7 @@ import sys
 from dataclasses import replace
 
 import torch
+from expert_cases import experts_of
 from kv_one_vector import OneVector as AnyVector
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -159,7 +160,6 @@ from nanoinfer.kernels.step import masks as step_masks
 from nanoinfer.kernels.step import rows as step_rows
 from nanoinfer.kernels.step import sample
 from nanoinfer.layers.expert_pools import share_pools
-from nanoinfer.layers.experts import Experts
 from nanoinfer.layers.formats.base import DENSE
 from nanoinfer.layers.formats.gguf_blocks import BLOCKS
 from nanoinfer.layers.formats.scaled import PackedScaled as Packed
@@ -358,7 +358,7 @@ def compile_experts() -> None:
         # Narrow planes, as those of gpt-oss.
         hidden, inner = (192, 192) if formats is fp4 and activation is clamp else (512, 256)
         options = dict(bias=activation is clamp, formats=formats, dtype=torch.bfloat16, device="cpu")
-        owner = Experts(8, hidden, inner, activation, **options)
+        owner = experts_of(8, hidden, inner, activation, **options)
         share_pools(torch.nn.ModuleList([owner]), device="cpu")
         for num_rows in numbers:
             x = zeros(num_rows, hidden)

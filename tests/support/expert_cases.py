@@ -6,9 +6,9 @@ import torch
 from packings import PACKINGS, fill
 from torch import Tensor
 
-from nanoinfer.kernels.experts.routing import ExpertWeights, GatedActivation
+from nanoinfer.kernels.experts.routing import ExpertWeights, GatedActivation, Routing
 from nanoinfer.kernels.linear.packing import Packing
-from nanoinfer.layers.experts import Experts
+from nanoinfer.layers.experts import Experts, Sparse
 from nanoinfer.layers.formats.base import DENSE, Formats, WeightFormat
 from nanoinfer.layers.formats.packed import Packed
 
@@ -36,6 +36,15 @@ class Mixed(Formats):
         return self._formats[name.rpartition(".")[2]]
 
 
+def experts_of(
+    num_experts: int, hidden_size: int, size: int, activation: GatedActivation, *, bias: bool = False, **options
+) -> Experts:
+    """Experts without a router. options: as of `Experts`."""
+    routing = Routing(num_experts=num_experts, num_chosen=1)
+    sparse = Sparse(routing=routing, intermediate_size=size, shared_size=size, expert_bias=bias)
+    return Experts(hidden_size, sparse, activation, **options)
+
+
 def make_experts(
     formats: str | Formats,
     hidden_size: int,
@@ -57,10 +66,10 @@ def make_experts(
     """
     if isinstance(formats, str):
         formats = format_of(formats, dtype if dtype == torch.bfloat16 else None)
-    experts = Experts(
-        num_experts, hidden_size, intermediate_size, activation, bias=bias, formats=formats, is_shared=is_shared,
-        dtype=dtype, device=device,
-    )  # fmt: skip
+    sizes = num_experts, hidden_size, intermediate_size
+    experts = experts_of(
+        *sizes, activation, bias=bias, formats=formats, is_shared=is_shared, dtype=dtype, device=device
+    )
     pool = torch.zeros(num_experts + 2, experts.stride, dtype=torch.uint8, device=device)
     table = torch.arange(num_experts, dtype=torch.int32)
     table = table.flip(0) if is_reversed else table
