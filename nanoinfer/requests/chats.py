@@ -97,7 +97,14 @@ class ChatTemplate:
             are_named = not tools or _TOOLS_NAME in (variables or {}) or text is None or TOOL in text
             return missing(chat, text), not are_named
 
-        parts, has_no_tools = self._findings.get((_order(messages), *key), lost)
+        self._check(messages, *self._findings.get((_order(messages), *key), lost))
+        return found
+
+    def _check(self, messages: Sequence[Mapping[str, Any]], parts: list[tuple[int, str]], has_no_tools: bool) -> None:
+        """Raise RequestError if something of the conversation would not be in the prompt.
+
+        parts: those that would not, by their message. has_no_tools: neither would the tools.
+        """
         if has_no_tools:
             raise RequestError(
                 "the tools would not be in the prompt, as the chat template leaves them out of such a conversation: "
@@ -115,7 +122,6 @@ class ChatTemplate:
                 )
             if not self.form.is_harmony:  # where it is a thought
                 self._findings.notice(f"{where} is left out: the chat template has no place for text beside calls")
-        return found
 
     def next_beginning(
         self, messages: Sequence[Mapping[str, Any]], answer: Mapping[str, Any], *arguments: Any, **how: Any
