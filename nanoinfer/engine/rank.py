@@ -24,6 +24,7 @@ from nanoinfer.engine.start import Share, known
 from nanoinfer.execution.group import Group
 from nanoinfer.execution.local import LocalExecutor
 from nanoinfer.kernels.linear.shard import Shard
+from nanoinfer.parallel.alike import set_alike
 from nanoinfer.parallel.processes import Signs
 from nanoinfer.step.messages import decode, encode
 
@@ -81,7 +82,8 @@ class Rank:
             answer = "raised", error
         self._connection.send_bytes(encode(answer))
 
-    def _find_place(self, device: str) -> None:
+    def _find_place(self, device: str, settings: list) -> None:
+        set_alike(settings)
         self._place = resolve_device(device)
 
     def _join(self, folder: str) -> None:

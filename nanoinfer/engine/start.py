@@ -31,7 +31,7 @@ from nanoinfer.memory.remedies import with_remedies
 from nanoinfer.memory.setup import Setup
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.streamed import HostPlacement
-from nanoinfer.parallel.alike import check_alike, check_devices, hash_of
+from nanoinfer.parallel.alike import check_alike, check_devices, hash_of, settings
 from nanoinfer.parallel.executor import ParallelExecutor
 from nanoinfer.parallel.processes import Ranks
 from nanoinfer.step.executor import Executor
@@ -115,7 +115,6 @@ class Share:
         same = [
             ("GPU", device.name),
             ("version of torch", torch.__version__),
-            ("CPU threads", torch.get_num_threads()),
             ("model files", hash_of(files)),
         ]
         memory = device_memory(device.torch_device)
@@ -153,7 +152,7 @@ class Several:
         self._settings = asdict(replace(config, progress_bar=False, skip_tokenizer_init=True))
         self._settings |= {name: str(one) for name, one in self._settings.items() if isinstance(one, Path)}
         try:
-            self._ranks.ask("place?", config.device)  # a rank without a device would never come to meet
+            self._ranks.ask("place?", config.device, settings())  # a rank without a device would never come to meet
             folder = self._ranks.meet()
             self._ranks.tell("join?", str(folder))
             self._group = Group(folder, 0, size, place)

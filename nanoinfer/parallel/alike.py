@@ -21,6 +21,25 @@ def hash_of(value: Any) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
+_OF_PRODUCTS = (
+    "fp32_precision", "allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction",
+    "allow_fp16_accumulation",
+)  # fmt: skip
+
+
+def settings() -> list:
+    """Return what a program may have set in torch, in this process alone, that changes bits."""
+    return [torch.get_num_threads(), *(getattr(torch.backends.cuda.matmul, name) for name in _OF_PRODUCTS)]
+
+
+def set_alike(given: list) -> None:
+    """Set what rank 0's process has set."""
+    num_threads, *of_products = given
+    torch.set_num_threads(num_threads)
+    for name, value in zip(_OF_PRODUCTS, of_products, strict=True):
+        setattr(torch.backends.cuda.matmul, name, value)
+
+
 def check_alike(facts: list[list], allow_uneven: bool = False) -> None:
     """Compare what ranks have said, rank 0 first: pairs of what it is and what it is there, and memory.
 

@@ -11,6 +11,7 @@ from tiny_models import make_checkpoint
 from nanoinfer import EngineConfig, LLMEngine, SamplingParams
 from nanoinfer.kernels.linear.shard import held_rows, ranges_of
 from nanoinfer.layers.norm import OwnPart
+from nanoinfer.parallel.alike import set_alike, settings
 from nanoinfer.verify import verify
 
 MODES = {
@@ -102,6 +103,17 @@ def test_four_agree_in_every_mode_and_have_the_tokens_of_one(family, tmp_path):
     first = outcomes(path, 4, params=params)
     assert [[one[0] for one in request] for request in first] == [[one[0] for one in request] for request in alone]
     assert outcomes(path, 4, params=params, **MODES["streamed"] | dict(num_gpu_blocks_override=60)) == first
+
+
+def test_ranks_have_what_the_program_has_set_in_torch(tmp_path):
+    path, before = make_checkpoint("qwen3", tmp_path), settings()
+    wanted = [before[0] + 1, "tf32", *(not one for one in before[2:])]
+    set_alike(wanted)
+    try:
+        assert settings() == wanted
+        assert outcomes(path, 2) == outcomes(path, 1)
+    finally:
+        set_alike(before)
 
 
 def test_masks_biases_and_changed_logits_are_those_of_rank_0(tmp_path):
