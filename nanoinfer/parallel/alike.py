@@ -67,10 +67,11 @@ def check_devices(size: int, device: str, place: torch.device) -> None:
             f"tensor_parallel_size={size} under torchrun, or another launcher that has set WORLD_SIZE: an engine "
             "starts its ranks itself. Run the command with python, or make an LLM in a script, which may be launched"
         )
-    if ":" in device:
+    if ":" in device or place.index:
         raise ValueError(
-            f"device={device!r} with tensor_parallel_size={size}: ranks take the GPUs from the first on; name others "
-            "with the environment variable CUDA_VISIBLE_DEVICES"
+            f"device={device!r} with tensor_parallel_size={size} is {place} here, and ranks take the GPUs from the "
+            "first on: name others with the environment variable CUDA_VISIBLE_DEVICES, and leave out "
+            "torch.cuda.set_device"
         )
     described = device_of(place)
     if described.is_host:

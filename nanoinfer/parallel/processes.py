@@ -87,10 +87,11 @@ class Ranks:
         self._is_closing, self._num_told = False, 0
         self.processes: list[subprocess.Popen] = []
         self._connections: list[Connection] = []
+        paths = [one for one in sys.path if one and isinstance(one, str)]  # what else is there, Python leaves out, too
         for rank in range(1, size):
             ours, theirs = socket.socketpair()
             command = [sys.executable, "-m", WORKER, str(theirs.fileno()), str(rank), str(size), str(self.folder)]
-            own = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | environment(rank)
+            own = os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | environment(rank)
             self.processes.append(
                 subprocess.Popen(
                     command, pass_fds=[theirs.fileno()], env=own, stdin=subprocess.DEVNULL, start_new_session=True

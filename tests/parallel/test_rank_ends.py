@@ -4,9 +4,11 @@ import gc
 import os
 import random
 import signal
+import sys
 import time
 from contextlib import closing
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +21,7 @@ from tiny_models import make_checkpoint
 from nanoinfer import LLMEngine
 from nanoinfer.engine import start
 from nanoinfer.execution.group import Group
-from nanoinfer.parallel.alike import check_alike, check_devices
+from nanoinfer.parallel.alike import check_alike, check_devices, settings
 from nanoinfer.parallel.processes import RankError, Ranks, Signs
 from nanoinfer.serve.async_engine import AsyncEngine
 from nanoinfer.serve.errors import UnavailableError
@@ -290,5 +292,13 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
         check_devices(2, "auto", torch.device("cpu"))
     device.count = lambda: 2
     check_devices(2, "auto", torch.device("cpu"))
-    with pytest.raises(ValueError, match="name others with the environment variable"):
-        check_devices(2, "cuda:1", torch.device("cpu"))
+    for asked, current in (("cuda:1", torch.device("cpu")), ("auto", torch.device("cuda:1"))):
+        with pytest.raises(ValueError, match=f"{current} here, .* name others with the environment variable"):
+            check_devices(2, asked, current)
+
+
+def test_a_rank_looks_for_modules_where_python_does(monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("odd"), ""])
+    ranks = Ranks(2, lambda rank: {})
+    assert ranks.ask("place?", "cpu", settings()) == [None]
+    ranks.close(at_once=True)
