@@ -38,6 +38,7 @@ class Turns:
         self.dropped: list[str] = []
         self._end_dropped = end_dropped
         self._inside: dict[str, int] = {}  # the thread that is in a call, if one is
+        self._is_ending = False  # whether somebody ends what was dropped, and looks again behind that
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -69,9 +70,13 @@ class Turns:
         next change or when it leaves.
         """
         self.dropped += request_ids
-        while self.dropped and not self._inside:
-            with suppress(BusyError):  # somebody came in meanwhile, and looks here when it leaves
-                self._end_dropped()
+        while self.dropped and not self._inside and not self._is_ending:
+            self._is_ending = True
+            try:
+                with suppress(BusyError):  # somebody came in meanwhile, and looks here when it leaves
+                    self._end_dropped()
+            finally:
+                self._is_ending = False
 
 
 class LiveRequests:
