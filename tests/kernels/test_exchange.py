@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from two_mailboxes import PROGRAMS, WORDS, mailboxes, say_for_the_second
 
 from nanoinfer.kernels import fused
-from nanoinfer.kernels.launch.exchange import BLOCK
+from nanoinfer.kernels.launch.exchange import BLOCK, far_ahead
 
 
 def test_both_have_what_both_gave_however_many_exchanges_there_were():
@@ -23,6 +23,27 @@ def test_both_have_what_both_gave_however_many_exchanges_there_were():
             assert torch.equal(box.gather(gives[box.sizes["RANK"]]), torch.stack(gives))
             assert box.addresses[2].tolist() == [number, 0]
         assert signals[1][0] == signals[0][PROGRAMS] == number  # and no rank has said anything for another
+
+
+def test_the_count_of_exchanges_may_run_over():
+    """After two thousand million of them, which are hours."""
+    boxes, memories, signals = mailboxes()
+    for box in boxes:
+        box.addresses[2][0] = 2**31 - 3
+    for tensor in signals:
+        tensor.fill_(2**31 - 3)
+    for number in (2**31 - 2, 2**31 - 1, -(2**31), -(2**31) + 1, -(2**31) + 2):
+        gives = [torch.full((6,), number + rank, dtype=torch.int64).to(torch.int32) for rank in range(2)]
+        say_for_the_second(number, gives[1], memories, signals)
+        for box in boxes:
+            assert torch.equal(box.gather(gives[box.sizes["RANK"]]), torch.stack(gives))
+            assert box.addresses[2].tolist() == [number, 0]
+
+
+@pytest.mark.parametrize("number", [0, 2**30 + 9, 2**31 - 2, -(2**31), -5])
+def test_who_is_released_takes_any_exchange_for_said(number):
+    here = torch.tensor([number], dtype=torch.int32)
+    assert far_ahead(here) - (here + 1) > 0
 
 
 def test_what_has_no_room_in_a_slot_goes_in_several_exchanges():

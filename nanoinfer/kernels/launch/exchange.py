@@ -6,6 +6,7 @@ until all others have said so here. Then the parts of all lie in this rank's mem
 The memory has two slots, used in turn. Who writes to a slot for exchange n has finished exchange n - 1, for which every
 other rank had to begin it, behind whatever has read the slot of exchange n - 2. So nobody's numbers are overwritten
 before they are read. How many exchanges there were is counted on the device: a graph may be replayed after any other.
+The count runs over after some hours: what matters of it are its last bit and how far another one is ahead.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def gather_kernel(
     let_next_in(PDL)
     program = tl.program_id(0)
     number = tl.load(counts, volatile=True) + 1
-    slot = (number % 2).to(tl.int64) * slot_words
+    slot = (number & 1).to(tl.int64) * slot_words
     at = program * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     values = tl.load(own + at, mask=inside, other=0)
@@ -91,6 +92,11 @@ def gather_kernel(
         part = tl.load(here + other * size + at, mask=inside, other=0)
         tl.store(out + other * out_stride + at, part, mask=inside)
     end_exchange(counts, number)
+
+
+def far_ahead(number: Tensor) -> Tensor:
+    """Return the count that an exchange of this number, and any that follows for hours, takes for said."""
+    return number + 2**30
 
 
 class Mailbox:
@@ -123,10 +129,12 @@ class Mailbox:
     @torch.inference_mode()
     def release(self) -> None:
         """Have kernels of this rank wait for nobody any more, whoever has ended: called from any thread."""
-        signals = self._kept[1][self._rank]
+        signals, counts = self._kept[1][self._rank], self.addresses[2]
         streams = device_of(signals.device).streams
         with streams.stream(stream := streams.Stream(signals.device)):
-            signals.copy_(torch.full(signals.shape, 2**30, dtype=torch.int32).pin_memory(), non_blocking=True)
+            number = torch.empty(1, dtype=torch.int32, pin_memory=True).copy_(counts[:1], non_blocking=True)
+            stream.synchronize()
+            signals.copy_(far_ahead(number).expand(signals.shape).contiguous().pin_memory(), non_blocking=True)
             stream.synchronize()
 
     def gather(self, own: Tensor) -> Tensor:

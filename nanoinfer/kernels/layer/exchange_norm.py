@@ -51,7 +51,7 @@ def exchange_norm_kernel(
     wait_for_inputs(PDL)
     let_next_in(PDL)
     number = tl.load(counts, volatile=True) + 1
-    slot = (number % 2).to(tl.int64) * slot_words
+    slot = (number & 1).to(tl.int64) * slot_words
     size = tl.num_programs(0) * SIZE
     part = tl.load(own + row * SIZE + columns, mask=inside, other=0.0)
     at = slot + row * SIZE + columns
