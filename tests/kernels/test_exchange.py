@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from two_mailboxes import PROGRAMS, WORDS, mailboxes, say_for_the_second
 
 from nanoinfer.kernels import fused
-from nanoinfer.kernels.launch.exchange import BLOCK, far_ahead
+from nanoinfer.kernels.launch.exchange import BLOCK, MOST_AHEAD, far_ahead
 
 
 def test_both_have_what_both_gave_however_many_exchanges_there_were():
@@ -43,7 +43,7 @@ def test_the_count_of_exchanges_may_run_over():
 @pytest.mark.parametrize("number", [0, 2**30 + 9, 2**31 - 2, -(2**31), -5])
 def test_who_is_released_takes_any_exchange_for_said(number):
     here = torch.tensor([number], dtype=torch.int32)
-    assert far_ahead(here) - (here + 1) > 0
+    assert MOST_AHEAD.value > (far_ahead(here) - (here + 1)) > 2**19
 
 
 def test_what_has_no_room_in_a_slot_goes_in_several_exchanges():
@@ -66,16 +66,23 @@ def test_a_slot_is_written_to_again_in_the_exchange_after_the_next():
     assert memories[1][:4].tolist() == [2] * 4 and memories[1][WORDS // 2 : WORDS // 2 + 4].tolist() == [3] * 4
 
 
-def test_who_is_first_waits_for_the_other(monkeypatch):
+@pytest.mark.parametrize("number, before", [(1, 0), (100 - 2**31, 5), (2**30, 0)])
+def test_who_is_first_waits_for_the_other(monkeypatch, number, before):
+    """However long ago that one has said something with as many programs."""
     monkeypatch.setattr("nanoinfer.kernels.launch.exchange.MOST_LOOKS", 10**5)  # some seconds here
     boxes, memories, signals = mailboxes()
-    own, other = (torch.full((99,), number, dtype=torch.int32) for number in (5, 6))
+    boxes[0].addresses[2][0] = number - 1
+    signals[0].fill_(before)
+    own, other = (torch.full((99,), value, dtype=torch.int32) for value in (5, 6))
     with ThreadPoolExecutor(1) as pool:
         gathered = pool.submit(boxes[0].gather, own)
         while not signals[1][0]:  # it has said that its part is written
             time.sleep(0.01)
-        assert torch.equal(memories[1][WORDS // 2 :][: len(own)], own), "what is said to be there is there"
-        say_for_the_second(1, other, memories, signals)
+        time.sleep(0.05)
+        assert not gathered.done()
+        begin = number % 2 * (WORDS // 2)
+        assert torch.equal(memories[1][begin : begin + len(own)], own), "what is said to be there is there"
+        say_for_the_second(number, other, memories, signals)
         assert torch.equal(gathered.result(), torch.stack((own, other)))
 
 

@@ -24,6 +24,8 @@ BLOCK = 2048
 MOST_LOOKS = 2**27
 """A kernel that has looked so often, for a minute or more, gives up, so that its process can be ended: who watches the
 ranks has said why before."""
+MOST_AHEAD = tl.constexpr(2**20)
+"""Exchanges that follow in a process whose others have ended: those of the steps that were launched, at most."""
 
 
 @triton.jit
@@ -39,10 +41,11 @@ def say_and_wait(
     said_here = tl.load(signals + RANK).to(tl.pointer_type(tl.int32))
     for step in tl.static_range(1, RANKS):
         said_at = said_here + (RANK + step) % RANKS * PROGRAMS + program
-        said = tl.atomic_add(said_at, 0, sem="acquire", scope="sys")
+        ahead = tl.atomic_add(said_at, 0, sem="acquire", scope="sys") - number
         looks = 0
-        while (said - number < 0) & (looks < most_looks):  # the other may be an exchange ahead
-            said = tl.atomic_add(said_at, 0, sem="acquire", scope="sys")
+        # The other may be an exchange ahead. What is far ahead was said before the count ran over.
+        while ((ahead < 0) | (ahead > MOST_AHEAD)) & (looks < most_looks):
+            ahead = tl.atomic_add(said_at, 0, sem="acquire", scope="sys") - number
             looks += 1
     tl.debug_barrier()  # one thread has seen what all read now
 
@@ -95,8 +98,8 @@ def gather_kernel(
 
 
 def far_ahead(number: Tensor) -> Tensor:
-    """Return the count that an exchange of this number, and any that follows for hours, takes for said."""
-    return number + 2**30
+    """Return the count that whatever may follow an exchange of this number takes for said."""
+    return number + MOST_AHEAD.value
 
 
 class Mailbox:
