@@ -66,10 +66,10 @@ class LLM:
         self._new_ids = map(str, itertools.count())
         self._streams: dict[str, _Stream] = {}  # by request: the stream that gets its outputs, whoever runs the step
         if self.engine.config.progress_bar:
-            _report(f"{self.mode} mode; {self.engine.plan.one_line()}")
+            self._report(self.engine.plan.one_line(self.mode))
             if self.engine.runner.graph_memory is not None and self.engine.runner.graph_memory[0]:
                 before, after = (num_bytes / 2**30 for num_bytes in self.engine.runner.graph_memory)
-                _report(f"GPU memory in use {before:.2f} GiB before graph capture, {after:.2f} GiB after")
+                self._report(f"GPU memory in use {before:.2f} GiB before graph capture, {after:.2f} GiB after")
 
     @property
     def engine(self) -> LLMEngine:
@@ -143,7 +143,7 @@ class LLM:
                         requests.append(self.engine.add_request(request_id, *arguments))
                 self._run(requests, use_tqdm)
                 if use_tqdm and self.engine.config.progress_bar:
-                    _report(run_line(self.engine, before))
+                    self._report(run_line(self.engine, before))
             finally:
                 for request_id in ids:
                     self.engine.abort(request_id)  # requests that an exception left behind
@@ -153,6 +153,9 @@ class LLM:
         for place, request in failed:
             warnings.warn(f"prompt {place} of {len(requests)} failed: {request.error}", stacklevel=3)
         return [request.output() for request in requests]
+
+    def _report(self, text: str) -> None:
+        print(f"nanoinfer: {text}", file=sys.stderr)
 
     def _run(self, requests: list[Request], use_tqdm: Progress) -> None:
         """Run steps until all `requests` have ended."""
@@ -412,7 +415,3 @@ def _refuse(unsupported: dict[str, Any], table: Table, method: Callable) -> None
         )
     allowed = [name for name in inspect.signature(method).parameters if name not in ("self", "unsupported")]
     supported(unsupported, table, allowed, method.__name__)
-
-
-def _report(text: str) -> None:
-    print(f"nanoinfer: {text}", file=sys.stderr)

@@ -66,8 +66,8 @@ def weights_prefill(bench: Bench) -> dict:
         answers.append(bench.outputs(llm, [tokens // 2]))
         plan = llm.engine.plan
         streamed = plan.streamed_bytes or streamed
-        assert not bench.is_cuda or (plan.embedding_bytes > 0) == (name != "resident"), plan.one_line()
-        assert not bench.is_cuda or (plan.streamed_bytes > 0) == (name == "streamed"), plan.one_line()
+        assert not bench.is_cuda or (plan.embedding_bytes > 0) == (name != "resident"), plan.one_line("resident")
+        assert not bench.is_cuda or (plan.streamed_bytes > 0) == (name == "streamed"), plan.one_line("resident")
         found[name] = {"seconds": statistics.median(row.time_to_first_token for row in rows)}
         steps[name] = peak(llm) | {"seconds_per_token": statistics.median(row.seconds_per_token for row in rows)}
         bench.release(llm)

@@ -32,8 +32,8 @@ def check_format(kv_format: KVFormat, lacks_float8: str | None) -> None:
     """Raise ValueError if our kernels cannot read a format on a device. lacks_float8: as `Device.lacks_float8`."""
     if (lacks := kv_format.lacks(lacks_float8)) is not None:
         raise ValueError(
-            f'kv_cache_dtype="{kv_format.name}" needs {lacks}: set kv_cache_dtype="auto"; weights in fewer bits '
-            "(quantization) leave more room for it, and a shorter max_model_len takes less"
+            f'kv_cache_dtype="{kv_format.name}" needs {lacks}: give kv_cache_dtype="int8", which takes about as '
+            'little memory, or "auto"'
         )
 
 

@@ -9,10 +9,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import nanoinfer
 from nanoinfer.chat.settings import VARIABLES, Settings
-from nanoinfer.commands.model import prepare
-from nanoinfer.options.engine import add_engine_options, engine_arguments
+from nanoinfer.commands.model import load, prepare
+from nanoinfer.options.engine import add_engine_options
 from nanoinfer.options.parser import REFUSED, Parser, in_options
 from nanoinfer.options.sampling import add_sampling_options, sampling_params
 
@@ -44,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     from nanoinfer.chat.loop import converse
     from nanoinfer.chat.session import Session
 
-    with nanoinfer.LLM(options.model, **engine_arguments(options), progress_bar=sys.stderr.isatty()) as llm:
+    with load(options) as llm:
         settings = replace(settings, params=sampling_params(options, llm.engine.sampling_defaults, None))
         session = Session(EngineModel(llm, options.model), settings, options.system)
         if is_on_terminal:

@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import nanoinfer
-from nanoinfer.commands.model import prepare
+from nanoinfer.commands.model import load, prepare
 from nanoinfer.commands.top import needed
 from nanoinfer.common.progress import PromptProgress, on_terminal
 from nanoinfer.common.terminal import without_orders
 from nanoinfer.common.units import counted
-from nanoinfer.options.engine import add_engine_options, engine_arguments
+from nanoinfer.options.engine import add_engine_options
 from nanoinfer.options.parser import Parser, in_options
 from nanoinfer.options.sampling import add_sampling_options, sampling_params
 from nanoinfer.outputs import StreamOutput
@@ -56,10 +55,7 @@ def run(options: argparse.Namespace) -> int:
     shown_in = needed() if options.watch and sys.stderr.isatty() else None
     sampling_params(options, {"temperature": 1.0}, 1)  # refuse what is not allowed before anything is loaded
     prepare(options, is_chat=is_chat)
-    with (
-        _second_interrupt_ends(options.parser.prog),
-        nanoinfer.LLM(options.model, **engine_arguments(options), progress_bar=sys.stderr.isatty()) as llm,
-    ):
+    with _second_interrupt_ends(options.parser.prog), load(options) as llm:
         params = sampling_params(options, llm.engine.sampling_defaults, None if is_chat else _MAX_TOKENS)
         if is_chat:
             prompt = _in_template(llm, prompt, options.system)
@@ -83,12 +79,12 @@ def run(options: argparse.Namespace) -> int:
             raise
         figures = dict(text=text, finish_reason=output.finish_reason, metrics=vars(output.metrics))
         print(json.dumps(figures, ensure_ascii=False) if options.json else "", flush=True)
-        said = _speed(llm, output.metrics, before)
+        said = [_speed(llm, output.metrics, before)]
         if output.finish_reason == "length":
-            said += f"; {_cut(output.metrics, llm.engine.plan.max_model_len)}"
             if not is_chat and getattr(llm.engine.tokenizer, "chat_template", None):
-                said += "; the text was continued as it stands: --chat asks the model"
-        print(f"{options.parser.prog}: {in_options(said, options.parser)}", file=sys.stderr)
+                said.insert(0, "The text was continued as it stands: --chat asks the model")
+            said.insert(0, _cut(output.metrics, llm.engine.plan.max_model_len))
+        print(f"{options.parser.prog}: {in_options('. '.join(said), options.parser)}", file=sys.stderr)
     return 0
 
 

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import nanoinfer
 from nanoinfer.common.units import format_size
 from nanoinfer.options.engine import engine_arguments
+from nanoinfer.options.parser import in_options
 
 
 def prepare(
@@ -51,6 +53,16 @@ def prepare(
         _choose_format(options, say)
     if is_shown:
         say(f"loading {options.model}{_size_of(path)}")
+
+
+def load(options: argparse.Namespace) -> Any:
+    """Return the `LLM` of a command, which reports in the command's words."""
+
+    class Worded(nanoinfer.LLM):
+        def _report(self, text: str) -> None:
+            print(f"{options.parser.prog}: {in_options(text, options.parser)}", file=sys.stderr)
+
+    return Worded(options.model, **engine_arguments(options), progress_bar=sys.stderr.isatty())
 
 
 def check(model: str | None, names: Any = ()) -> None:

@@ -126,7 +126,7 @@ def _runs(
         if arguments["max_model_len"] > setup.spec.max_position:
             raise ValueError(
                 f"--context {longest} and {ANSWER_ROOM} tokens for longer answers are beyond the model's own "
-                f"limit of {setup.spec.max_position} positions: lower --context"
+                f"limit of {setup.spec.max_position} tokens: lower --context"
             )
         formats[weights] = None
         setup.plan()

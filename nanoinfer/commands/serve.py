@@ -56,7 +56,7 @@ def _run(options: argparse.Namespace) -> int:
         try:
             _start(engine)
             app = settings.make_app(engine)
-            logger.info("%s mode; %s", engine.mode, in_options(engine.plan.one_line(), options.parser))
+            logger.info("%s", in_options(engine.plan.one_line(engine.mode), options.parser))
             logs_access, room = options.log_level == "debug", make_room()
             config = server_config(app, settings.app.body_timeout, logs_access=logs_access, max_connections=room)
             _serve(server_class(uvicorn.Server)(config, engine, settings.shutdown_timeout), listener)

@@ -103,7 +103,6 @@ def choose(what: str, name: str, allowed: Collection[str], near: Collection[str]
 
 
 def unknown(what: str, name: str, allowed: Collection[str]) -> str:
-    """Return the message about an unknown name, such as "LLM got an unknown argument", with the nearest allowed one."""
+    """Return the message about an unknown name, "LLM got an unknown argument": with the nearest allowed one, or all."""
     guess = nearest(name, allowed)
-    hint = f": did you mean {guess!r}?" if guess else "."
-    return f"{what} {name!r}{hint} Allowed: {', '.join(allowed)}."
+    return f"{what} {name!r}" + (f": did you mean {guess!r}?" if guess else f". Allowed: {', '.join(allowed)}.")

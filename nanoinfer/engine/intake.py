@@ -206,6 +206,7 @@ class Intake:
             RequestError: no pool can hold a sequence of this length.
         """
         modes = self._modes.possible
+        limit = "host_memory_limit" if "offload" in modes else "gpu_memory_limit"
         capacity = max(self._modes.max_sequence_tokens(mode) for mode in modes)
         max_tokens = self._max_model_len - num_prompt_tokens
         if params.max_tokens is None or isinstance(params.max_tokens, Advised):
@@ -215,8 +216,8 @@ class Intake:
             max_tokens = min(max_tokens, params.max_tokens)
         if num_prompt_tokens + max_tokens > capacity:
             raise RequestError(
-                f"the prompt has {num_prompt_tokens} tokens and may grow by {max_tokens}, the {' or '.join(modes)} "
-                f"mode's pool holds {capacity}: lower max_tokens, shorten the prompt or switch the mode",
+                f"the prompt has {num_prompt_tokens} tokens and may grow by {max_tokens}, the KV cache holds "
+                f"{capacity}: lower max_tokens, shorten the prompt or raise {limit}",
                 field="max_tokens" if num_prompt_tokens < capacity else "prompt",
                 is_too_long=True,
                 lengths=(num_prompt_tokens, capacity - 1) if num_prompt_tokens >= capacity else None,

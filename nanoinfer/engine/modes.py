@@ -66,13 +66,13 @@ class Modes:
         if self._tables.is_offload:
             return MemoryError(
                 f"request {sequence.request_id!r} cannot run: it can grow to {sequence.max_num_tokens} tokens, the "
-                f"host's KV pool holds {self.max_sequence_tokens('offload')} ({self._host_blocks.failure}): lower "
-                "max_tokens or shorten the prompt"
+                f"host's KV pool holds {self.max_sequence_tokens('offload')}: lower max_tokens or shorten the prompt "
+                f"({self._host_blocks.failure})"
             )
         return MemoryError(
             f"request {sequence.request_id!r} cannot run: it has {sequence.num_tokens} tokens, the GPU's KV pool holds "
-            f"{self.max_sequence_tokens('resident')} and the host's cannot be used ({self.error}): lower "
-            "max_tokens, shorten the prompt or raise gpu_memory_limit"
+            f"{self.max_sequence_tokens('resident')}: lower max_tokens, shorten the prompt or raise gpu_memory_limit. "
+            f"The host's cannot be used: {self.error}"
         )
 
     def start(self) -> None:
@@ -89,8 +89,8 @@ class Modes:
             held = self.max_sequence_tokens("offload")
             self._note(
                 ValueError(
-                    f"a request that the GPU's KV pool holds may have more than {held} tokens, which the host's pool "
-                    f"holds: raise host_memory_limit, or lower max_model_len to {held}"
+                    f"the host's KV pool holds {held} tokens of a request, and the GPU's more: raise "
+                    f"host_memory_limit, or lower max_model_len to {held}"
                 )
             )
         self._mover.prepare_snapshots()
@@ -162,7 +162,7 @@ class Modes:
     def _note(self, error: Exception) -> None:
         """Warn once that offload mode cannot be entered, not in every step that finds the GPU pool full."""
         if self.error is None:
-            warnings.warn(f"offload mode cannot be entered, so requests are preempted: {error}", stacklevel=2)
+            warnings.warn(f"offload mode cannot be entered, so requests take turns: {error}", stacklevel=2)
         self.error = error
 
     def _require_host_pool(self, running: list[Sequence]) -> None:

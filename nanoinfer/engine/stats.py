@@ -52,13 +52,13 @@ def advice(engine: Engine, times: DecodeTimes) -> str:
         )
     host_ms = times.host_seconds / times.num_steps * 1e3
     if engine.executor.is_host:
-        return f"steps of {step_ms:.1f} ms are at the CPU's speed: there is no GPU"
-    helps = "more sequences at once"
+        return f"a step takes {step_ms:.1f} ms, as there is no GPU"
+    helps = "run more sequences at once"
     if engine.config.enforce_eager:
-        helps += " or enforce_eager=False"
+        helps += " or leave enforce_eager out"
     elif times.streamed_bytes > times.fetched_bytes:
-        helps += " or larger ring_slot_bytes"
-    return f"the host takes {host_ms:.1f} ms for each step of {step_ms:.1f} ms: {helps}"
+        helps += " or raise ring_slot_bytes"
+    return f"the CPU takes {host_ms:.1f} of a step's {step_ms:.1f} ms: {helps}"
 
 
 def notes(engine: Engine) -> list[str]:
@@ -100,4 +100,4 @@ def bound_line(engine: Engine, before: DecodeTimes | None = None) -> str:
     if chosen := hits + to_slots + to_spare:
         experts = f"; {hits / chosen:.0%} of the chosen experts were on the GPU since the start, and "
         experts += f"{engine.meter.fetched_bytes / GIB:,.1f} GiB were brought there"
-    return f"bound by {times.bound}{link}: {advice(engine, times)}{experts}"
+    return f"bound by {times.bound}: {advice(engine, times)}{experts}{link}"

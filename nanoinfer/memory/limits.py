@@ -19,9 +19,10 @@ class TooSmall(ValueError):
         helps: how much memory would do, cheapest first.
     """
 
-    def __init__(self, problem: str, *helps: str) -> None:
-        super().__init__(f"{problem}: {', or '.join(helps)}")
-        self.problem, self.helps = problem, helps
+    def __init__(self, short: str, *helps: str, takes: str = "") -> None:
+        behind = f". {takes}" if takes else ""
+        super().__init__(f"{short}: {', or '.join(helps)}{behind}")
+        self.problem, self.helps = f"{short}{behind}", helps
 
 
 def min_blocks(config: EngineConfig, plan: MemoryPlan) -> int:

@@ -81,6 +81,6 @@ def advice_when_full(message: str) -> str | None:
     # Memory of this process will be free when it runs again.
     there = replace(now, free_bytes=now.free_bytes + now.own_bytes, own_bytes=0)
     return (
-        f"{said}, and without this process {format_gib(there.free_bytes)} of {format_gib(there.total_bytes)} GiB are "
-        f'free; {there.holders()}: set gpu_memory_limit to at most "{there.largest_limit()}", lower {others}'
+        f'{said}: set gpu_memory_limit to at most "{there.largest_limit()}", lower {others}. Without this process '
+        f"{format_gib(there.free_bytes)} of {format_gib(there.total_bytes)} GiB are free; {there.holders()}"
     )

@@ -51,7 +51,7 @@ def _lacks_length(config: EngineConfig, plan: MemoryPlan) -> TooSmall:
     wanted, fit = (plan.groups.most_blocks(tokens) * plan.block_bytes for tokens in (config.max_model_len, longest))
     return TooSmall(
         f"max_model_len={config.max_model_len} needs a KV cache of {format_size(wanted)}, and "
-        f"{format_size(fit)} fit, those of max_model_len={longest}",
+        f"{format_size(fit)} fit, enough for {longest} tokens",
         f"raise {'host_memory_limit' if config.may_offload else 'gpu_memory_limit'}",
     )
 
@@ -64,9 +64,9 @@ def _lacks_host_kv(config: EngineConfig, plan: MemoryPlan) -> TooSmall:
     )
     num_bytes = plan.groups.most_blocks(tokens) * plan.block_bytes
     beside = f" beside {format_size(streamed)} of weights" if streamed else ""
+    host = "the host memory that is available" if limit is None else f"host_memory_limit={limit!r}"
     return TooSmall(
-        f"host_memory_limit={limit!r} is too small{beside}: the KV cache of {tokens} tokens takes "
-        f"{format_size(num_bytes)}",
+        f"{host} is too small{beside} for the KV cache of {tokens} tokens, {format_size(num_bytes)}",
         f'give at least "{enough(num_bytes + streamed)}" of host memory',
     )
 
@@ -82,18 +82,20 @@ def _lacks_gpu(config: EngineConfig, plan: MemoryPlan, beside: Iterable[str]) ->
         )
     needed, streamed = least_bytes(config, plan), ""
     if plan.streamed_bytes:
-        streamed = f" beside {format_size(plan.streamed_bytes)} that are streamed"
+        streamed = f" ({format_size(plan.streamed_bytes)} more are streamed)"
     elif plan.num_expert_slots:
         streamed = f", {format_size(plan.landing_bytes)} for {plan.num_expert_slots} experts of each layer"
-    limit = "what is free of the device's memory, or the share of it that may be taken,"
-    if config.gpu_memory_limit is not None:
-        limit = f"gpu_memory_limit={config.gpu_memory_limit!r}"
+    limit, size, missing = config.gpu_memory_limit, plan.budget_bytes, format_size(needed - plan.budget_bytes)
+    short = f"the {format_size(size)} of the device's memory that may be taken are too few by {missing}"
+    if limit is not None:
+        share = f" ({format_size(size)})" if isinstance(limit, float) else ""
+        short = f"gpu_memory_limit={limit!r}{share} is too small by {missing}"
     rest = plan.fixed_bytes - plan.weight_bytes - plan.landing_bytes * bool(plan.num_expert_slots)
     return TooSmall(
-        f"{limit} ({format_size(plan.budget_bytes)}) is too small by {format_size(needed - plan.budget_bytes)}, as "
-        f"weights take {format_size(plan.weight_bytes)}{streamed}, working memory and buffers {format_size(rest)} and "
-        f"the least KV cache {format_size(needed - plan.fixed_bytes)}",
+        short,
         " and ".join([f'give at least "{enough(needed)}" of GPU memory', *beside]),
+        takes=f"Weights take {format_size(plan.weight_bytes)}{streamed}, working memory and buffers "
+        f"{format_size(rest)}, the least KV cache {format_size(needed - plan.fixed_bytes)}",
     )
 
 

@@ -318,14 +318,14 @@ class ModelSpec:
         """Raise ValueError, with what a longer context needs, if `max_model_len` is beyond the model's limit."""
         if max_model_len is None or max_model_len <= max(self.max_position, self.longest_position):
             return
-        advice = f'hf_overrides={{"max_position_embeddings": {max_model_len}}} if it was trained for more'
+        advice = f'give hf_overrides={{"max_position_embeddings": {max_model_len}}} if it was made for more'
         if self.yarn_from is not None:
             yarn = dict(rope_type="yarn", factor=float(-(-max_model_len // self.yarn_from)))
             yarn["original_max_position_embeddings"] = self.yarn_from
-            advice = f"stretch its rotation with YaRN: hf_overrides={json.dumps(dict(rope_parameters=yarn))}"
+            advice = f"stretch the positions (RoPE) with YaRN: hf_overrides={json.dumps(dict(rope_parameters=yarn))}"
         raise ValueError(
-            f"max_model_len={max_model_len} is beyond the model's own limit of {self.max_position} positions: lower "
-            f"max_model_len, or {advice}"
+            f"max_model_len={max_model_len} is beyond the model's own limit of {self.max_position} tokens: lower it, "
+            f"or {advice}"
         )
 
     @property

@@ -7,7 +7,10 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 from nanoinfer.common.errors import nearest
@@ -16,6 +19,8 @@ from nanoinfer.common.told_elsewhere import TOLD_ELSEWHERE
 from nanoinfer.common.units import parse_count
 from nanoinfer.common.unsupported import ENGINE
 
+_PACKAGE = Path(__file__).parent.parent
+_OURS = tuple(f"{path}{os.sep}" for path in (_PACKAGE, _PACKAGE.with_name("offload")))
 REFUSED = 2
 # The exit status that a shell reports for a process ended by a signal: 128 plus the signal's number.
 INTERRUPTED = 130
@@ -61,7 +66,7 @@ class _Help(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses an unknown option or value with the nearest known name, after one line of usage.
+    """Refuses an unknown option or value with the nearest known name.
 
     The namespace's `parser` is the parser of the command that was called.
     """
@@ -85,10 +90,13 @@ class Parser(argparse.ArgumentParser):
         return option if option in names else next(name for name in names if name.startswith("--"))
 
     def error(self, message: str) -> NoReturn:
-        """End with the message, and with what a model may be where none is given."""
+        """End with the message, and with what a model may be where none is given. The usage says which words there are,
+        and so comes where these are too few or too many."""
         if message.endswith("required: MODEL"):
             message += ", such as qwen3-8b; nanoinfer list says what lies here"
-        super().error(message)
+        if re.match("unknown arguments|the following arguments", message):
+            super().error(message)
+        self.exit(REFUSED, f"{self.prog}: error: {message}\n")
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None) -> tuple:
         """Refuse unknown arguments here; argparse would pass them up to the parser of all commands."""
@@ -132,7 +140,8 @@ class Parser(argparse.ArgumentParser):
                 f"unknown option {option}: give the model without an option: a name such as qwen3-8b, a directory, a "
                 "GGUF file or a hub id"
             )
-        self.error(f"unknown option {option}{_hint(option, self.known, self.shown)}")
+        hint = _hint(option, self.known, self.shown) or f": {self.prog} --help lists them"
+        self.error(f"unknown option {option}{hint}")
 
     def _refuse_command(self, given: str) -> None:
         """End with what to run, if this is a command of another program, or a model."""
@@ -207,6 +216,23 @@ def in_options(text: str, parser: Parser) -> str:
     return text
 
 
+@contextmanager
+def _worded_warnings(parser: Parser) -> Iterator[None]:
+    """Show warnings of our own as the command's errors: in one line, without the place in the source."""
+    before = warnings.formatwarning
+
+    def worded(message: Warning | str, category: type[Warning], filename: str, *rest: Any) -> str:
+        if not filename.startswith(_OURS):
+            return before(message, category, filename, *rest)
+        return f"{parser.prog}: {in_options(str(message), parser)}\n"
+
+    warnings.formatwarning = worded
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
+
+
 def run_command(parser: Parser, arguments: Sequence[str], command: Callable[[argparse.Namespace], int]) -> int:
     """Read the arguments, run the command and return its exit status, or the status for the error that ended it.
 
@@ -220,7 +246,8 @@ def run_command(parser: Parser, arguments: Sequence[str], command: Callable[[arg
         try:
             if (check_engine := getattr(options, "check_engine", None)) is not None:
                 check_engine(options)
-            return command(options)
+            with _worded_warnings(options.parser):
+                return command(options)
         finally:
             sys.stdout.flush()  # so that a broken pipe is noticed here and not when the interpreter ends
     except KeyboardInterrupt:

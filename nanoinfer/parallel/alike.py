@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from nanoinfer.common.launched import num_launched
-from nanoinfer.common.units import GIB
+from nanoinfer.common.units import GIB, counted
 from nanoinfer.devices.registry import device_of
 from nanoinfer.parallel.script import leads
 
@@ -77,4 +77,4 @@ def check_devices(size: int, device: str, place: torch.device) -> None:
     if described.is_host:
         return
     if size > (count := described.count()):
-        raise ValueError(f"tensor_parallel_size={size}, but there are {count} GPUs: give at most {count}")
+        raise ValueError(f"tensor_parallel_size={size} exceeds the {counted(count, 'GPU')} here: give at most {count}")

@@ -167,12 +167,11 @@ def encode_chat(
             field="continue_final_message",
         )
     if tokenizer is None or not (chat_template or getattr(tokenizer, "chat_template", None)):
-        missing, remedy = "there is no tokenizer", ""
+        missing, remedy = "chat needs a chat template, but there is no tokenizer", ""
         if tokenizer is not None:
             missing, remedy = "the tokenizer has no chat template", "give a file with chat_template=..., or "
         raise RequestError(
-            f"chat needs a chat template, but {missing}: {remedy}complete a finished prompt instead "
-            "(generate(), /v1/completions)",
+            f"{missing}: {remedy}have a text continued (generate(), /v1/completions)",
             field="messages",
         )
     wanted = dict(add_generation_prompt=add_generation_prompt, tokenize=tokenize, return_dict=False)
@@ -188,8 +187,8 @@ def encode_chat(
 def too_long(what: str, num_tokens: int, max_model_len: int) -> RequestError:
     """Return the error for a prompt that has `what`, such as "9000 tokens", which are `num_tokens` or more."""
     return RequestError(
-        f"the prompt has {what}, max_model_len is {max_model_len} and at least one token is generated: shorten the "
-        f"prompt to {max_model_len - 1} or raise max_model_len",
+        f"the prompt is too long: {what}, and max_model_len={max_model_len} leaves room for {max_model_len - 1}. "
+        "Shorten it or raise max_model_len",
         field="prompt",
         is_too_long=True,
         lengths=(num_tokens, max_model_len - 1),

@@ -126,8 +126,8 @@ class ServedRequests:
                 field="prompt",
             )
         raise OverloadedError(
-            f"{max(0, num_queued)} sequences wait, the request has {num_new} and the server queues at most "
-            f"{self._max_queue}: try again later"
+            f"the queue has no room: {max(0, num_queued)} of {self._max_queue} sequences wait, the request has "
+            f"{num_new}: try again later"
         )
 
     def prompt_tokens(self, stream: RequestStream) -> tuple[int, int]:

@@ -126,32 +126,37 @@ class MemoryPlan:
         """Of KV blocks."""
         return self.num_host_blocks * self.block_bytes
 
-    def one_line(self) -> str:
-        """Return the plan as the engine prints it at start-up: first what a user meets, then where the memory goes."""
-        gib, steps = format_gib, f"prefill steps of {self.max_num_batched_tokens:,} tokens"
-        begin = f"contexts of up to {self.max_model_len:,} tokens (max_model_len)"
+    def one_line(self, mode: str) -> str:
+        """Return the plan as the engine prints it at start-up: what is short, what a user meets, where memory goes."""
+        gib, steps = format_gib, f"Prefill steps of {self.max_num_batched_tokens:,} tokens, {mode} mode"
+        contexts = f"up to {self.max_model_len:,} tokens (max_model_len)"
         if self.is_taken_as_needed:
             held = self.weight_bytes + self.matrix_bytes
             rest = self.total_bytes - held + self.host_bytes
             return (
-                f"{begin}; weights {format_size(held)}; up to {format_size(rest)} more as requests need it, less with "
-                f"gpu_memory_limit and host_memory_limit; {steps}"
+                f"contexts of {contexts}. Weights take {format_size(held)}, requests up to {format_size(rest)} more: "
+                f"gpu_memory_limit and host_memory_limit lower that. {steps}"
             )
-        buffers = self.workspace_bytes + self.library_bytes + self.graph_bytes
-        streamed, passes = "", "all weights on the GPU"
+        begin, landing, on_host = f"contexts of {contexts}, all weights on the GPU", "", []
         if self.streamed_bytes:
-            passes = f"{format_size(self.streamed_bytes)} of weights stream in each step"
-            streamed = f" and {gib(self.streamed_bytes)} streamed from host memory through {gib(self.landing_bytes)}"
-            streamed += ", the head among them" * bool(self.head_bytes)
+            begin = f"{format_size(self.streamed_bytes)} of weights stream in each step"
+            landing = f", places for these {gib(self.landing_bytes)}"
+            on_host.append(f"weights {'and head ' * bool(self.head_bytes)}{gib(self.streamed_bytes)}")
         if self.num_expert_slots:
-            passes = f"{self.num_expert_slots} experts of each layer on the GPU, others come when they are chosen"
-            streamed = f" and {gib(self.landing_bytes)} for {self.num_expert_slots} experts of each layer, of "
-            streamed += f"{gib(self.expert_bytes)} in host memory"
+            begin = f"{self.num_expert_slots} experts of each layer are on the GPU, others come when they are chosen"
+            landing = f", these experts {gib(self.landing_bytes)}"
+            on_host.append(f"all experts {gib(self.expert_bytes)}")
+        if landing:
+            begin += f": nanoinfer plan says what would help. Contexts of {contexts}"
         if self.read_there_bytes:
-            streamed += f", embeddings {gib(self.read_there_bytes)} in host memory"
+            on_host.append(f"embeddings {gib(self.read_there_bytes)}")
+        if self.host_bytes:
+            on_host.append(f"KV up to {gib(self.host_bytes)}")
+        buffers = self.workspace_bytes + self.library_bytes + self.graph_bytes
         return (
-            f"{begin}, {passes}; {gib(self.total_bytes)} of {gib(self.budget_bytes)} GiB of GPU memory: weights "
-            f"{gib(self.weight_bytes)}{streamed}, KV cache {gib(self.pool_bytes)}, ring {gib(self.ring_bytes)}, "
-            f"working memory {gib(self.activation_bytes)}, buffers and graphs {gib(buffers)}; "
-            f"up to {gib(self.host_bytes)} GiB of host memory for KV; {steps}"
+            f"{begin}. {gib(self.total_bytes)} of {gib(self.budget_bytes)} GiB of GPU memory: weights "
+            f"{gib(self.weight_bytes)}{landing}, KV cache {gib(self.pool_bytes)}, ring {gib(self.ring_bytes)}, "
+            f"working memory {gib(self.activation_bytes)}, buffers and graphs {gib(buffers)}. "
+            + f"In host memory: {', '.join(on_host)} GiB. " * bool(on_host)
+            + steps
         )

@@ -80,7 +80,7 @@ def find_model(
     except Exception as error:  # the client's errors and those of its HTTP library have no common base class
         known_as = "" if str(model) == where.repository else f" ({where.repository})"
         raise ValueError(
-            f"model {str(model)!r}{known_as}: {_why_not(error, where.repository)}{shapes_near(model, names)}"
+            f"model {str(model)!r}{known_as} {_why_not(error, where.repository)}{shapes_near(model, names)}"
         ) from error
 
 
@@ -131,24 +131,23 @@ def _why_not(error: Exception, repository: str) -> str:
     """Return why the hub gives nothing, and what to do."""
     if isinstance(error, GatedRepoError):
         return (
-            "the Hugging Face hub gives it to those who have accepted its licence: accept it at "
+            "has a licence to accept first: accept it at "
             f"https://huggingface.co/{repository}, and set HF_TOKEN to a token of yours"
         )
     if isinstance(error, RepositoryNotFoundError):
         return (
-            "there is no such directory here, and the Hugging Face hub has no such model, or one that needs a token: "
-            "check the name, or set HF_TOKEN to a token of yours"
+            "is no directory here, and the Hugging Face hub has no such model, or one that needs a token: check the "
+            "name, or set HF_TOKEN to a token of yours"
         )
     if isinstance(error, LocalEntryNotFoundError | OfflineModeIsEnabled):
         return (
-            "the Hugging Face hub cannot be reached, and the model was not downloaded before: check the network (and "
-            f"HF_HUB_OFFLINE), or download it where there is one (hf download {repository} --local-dir DIR) and "
-            "give that directory"
+            "is not here, and the Hugging Face hub cannot be reached: check the network and HF_HUB_OFFLINE, or "
+            f"download it elsewhere (hf download {repository} --local-dir DIR) and give that directory"
         )
     said = str(error).strip().partition("\n")[0]
     return (
-        f"the Hugging Face hub does not give it ({type(error).__name__}: {said}): check the name, the network and your "
-        "access, or give a directory"
+        f"did not come from the Hugging Face hub ({type(error).__name__}: {said}): check the name, the network "
+        "and your access, or give a directory"
     )
 
 
@@ -177,7 +176,7 @@ def _gguf_of(repository: str, tag: str | None, say: Callable[[str], None] | None
         try:
             folder = Path(snapshot_download(repository, local_files_only=True))
         except Exception:
-            raise ValueError(f"model {repository!r}: {_why_not(error, repository)}") from error
+            raise ValueError(f"model {repository!r} {_why_not(error, repository)}") from error
         return folder / pick_by_tag((str(path.relative_to(folder)) for path in folder.rglob("*.gguf")), tag, repository)
     return hub_file(repository, tag, names, lambda files: _download(repository, files, say))
 

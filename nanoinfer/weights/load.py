@@ -184,7 +184,7 @@ def check_matches(entries: Mapping[str, TensorEntry], model: Decoder, model_dir:
     if unexpected:
         raise ValueError(
             f"{model_dir} holds tensors that {model.spec.architecture} has no place for: {listed(unexpected)}. "
-            "Does config.json belong to these weights?"
+            "Give the config.json that belongs to them"
         )
     there = [(entries[name], view) for name, view in views.items() if name in entries]
     wrong = [f"{entry.name} is {difference}" for entry, view in there if (difference := _difference(entry, view))]

@@ -82,6 +82,6 @@ def has_tokenizer(path: Path) -> bool:
 def no_template(model: str) -> str:
     """Return what is said of a model that has no chat template where one is needed."""
     return (
-        f"{model} has no chat template: give one with --chat-template FILE, or complete a finished prompt instead "
+        f"{model} has no chat template: give one with --chat-template FILE, or have a text continued "
         "(nanoinfer generate)"
     )

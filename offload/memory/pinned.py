@@ -309,11 +309,11 @@ class HostArena:
         speed, pinned = "", f" to {self.pinned_bytes / GIB:.2f} GiB" if self.pinned_bytes else ""
         usual, pageable = (self._pinner.copy_gbps(pinned) for pinned in (True, False))
         if usual is not None:
-            speed = f": they stream at {pageable:.1f} GB/s instead of {usual:.1f}"
+            speed = f", which stream at {pageable:.1f} GB/s instead of {usual:.1f}"
         warnings.warn(
             f"the system refused to pin {self.unpinned_bytes / GIB:.2f} of {self.mapped_bytes / GIB:.2f} GiB of host "
-            f"memory ({self._refusal}){speed}. To keep the speed, {self._remedy}{pinned}, or raise "
-            "the limit of locked memory (ulimit -l; WSL2 allows little)",
+            f"memory{speed}: {self._remedy}{pinned}, or raise the limit of locked memory (ulimit -l; WSL2 allows "
+            f"little). Its reason: {self._refusal}",
             stacklevel=2,
         )
 

@@ -138,7 +138,7 @@ def test_a_case_that_cannot_fit_is_a_row_with_the_reason(capsys):
 
 def test_a_context_that_cannot_fit_does_not_lose_the_shorter_ones():
     rows = rows_of("--context", "64,1k", "--batch", "1", "--mode", "streamed,resident", "--host-memory-limit", "3MiB")
-    assert "the KV cache of 1030 tokens takes 4.12 MiB" in rows["streamed", 1, 1024].problem
+    assert "for the KV cache of 1030 tokens, 4.12 MiB" in rows["streamed", 1, 1024].problem
     assert rows["streamed", 1, 1024].seconds_per_token is None
     assert rows["streamed", 1, 64].problem is None and rows["streamed", 1, 64].ratio_to_floor > 0
     assert rows["resident", 1, 64].check == "identical to streamed"
@@ -207,7 +207,7 @@ def test_a_failed_case_leaves_no_request_behind(tmp_path):
     model = write_shape("tiny", tmp_path)
     arguments = dict(load_format="dummy", skip_tokenizer_init=True, device="cpu", progress_bar=False, block_size=32)
     with LLM(model, max_model_len=100, max_num_seqs=2, **arguments) as llm:
-        with pytest.raises(ValueError, match="max_model_len is 100"):
+        with pytest.raises(ValueError, match="max_model_len=100"):
             measure(llm, [50, 500], 4)  # the second prompt is refused after the first one was queued
         assert not llm.engine.has_work and llm.stats()["gpu_blocks_used"] == 0
         assert measure(llm, [50, 60], 4).seconds_per_token > 0

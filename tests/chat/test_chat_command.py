@@ -126,7 +126,9 @@ def test_an_answer_that_is_stopped_leaves_nothing_behind(llm):
 
 def test_what_the_engine_or_the_template_refuses_is_no_part_of_the_conversation(llm):
     session = Session(EngineModel(llm, "tiny"), Settings(GREEDY))
-    with pytest.raises(ValueError, match="the prompt has .* tokens, max_model_len is 256.* raise max_model_len$"):
+    with pytest.raises(
+        ValueError, match="the prompt is too long: .* tokens, and max_model_len=256 .* raise max_model_len$"
+    ):
         session.ask(QUESTION * 9)  # nothing was said before that could be forgotten
     llm.get_tokenizer().chat_template = "{{ raise_exception('System role not supported') }}"
     with pytest.raises(ValueError, match="the chat template refuses the messages: System role not supported"):
@@ -134,7 +136,7 @@ def test_what_the_engine_or_the_template_refuses_is_no_part_of_the_conversation(
     assert not session.conversation.messages and not llm.engine.has_work
     llm.get_tokenizer().chat_template = None
     with pytest.raises(
-        ValueError, match="tiny has no chat template: give one with --chat-template FILE, or complete a finished prompt"
+        ValueError, match="tiny has no chat template: give one with --chat-template FILE, or have a text continued"
     ):
         EngineModel(llm, "tiny")
 
@@ -150,7 +152,7 @@ def test_a_full_context_names_the_command_that_empties_it(llm):
         session.conversation.messages.clear()
         session.settings = replace(session.settings, params=replace(GREEDY, max_tokens=limit))
         assert ask(session, question).report.cut == full, limit
-    with pytest.raises(ValueError, match="the prompt has .* or raise max_model_len; /clear begins anew"):
+    with pytest.raises(ValueError, match="the prompt is too long: .* or raise max_model_len; /clear begins anew"):
         session.ask("w9")
     session.settings = Settings(replace(GREEDY, max_tokens=255 - prompt))
     session.conversation.messages.clear()
@@ -184,7 +186,7 @@ def test_a_pipe_gets_the_answer_of_the_command(checkpoint, llm, monkeypatch, cap
 def test_a_pipe_ends_at_an_error_in_the_words_of_the_command(checkpoint, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO(QUESTION * 9 + "\n"))
     assert cli.main(["chat", str(checkpoint), *OPTIONS]) == 2
-    assert "--max-model-len is 256" in capsys.readouterr().err
+    assert "--max-model-len 256 leaves" in capsys.readouterr().err
 
 
 def test_wrong_options_are_refused_before_the_model_is_loaded(monkeypatch, capsys):

@@ -6,14 +6,17 @@ import re
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
 
 from nanoinfer.commands import main as cli
+from nanoinfer.options import parser
 from nanoinfer.options.engine import add_engine_options
 from nanoinfer.options.parser import Parser, in_options, length, run_command
+from offload.memory import pinned
 
 ROOT = Path(__file__).resolve().parents[2]
 NANOINFER = [sys.executable, "-m", "nanoinfer"]
@@ -143,6 +146,19 @@ def test_a_users_error_is_one_line(error, capsys):
     assert capsys.readouterr() == ("", "small: wrong\n")
 
 
+@pytest.mark.parametrize("ours", [parser.__file__, pinned.__file__])
+def test_a_warning_of_ours_is_one_line_in_the_words_of_the_command_and_others_stay(ours):
+    said = []
+
+    def command(options):
+        said.extend(warnings.formatwarning("lower max_num_seqs", UserWarning, name, 7, "x") for name in (ours, "a.py"))
+        return 0
+
+    before = warnings.formatwarning
+    assert run_command(small_parser(), ["x"], command) == 0 and warnings.formatwarning is before
+    assert said == ["small: lower --batch\n", before("lower max_num_seqs", UserWarning, "a.py", 7, "x")]
+
+
 def test_an_error_of_ours_is_not_hidden():
     def command(options):
         raise RuntimeError("wrong")
@@ -189,11 +205,11 @@ def test_an_option_of_its_own_comes_before_one_that_an_argument_is_taken_from():
     [
         (
             ["plan", "--contxt", "4k"],
-            "usage: nanoinfer plan .*unknown option --contxt: did you mean --max-model-len",
+            "^nanoinfer plan: error: unknown option --contxt: did you mean --max-model-len",
         ),
-        (["bench", "latency", "--input-length=4"], "usage: nanoinfer bench latency .*did you mean --input-len\\?$"),
-        (["bench", "--oputput-len", "4"], "usage: nanoinfer bench offload .*did you mean --output-len\\?$"),
-        (["plan", "qwen3-4b", "--zzz"], "unknown option --zzz$"),
+        (["bench", "latency", "--input-length=4"], "^nanoinfer bench latency: error: .*did you mean --input-len\\?$"),
+        (["bench", "--oputput-len", "4"], "^nanoinfer bench offload: error: .*did you mean --output-len\\?$"),
+        (["plan", "qwen3-4b", "--zzz"], "unknown option --zzz: nanoinfer plan --help lists them$"),
         # What other programs call it, and what vLLM has and this engine does not.
         (["plan", "qwen3-4b", "--ctx-size", "4k"], "unknown option --ctx-size: did you mean --max-model-len\\?$"),
         (["serve", "x", "--ctx-size", "4k"], "unknown option --ctx-size: did you mean --max-model-len\\?$"),
@@ -209,13 +225,13 @@ def test_an_option_of_its_own_comes_before_one_that_an_argument_is_taken_from():
             ["serve", "x", "--swap-space", "4"],
             "--swap-space is not supported: --host-memory-limit bounds the",
         ),
-        (["serve", "x", "--lora-path", "y"], "unknown option --lora-path$"),
+        (["serve", "x", "--lora-path", "y"], "unknown option --lora-path: nanoinfer serve --help"),
         (["plan", "qwen3-4b", "12GiB"], "usage: nanoinfer plan .*unknown arguments: 12GiB$"),
         (["plam"], "argument command: 'plam' is not known: did you mean plan\\? choose from bench, "),
         (["bench", "troughput"], "'troughput' is not known: did you mean throughput\\?"),
     ],
 )
-def test_an_unknown_argument_is_refused_with_the_nearest_one_and_the_commands_usage(arguments, message, capsys):
+def test_an_unknown_argument_is_refused_with_the_nearest_one(arguments, message, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(arguments)
     assert stop.value.code == 2 and re.search(message, capsys.readouterr().err.strip(), re.DOTALL)

@@ -51,7 +51,7 @@ class FakeLLM:
         pass
 
     def generate_stream(self, prompt, params):
-        type(self).asked = prompt, params
+        FakeLLM.asked = prompt, params
         if self.is_long:
             self.is_read.wait()
         metrics = RequestMetrics(
@@ -82,7 +82,7 @@ def asked(monkeypatch):
         monkeypatch.setattr("nanoinfer.engine.stats.bound_line", lambda *_: "bound by gpu_memory_limit")
         monkeypatch.setattr("sys.stdin", Stdin(piped or "", piped is None))
         status = main(["generate", "recall", *words])
-        return fake.asked if status == 0 else status
+        return FakeLLM.asked if status == 0 else status
 
     return ask
 
@@ -159,6 +159,18 @@ def test_what_is_left_out_is_as_the_checkpoint_recommends(asked, words, recommen
     assert asked("text", *words, recommended=recommended)[1] == SamplingParams(**params)
 
 
+def test_the_engine_reports_in_the_words_of_the_command(asked, monkeypatch, capsys):
+    begin = FakeLLM.__init__
+
+    def reporting(self, *words, **arguments):
+        begin(self, *words, **arguments)
+        self._report("contexts of 5 tokens (max_model_len)")
+
+    monkeypatch.setattr(FakeLLM, "__init__", reporting)
+    asked("text")
+    assert capsys.readouterr().err.startswith("nanoinfer generate: contexts of 5 tokens (--max-model-len)\n")
+
+
 def test_text_is_on_stdout_and_the_speed_on_stderr(asked, capsys):
     asked("text")
     assert capsys.readouterr() == (
@@ -171,9 +183,9 @@ def test_text_is_on_stdout_and_the_speed_on_stderr(asked, capsys):
 @pytest.mark.parametrize(
     "words, context, said",
     [
-        (["-n", "2"], 2048, "; stopped at 2 tokens: -n gives more\n"),
-        (["-n", "2"], 5, "; stopped, the context of 5 tokens is full: --max-model-len gives more\n"),
-        ([], 5, "; stopped, the context of 5 tokens is full: --max-model-len gives more\n"),
+        (["-n", "2"], 2048, "stopped at 2 tokens: -n gives more. "),
+        (["-n", "2"], 5, "stopped, the context of 5 tokens is full: --max-model-len gives more. "),
+        ([], 5, "stopped, the context of 5 tokens is full: --max-model-len gives more. "),
     ],
 )
 def test_an_answer_that_was_cut_is_called_cut(asked, capsys, monkeypatch, words, context, said):
@@ -182,10 +194,11 @@ def test_an_answer_that_was_cut_is_called_cut(asked, capsys, monkeypatch, words,
     assert "stopped" not in capsys.readouterr().err
     monkeypatch.setattr(FakeLLM, "reason", "length")
     asked("text", *words)
-    assert capsys.readouterr().err.endswith(said)
+    assert capsys.readouterr().err.startswith(f"nanoinfer generate: {said}3 prompt tokens")
     monkeypatch.setattr(FakeLLM, "template", "{{ messages }}")
     asked("text", *words)
-    assert capsys.readouterr().err.endswith("gives more; the text was continued as it stands: --chat asks the model\n")
+    asks = "The text was continued as it stands: --chat asks the model. "
+    assert capsys.readouterr().err.startswith(f"nanoinfer generate: {said}{asks}3 prompt tokens")
 
 
 def test_the_answer_is_one_object_in_json_where_that_is_asked_for(asked, capsys):

@@ -135,7 +135,7 @@ def test_a_prompt_that_the_gpu_pool_cannot_hold_runs_alone_and_behind_others(pat
 def test_where_the_host_is_too_small_requests_are_preempted_and_lose_nothing(path, oracle):
     """17 host blocks: less than two of the four can grow to, so there is no offload mode while two run."""
     engine = auto_engine(path, 15, host_memory_limit=17 * BLOCK_BYTES)
-    with pytest.warns(UserWarning, match="so requests are preempted: .* the host has 0.02 MiB free"):
+    with pytest.warns(UserWarning, match="so requests take turns: .* the host has 0.02 MiB free"):
         check_all(oracle, GROWING, GROWING_PARAMS, run(engine, GROWING, GROWING_PARAMS))
     assert engine.scheduler.num_preemptions > 0
     assert_pools_as_before(engine)
@@ -150,7 +150,7 @@ def test_a_request_saved_by_a_preemption_comes_back_in_offload_mode(path, oracle
     saved_in = []
     bring_back = engine.mover.bring_back
     engine.mover.bring_back = lambda sequence: saved_in.append(engine.mode) or bring_back(sequence)
-    with pytest.warns(UserWarning, match="so requests are preempted: .* the host has 0.0\\d MiB free"):
+    with pytest.warns(UserWarning, match="so requests take turns: .* the host has 0.0\\d MiB free"):
         check_all(oracle, prompts, params, run(engine, prompts, params))
     assert engine.scheduler.num_preemptions > 0 and saved_in
     if not has_window(path):  # with a window both find room in resident mode once the first has ended
@@ -299,7 +299,7 @@ def test_a_request_may_grow_to_what_the_host_holds_and_no_further(path):
     limit = engine.plan.max_model_len
     assert limit >= 20 * 4 > engine.kv_cache.tables.gpu_blocks.num_blocks * 4
     before = engine.stats()
-    with pytest.raises(ValueError, match=f"the prompt has {limit} tokens, max_model_len is {limit}"):
+    with pytest.raises(ValueError, match=f"the prompt is too long: {limit} tokens, and max_model_len={limit}"):
         engine.add_request("too long", [5] * limit, greedy(3))
     assert engine.stats() == before and not engine.has_work
     (((tokens, _, reason),),) = run(engine, [[5] * (20 * 4 - 10)], [greedy(10)])

@@ -47,7 +47,7 @@ def greedy(max_tokens: int) -> SamplingParams:
 def test_what_only_resident_mode_can_hold_ends_though_others_would_spill(path):
     """Twelve host blocks: eleven small requests could spill, and then the huge one would find no mode that holds it."""
     lengths = dict(max_num_seqs=12, max_model_len=256, max_num_batched_tokens=32)
-    with pytest.warns(UserWarning, match="may have more than 207 tokens, .*: raise host_memory_limit"):
+    with pytest.warns(UserWarning, match="holds 207 tokens of a request, .*: raise host_memory_limit"):
         engine = hollow_engine(path, "auto", 16, 12, **lengths)
     assert not engine.modes.may_spill and not engine.stats()["notes"]
     small = [(0, prompt, greedy(17)) for prompt in random_prompts(11, 10, 14, seed=1)]

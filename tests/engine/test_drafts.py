@@ -143,7 +143,7 @@ def test_who_changes_logits_sees_drafts_only_where_they_were_asked_for(path_of):
 
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "k8v4", "int4"])
 @pytest.mark.sampled("k8v4")  # its keys have codes of the first kind, its values of the last
-@pytest.mark.filterwarnings("ignore:small models lose much")
+@pytest.mark.filterwarnings("ignore:this small model loses much")
 def test_codes_of_what_was_wrong_leave_no_trace(path_of, kv_cache_dtype):
     check(path_of("qwen3", head_dim=32), 2, kv_cache_dtype=kv_cache_dtype, **OFFLOAD)
 

@@ -60,7 +60,7 @@ def test_numbers_of_tokens_may_be_given_as_on_the_command_line():
         (dict(max_model_len=0), "max_model_len=0 must be a whole number of at least 1"),
         (dict(max_model_len="32q"), "max_model_len='32q' is no whole number, such as 4096 or \"4k\" for the same"),
         (dict(max_model_len="-2k"), "max_model_len=-2048 must be a whole number of at least 1"),
-        (dict(max_model_len=10**6), "max_model_len=1000000 is beyond the model's own limit of 4096 positions"),
+        (dict(max_model_len=10**6), "max_model_len=1000000 is beyond the model's own limit of 4096 tokens: lower it"),
         (dict(max_num_seqs="8"), "max_num_seqs='8' must be a whole number"),
         (dict(enforce_eager=1), "enforce_eager=1 must be True or False"),
         (dict(cuda_graph_batch_sizes=[0]), r"cuda_graph_batch_sizes=\[0\] must be"),
@@ -70,7 +70,7 @@ def test_numbers_of_tokens_may_be_given_as_on_the_command_line():
         ),
         (
             dict(host_memory_limit=1000, enable_cpu_offload=True),
-            "is too small: the KV cache of 384 tokens takes 0.19 MiB: give at least .1MiB",
+            "is too small for the KV cache of 384 tokens, 0.19 MiB: give at least .1MiB",
         ),
         (dict(tensor_parallel_size=3), "tensor_parallel_size=3 must be 1, 2, 4 or 8"),
         (dict(data_parallel_size=2), "data_parallel_size=2 is not supported, but for 1: give tensor_parallel_size"),
@@ -121,7 +121,7 @@ def test_vllms_short_names_of_dtypes_are_taken(path, name, dtype):
         (dict(priority=[1]), r"priority=\[1\] is not supported, but for 0: requests are taken first come"),
         (
             dict(use_tqmd=False),
-            "generate got an unknown argument 'use_tqmd': did you mean 'use_tqdm'.* Allowed: prompts, ",
+            "generate got an unknown argument 'use_tqmd': did you mean 'use_tqdm'",
         ),
     ],
 )
@@ -216,7 +216,7 @@ def test_logits_are_checked_at_every_token(path, logprobs):
 
 @pytest.mark.parametrize("enable_cpu_offload", [False, True])
 def test_too_small_a_gpu_limit_names_the_smallest_that_works_and_it_works(path, enable_cpu_offload):
-    with pytest.raises(ValueError, match="gpu_memory_limit='100KiB' .* is too small") as error:
+    with pytest.raises(ValueError, match="gpu_memory_limit='100KiB' is too small") as error:
         make_engine(path, gpu_memory_limit="100KiB", enable_cpu_offload=enable_cpu_offload)
     assert "max_num_batched_tokens" not in str(error.value), "the weights alone are too large"
     smallest = re.search(r'give at least "(\d+MiB)"', str(error.value))[1]
@@ -228,7 +228,7 @@ def test_too_small_a_gpu_limit_names_the_smallest_that_works_and_it_works(path, 
 
 
 def test_too_small_a_host_limit_names_the_smallest_that_works_and_it_works(path):
-    with pytest.raises(ValueError, match="the KV cache of 384 tokens takes") as error:
+    with pytest.raises(ValueError, match="for the KV cache of 384 tokens, 0.19 MiB") as error:
         make_engine(path, host_memory_limit=2 * 2 * 4096, enable_cpu_offload=True)
     smallest = re.search(r'give at least "(\d+MiB)"', str(error.value))[1]
     make_engine(path, host_memory_limit=smallest, enable_cpu_offload=True).close()
@@ -266,7 +266,7 @@ def test_an_unsupported_architecture_is_refused_with_checkpoints_that_run(path, 
         ([3, -1], "prompt token -1 is outside the vocabulary"),
         ([3, 1.5], "prompt token 1.5 is outside the vocabulary"),
         ([3, "w3" * 50], "prompt token 'w3w3[w3]{1,80}... is outside the vocabulary"),  # a request may be large
-        ([3] * 384, "the prompt has 384 tokens, max_model_len is 384"),
+        ([3] * 384, "the prompt is too long: 384 tokens, and max_model_len=384 leaves"),
         ("text", "the prompt is text, but there is no tokenizer"),
     ],
 )

@@ -100,7 +100,7 @@ def test_without_max_tokens_a_completion_uses_what_model_length_and_pool_leave(l
     llm.engine.modes.max_sequence_tokens = lambda mode: 32
     try:
         (output,) = llm.generate([5] * 20, params, use_tqdm=False)
-        with pytest.raises(ValueError, match="pool holds 32"):
+        with pytest.raises(ValueError, match="KV cache holds 32"):
             llm.generate([5] * 32, params, use_tqdm=False)
     finally:
         del llm.engine.modes.max_sequence_tokens
@@ -162,7 +162,7 @@ def test_a_completion_may_fill_the_model_length_and_a_prompt_may_not(llm):
     limit = llm.engine.plan.max_model_len
     (output,) = llm.generate([5] * (limit - 1), GREEDY, use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 1 and output.outputs[0].finish_reason == "length"
-    with pytest.raises(ValueError, match=f"the prompt has {limit} tokens, max_model_len is {limit}"):
+    with pytest.raises(ValueError, match=f"the prompt is too long: {limit} tokens, and max_model_len={limit}"):
         llm.generate([5] * limit, GREEDY)
     assert_pools_as_before(llm.engine)
 

@@ -103,9 +103,7 @@ def test_who_asks_for_as_many_tokens_as_the_checkpoint_recommends_is_not_cut_in_
             SamplingParams(max_tokens=150),
             replace(llm.get_default_sampling_params(), max_tokens=150),
         ):
-            with pytest.raises(
-                ValueError, match="may grow by 150, the resident mode's pool holds 128: lower max_tokens"
-            ):
+            with pytest.raises(ValueError, match="may grow by 150, the KV cache holds 128: lower max_tokens"):
                 llm.generate([5] * 20, params, use_tqdm=False)
 
 

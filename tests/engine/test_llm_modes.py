@@ -94,7 +94,8 @@ def test_a_request_beyond_the_mode_is_refused_and_the_longest_within_it_runs(pat
     engine.switch_mode(mode)
     before = engine.stats()
     prompt = random_prompts(1, capacity - 4, capacity - 4)[0]
-    message = f"the prompt has {capacity - 3} tokens and may grow by 4, the {mode} mode's pool holds {capacity}: lower"
+    limit = "host_memory_limit" if mode == "offload" else "gpu_memory_limit"
+    message = f"has {capacity - 3} tokens and may grow by 4, the KV cache holds {capacity}: lower .* raise {limit}$"
     with pytest.raises(ValueError, match=message):
         engine.add_request("too long", [5, *prompt], GREEDY)
     assert engine.stats() == before and not engine.has_work

@@ -9,7 +9,7 @@ from nanoinfer import LLM, SamplingParams
 from nanoinfer.requests import prompts
 
 NUM_CHARS = 10**6
-TOO_LONG = "the prompt has .*at least .* tokens.*, max_model_len is"
+TOO_LONG = "the prompt is too long: at least .* tokens.*, and max_model_len="
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 

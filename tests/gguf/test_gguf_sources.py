@@ -184,7 +184,7 @@ def test_without_a_network_what_was_downloaded_before_is_found(tmp_path, monkeyp
     assert find_model("org/a-GGUF") == tmp_path / "a-Q4_K_M.gguf"
     monkeypatch.setattr(find, "snapshot_download", lambda *args, **options: offline(None))
     with pytest.raises(
-        ValueError, match=r"'org/a-GGUF': the Hugging Face hub does not give it \(ConnectionError: no network"
+        ValueError, match=r"'org/a-GGUF' did not come from the Hugging Face hub \(ConnectionError: no network"
     ):
         find_model("org/a-GGUF")
 

@@ -60,7 +60,7 @@ def test_a_refusal_states_both_speeds_and_pageable_segments_work():
             calls.append(address)
             return "out of memory"
 
-    with pytest.warns(UserWarning, match=r"refused to pin .* they stream at [\d.]+ GB/s instead of [\d.]+"):
+    with pytest.warns(UserWarning, match=r"refused to pin .* which stream at [\d.]+ GB/s instead of [\d.]+"):
         arena = HostArena(2, 16 * MIB, pinner=Refusing(torch.device("cuda", 0)))
         arena.wait()
         arena._thread.join()

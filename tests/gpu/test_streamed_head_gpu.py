@@ -74,7 +74,7 @@ def test_a_streamed_head_changes_no_bit(fields, settings, tied, tmp_path):
         with closing(LLMEngine(EngineConfig(model=tmp_path, **COMMON | settings | arguments))) as engine:
             found, stats = run(engine, prompts, params), engine.stats()
             assert stats["num_mixed_steps"] > 1
-            assert (engine.plan.head_bytes > 0) == bool(arguments), engine.plan.one_line()
+            assert (engine.plan.head_bytes > 0) == bool(arguments), engine.plan.one_line("resident")
             assert not arguments or len(engine.runner.model.logits.slices) > 1
             assert_pools_as_before(engine)
         assert found == (wanted := wanted or found), f"{arguments}"

@@ -158,5 +158,7 @@ def test_a_block_takes_the_bytes_of_its_format(paths):
 
 
 def test_a_small_model_in_4_bits_is_warned_of(paths):
-    with pytest.warns(UserWarning, match="small models lose much with a KV cache in 4 bits.*'int8' loses little"):
+    with pytest.warns(
+        UserWarning, match="this small model loses much accuracy with a KV cache in 4 bits.*'int8' loses little"
+    ):
         make_engine(paths["qwen3"], kv_cache_dtype="int4")

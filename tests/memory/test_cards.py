@@ -107,12 +107,14 @@ def test_kv_in_int8_is_proposed_on_every_card(place):
 
 def test_no_card_is_told_to_keep_kv_in_fp8_that_cannot():
     asked = dict(max_model_len=32_768, host_memory_limit="64GiB", kv_cache_dtype="fp8", quantization="int4")
-    with pytest.raises(ValueError, match=r"needs compute capability 8\.9 \(Ada\) or above, and the GPU has 8\.6"):
+    with pytest.raises(
+        ValueError, match=r"needs compute capability 8\.9 \(Ada\) or above, and the GPU has 8\.6: give .*int8"
+    ):
         nanoinfer.plan("qwen3-4b", gpu="RTX 3060", **asked)
     assert nanoinfer.plan("qwen3-4b", gpu="RTX 3060", attention_backend="torch", **asked).fits
     assert nanoinfer.plan("qwen3-4b", gpu="RTX 4060", **asked).fits
     found = compare_gpus("qwen3-4b", **asked)
-    assert found["RTX 4060"].fits and found["H200"].fits and "8.0: set kv_cache_dtype" in found["A30"].problem
+    assert found["RTX 4060"].fits and found["H200"].fits and "8.0: give kv_cache_dtype" in found["A30"].problem
 
 
 @pytest.mark.parametrize("memory", [{}, dict(cpu_offload_gb=0)], ids=["streams", "does not fit"])
@@ -135,7 +137,7 @@ def test_the_gpu_of_this_machine_is_asked_what_it_can(monkeypatch):
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda *_: (11 * GIB, 12 * GIB))
     monkeypatch.setattr(forecaster, "device_memory", lambda _: DeviceMemory(12 * GIB, 11 * GIB))
     assert fits((8, 9))
-    with pytest.raises(ValueError, match="8.6: set kv_cache_dtype"):
+    with pytest.raises(ValueError, match="8.6: give kv_cache_dtype"):
         fits((8, 6))
     assert fits((8, 6), gpu_memory_limit="10GiB"), "a plan for another machine"
 

@@ -59,7 +59,9 @@ def test_a_model_that_does_not_fit_into_what_is_free_is_refused_before_it_is_loa
     path = make_checkpoint("qwen3", tmp_path)
     monkeypatch.setattr(setup, "device_memory", lambda device: DeviceMemory(24 * GIB, OUTSIDE_BYTES + 2**16))
     monkeypatch.setattr("nanoinfer.engine.start.load_model", None)
-    with pytest.raises(ValueError, match="what is free of the device's memory, .* is too small by .*: give at least"):
+    with pytest.raises(
+        ValueError, match="the .* of the device's memory that may be taken are too few by .*: give at least"
+    ):
         build(EngineConfig(model=path, device="cpu"), None)
     with pytest.raises(ValueError, match="more than the GPU has free: give at most .*free now"):
         build(EngineConfig(model=path, device="cpu", gpu_memory_limit="1GiB"), None)
@@ -93,16 +95,17 @@ TORCHS = (
     ],
 )
 def test_a_full_device_ends_a_command_with_what_was_wanted_and_what_to_lower(error, wanted, place, monkeypatch, capsys):
-    def fail(*args, **kwargs):
-        raise error
+    class Full:
+        def __init__(self, *args, **kwargs):
+            raise error
 
     device = FullDevice(monkeypatch, free=0.52, own=9.0)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(nanoinfer, "LLM", fail, raising=False)
+    monkeypatch.setattr(nanoinfer, "LLM", Full, raising=False)
     assert main(["generate", "recall", "--prompt", "x", "--device", "cpu"]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"nanoinfer generate: the GPU's memory is full: {wanted}") and said.count("\n") == 1
-    assert "without this process 9.52 of 11.63 GiB are free; 2.11 GiB are held by the driver" in said
+    assert "Without this process 9.52 of 11.63 GiB are free; 2.11 GiB are held by the driver" in said
     assert 'set --gpu-memory-limit to at most "9.3GiB", lower --max-num-batched-tokens or --max-num-seqs' in said
     assert device.asked == [torch.device("cuda", place)]
 
@@ -120,10 +123,11 @@ def test_a_full_device_while_a_request_runs_is_told_the_same_way(monkeypatch, ca
 
 
 def test_another_error_of_torch_is_not_hidden(monkeypatch):
-    def fail(*args, **kwargs):
-        raise RuntimeError("an illegal memory access was encountered")
+    class Broken:
+        def __init__(self, *args, **kwargs):
+            raise RuntimeError("an illegal memory access was encountered")
 
-    monkeypatch.setattr(nanoinfer, "LLM", fail, raising=False)
+    monkeypatch.setattr(nanoinfer, "LLM", Broken, raising=False)
     with pytest.raises(RuntimeError, match="illegal"):
         main(["generate", "recall", "--prompt", "x"])
 

@@ -63,11 +63,11 @@ def test_a_smaller_budget_takes_smaller_prefill_steps_before_it_refuses(tmp_path
         sizes.append(made.max_num_batched_tokens)
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1]
     arguments = dict(enable_cpu_offload=True, max_num_seqs=1, max_model_len=131_072, cpu_offload_gb=0)
-    with pytest.raises(ValueError, match="too small by .*, as weights take 7.5.*: give at least") as refusal:
+    with pytest.raises(ValueError, match="too few by .*: give at least .*. Weights take 7.5") as refusal:
         plan(tmp_path, 7.8, **arguments)
     smallest = float(re.search(r'give at least "([\d.]+)GiB"', str(refusal.value))[1])
     assert plan(tmp_path, smallest, **arguments).num_gpu_blocks == 4
-    with pytest.raises(ValueError, match="too small"):
+    with pytest.raises(ValueError, match="too few"):
         plan(tmp_path, smallest - 0.011, **arguments)
 
 
@@ -106,7 +106,7 @@ def test_what_settings_ask_to_stream_is_streamed_and_what_cannot_be_refused(tmp_
         ValueError, match="host_memory_limit='1GiB' is too small for the .* GiB of weights that are streamed"
     ):
         plan(tmp_path, 24, resident_weights_limit=0, host_memory_limit="1GiB")
-    with pytest.raises(ValueError, match="is too small beside .* GiB of weights: the KV cache of 131072 tokens takes"):
+    with pytest.raises(ValueError, match="is too small beside .* GiB of weights for the KV cache of 131072 tokens"):
         wanted = dict(host_memory_limit=can + 15 * spec.layout.block_bytes, max_model_len=131_072)
         plan(tmp_path, 24, resident_weights_limit=0, enable_cpu_offload=True, **wanted)
 
@@ -136,7 +136,7 @@ def test_a_refusal_names_the_least_memory_that_streamed_weights_need(tmp_path, e
         return best_plan(Planner(config, spec, device=GPU, **budget))
 
     with pytest.raises(
-        ValueError, match="gpu_memory_limit='200MiB' .* too small .* weights take .* GiB that are"
+        ValueError, match="gpu_memory_limit='200MiB' is too small .*. Weights take .* GiB more are streamed"
     ) as refused:
         made("200MiB", "90GiB")
     least = float(re.search(r'give at least "([\d.]+)GiB"', str(refused.value))[1])
@@ -187,7 +187,7 @@ def test_an_override_below_the_smallest_useful_pool_is_refused_by_name(tmp_path)
 
 
 def test_offload_holds_contexts_that_resident_mode_refuses(tmp_path):
-    with pytest.raises(ValueError, match=r'too small by 6.84 GiB, .*: give at least "18.84GiB" of GPU memory'):
+    with pytest.raises(ValueError, match=r'too few by 6.84 GiB: give at least "18.84GiB" of GPU memory. Weights'):
         plan(tmp_path, 12, max_num_seqs=1, max_model_len=131_072)
     assert plan(tmp_path, 12, enable_cpu_offload=True, max_num_seqs=1, max_model_len=131_072).max_model_len == 131_072
 
@@ -198,13 +198,14 @@ def test_an_open_max_model_len_is_cut_to_what_one_sequence_can_have(tmp_path):
 
 
 def test_the_plan_in_one_line_names_every_part(tmp_path):
-    line = plan(tmp_path, 12, enable_cpu_offload=True).one_line()
+    line = plan(tmp_path, 12, enable_cpu_offload=True).one_line("offload")
     for word in ("of 12.00 GiB of GPU memory", "weights 7.", "KV cache ", "ring 0.12", "working memory ",
-                 " GiB of host memory for KV", "(max_model_len), all weights on the GPU; "):  # fmt: skip
+                 " GiB. Prefill", "(max_model_len), all weights on the GPU. ", "tokens, offload mode"):  # fmt: skip
         assert word in line
     assert line.startswith("contexts of up to ")
     streamed = plan(tmp_path, 6, enable_cpu_offload=True)
-    assert f", {streamed.streamed_bytes / 2**30:.2f} GiB of weights stream in each step; " in streamed.one_line()
+    begin = f"{streamed.streamed_bytes / 2**30:.2f} GiB of weights stream in each step: nanoinfer plan says"
+    assert streamed.one_line("offload").startswith(begin)
 
 
 def test_on_the_cpu_the_line_says_what_is_held_and_that_the_rest_is_taken_as_needed(tmp_path):
@@ -213,9 +214,10 @@ def test_on_the_cpu_the_line_says_what_is_held_and_that_the_rest_is_taken_as_nee
     made = engine.plan
     rest = made.total_bytes - made.weight_bytes + made.host_bytes
     held = made.weight_bytes / 2**20
-    assert engine.plan.one_line().startswith(
-        f"contexts of up to {made.max_model_len:,} tokens (max_model_len); weights {held:.2f} MiB; "
-        f"up to {rest / 2**20:.2f} MiB more as requests need it, less with gpu_memory_limit and host_memory_limit; "
+    assert engine.plan.one_line("resident") == (
+        f"contexts of up to {made.max_model_len:,} tokens (max_model_len). Weights take {held:.2f} MiB, requests up to "
+        f"{rest / 2**20:.2f} MiB more: gpu_memory_limit and host_memory_limit lower that. Prefill steps of "
+        f"{made.max_num_batched_tokens:,} tokens, resident mode"
     )
     engine.close()
 

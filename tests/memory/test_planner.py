@@ -123,7 +123,7 @@ def test_a_step_of_which_nothing_streams_is_told_without_the_link():
 def test_beyond_the_models_positions_no_memory_is_recommended():
     limits = dict(gpu_memory="12GiB", host_memory="640GiB")
     forecast = nanoinfer.plan("recall", context=131_072, **limits)
-    assert "beyond the model's own limit of 66560 positions" in forecast.problem
+    assert "beyond the model's own limit of 66560 tokens" in forecast.problem
     assert [one.changes for one in forecast.proposals] == [{"max_model_len": 66_560}] and not forecast.advice
     assert nanoinfer.plan("recall", context=66_560, **limits).fits and forecast.longest_context == 66_560
     # Less memory than the model's own limit needs: what fits is less, too, and is said.

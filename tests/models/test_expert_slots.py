@@ -304,7 +304,7 @@ def test_the_advice_is_about_experts_that_are_waited_for(path_of, monkeypatch):
     prompts, params = workload(2, 30, 6)
     engine = make_engine(path_of("qwen3_moe", **SMALL), expert_slots=3, enable_cpu_offload=False, max_num_seqs=4)
     run(engine, prompts, params)
-    assert "at the CPU's speed" in engine.stats()["advice"]
+    assert "as there is no GPU" in engine.stats()["advice"]
     monkeypatch.setattr(type(engine.runner.device), "is_host", False)
     times = engine.meter.times
     one_more = format_size(engine.plan.expert_bytes / engine.runner.spec.sparse.num_experts)

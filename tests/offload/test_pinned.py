@@ -126,7 +126,7 @@ def test_messages_advise_what_helps_where_the_limit_of_host_memory_does_not():
             host.wait()
             host._thread.join()
     (said,) = caught
-    assert "To keep the speed, stream less, or raise the limit of locked memory" in str(said.message)
+    assert "of host memory: stream less, or raise the limit of locked memory" in str(said.message)
 
 
 def test_a_failure_in_the_background_reaches_whoever_waits():

@@ -289,7 +289,7 @@ def test_a_rank_that_ends_before_all_have_met_is_waited_for_no_longer(path, monk
 def test_more_ranks_than_gpus_are_refused(monkeypatch):
     device = SimpleNamespace(is_host=False, count=lambda: 1)
     monkeypatch.setattr("nanoinfer.parallel.alike.device_of", lambda place: device)
-    with pytest.raises(ValueError, match="tensor_parallel_size=2, but there are 1 GPUs: give at most 1"):
+    with pytest.raises(ValueError, match="tensor_parallel_size=2 exceeds the 1 GPU here: give at most 1"):
         check_devices(2, "auto", torch.device("cpu"))
     device.count = lambda: 2
     check_devices(2, "auto", torch.device("cpu"))

@@ -171,7 +171,7 @@ def test_both_commands_print_the_table_and_write_figures_and_picture(checkpoint,
         (["--context", "100"], "--context 100 has no room for the facts: give at least 768 tokens"),
         (
             ["--context", "1k,128k"],
-            "--context 131072 and 64 tokens for longer answers are beyond the model's own limit of 66560 positions",
+            "--context 131072 and 64 tokens for longer answers are beyond the model's own limit of 66560 tokens",
         ),
         (
             ["--context", "1k", "--depths", ",".join(str(i / 20) for i in range(21))],

@@ -92,7 +92,7 @@ def read(monkeypatch):
 def test_a_text_that_is_far_too_long_is_not_read_to_its_end(kind, read):
     tokenizer = make(kind)
     with pytest.raises(
-        RequestError, match=r"at least \d+ tokens in 20000 of its 340000 .*, max_model_len is 64"
+        RequestError, match=r"at least \d+ tokens in 20000 of its 340000 .*, and max_model_len=64"
     ) as told:
         encode_within(tokenizer, PROSE * 10_000, 64)
     assert read == [20_000] and told.value.is_too_long and told.value.lengths[0] > 64

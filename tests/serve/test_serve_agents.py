@@ -135,7 +135,7 @@ REFUSED = {
     "call": (dict(input=[{"type": "function_call", "call_id": "a"}]), "input[0].name is None: give a text", "input"),
     "choice": (dict(input="w1", tool_choice="required"), "but there are no tools", "tool_choice"),
     "template": (dict(input=[{"role": "nobody", "content": "w1"}]), "no such role", "messages"),
-    "too long": (dict(input="w1 " * 400), "max_model_len is 384", "input"),
+    "too long": (dict(input="w1 " * 400), "max_model_len=384", "input"),
     "logprobs": (dict(input="w1", include=["message.output_text.logprobs"]), "is not supported", "include"),
 }  # fmt: skip
 

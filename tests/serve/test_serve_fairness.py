@@ -98,7 +98,7 @@ def test_long_chats_whose_special_tokens_are_text_have_the_tokens_of_the_whole()
 def test_of_a_text_that_is_far_too_long_the_beginning_tells():
     async def ask():
         with made(max_model_len=2000) as prompts:
-            text, refusal = PROSE * 10**4, f"tokens in {LONG_CHARS} of its .* characters, max_model_len is 2000"
+            text, refusal = PROSE * 10**4, f"tokens in {LONG_CHARS} of its .* characters, and max_model_len=2000"
             with pytest.raises(RequestError, match=refusal) as told:
                 await prompts.tokenize(text)
             assert told.value.is_too_long

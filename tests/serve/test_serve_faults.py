@@ -115,7 +115,7 @@ REFUSED = {
     "negative id": (dict(prompt=[-1]), "outside the vocabulary", "prompt"),
     "true as id": (dict(prompt=[5, True]), "outside the vocabulary", "prompt"),
     "fraction as id": (dict(prompt=[5, 1.5]), "outside the vocabulary", "prompt"),
-    "too long": (dict(prompt=[5] * 400), "max_model_len is 384", "prompt"),
+    "too long": (dict(prompt=[5] * 400), "max_model_len=384", "prompt"),
     "too long with its output": (dict(prompt=[5] * 300, max_tokens=100), "max_tokens is 100", "max_tokens"),
     "no model": (dict(prompt=[5], model=7), "model is 7", "model"),
     "n = 0": (dict(prompt=[5], n=0), "n is 0", "n"),
@@ -337,14 +337,14 @@ def test_unknown_models_and_paths_are_not_found(path):
 LONG_MESSAGES = [{"role": "user", "content": "w5 " * 400}]
 FOR_THE_POOL = [{"role": "user", "content": "w5 " * 120}]
 TOO_LONG = {
-    "prompt": ("/v1/completions", dict(prompt=[5] * 400), "max_model_len is 384", "prompt"),
-    "second prompt": ("/v1/completions", dict(prompt=[[5], [5] * 400]), "max_model_len is 384", "prompt"),
-    "text": ("/v1/completions", dict(prompt="w5 " * 400), "max_model_len is 384", "prompt"),
-    "messages": (CHAT, dict(messages=LONG_MESSAGES), "max_model_len is 384", "messages"),
+    "prompt": ("/v1/completions", dict(prompt=[5] * 400), "max_model_len=384", "prompt"),
+    "second prompt": ("/v1/completions", dict(prompt=[[5], [5] * 400]), "max_model_len=384", "prompt"),
+    "text": ("/v1/completions", dict(prompt="w5 " * 400), "max_model_len=384", "prompt"),
+    "messages": (CHAT, dict(messages=LONG_MESSAGES), "max_model_len=384", "messages"),
     "with output": ("/v1/completions", dict(prompt=[5] * 300, max_tokens=85), "max_model_len = 384", "max_tokens"),
-    "pool": ("/v1/completions", dict(prompt=[5] * 120), "pool holds 112", "prompt"),
-    "pool, with output": ("/v1/completions", dict(prompt=[5] * 100, max_tokens=28), "pool holds 112", "max_tokens"),
-    "pool, chat": (CHAT, dict(messages=FOR_THE_POOL), "pool holds 112", "messages"),
+    "pool": ("/v1/completions", dict(prompt=[5] * 120), "KV cache holds 112", "prompt"),
+    "pool, with output": ("/v1/completions", dict(prompt=[5] * 100, max_tokens=28), "KV cache holds 112", "max_tokens"),
+    "pool, chat": (CHAT, dict(messages=FOR_THE_POOL), "KV cache holds 112", "messages"),
 }  # fmt: skip
 
 
@@ -388,7 +388,7 @@ def test_too_many_waiting_requests_are_told_to_come_back(path):
             assert len(refused) == 12 - 2 - 3, "two run and three wait"
             for response in refused:
                 assert response.headers["retry-after"] == "1"
-                assert "the server queues at most 3" in response.json()["error"]["message"]
+                assert "of 3 sequences wait" in response.json()["error"]["message"]
             assert sum(response.status_code == 200 for response in responses) == 5
             await served.wait_until_idle()
             assert (await served.post(prompt=[5], max_tokens=2)).status_code == 200
@@ -412,7 +412,8 @@ def test_prompts_beyond_the_queue_are_told_to_come_back_or_that_they_never_fit(p
             for body in (dict(prompt=[[5]] * 3), dict(prompt=[5], n=3)):
                 response = await served.post(**body)
                 assert response.status_code == 429 and response.headers["retry-after"] == "1"
-                assert "0 sequences wait, the request has 3" in response.json()["error"]["message"]
+                said = response.json()["error"]["message"]
+                assert said.startswith("the queue has no room: 0 of 2 sequences wait, the request has 3: try again")
             assert (await served.post(prompt=[[5], [6]], max_tokens=2)).status_code == 200
             await running
             await served.wait_until_idle()
@@ -512,6 +513,9 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(path, monkeypatch):
             assert (await served.complete("w20", max_tokens=2))["usage"]["completion_tokens"] == 2
             assert (await served.client.get("/health")).status_code == 200 and not long.done()
             may_go_on.set()
-            assert "the prompt has at least 6667 tokens in 20000 of its" in (await long).json()["error"]["message"]
+            assert (
+                "the prompt is too long: at least 6667 tokens in 20000 of its"
+                in (await long).json()["error"]["message"]
+            )
 
     asyncio.run(ask())

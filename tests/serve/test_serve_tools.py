@@ -289,7 +289,7 @@ UNIQUE = tool(name="tags", parameters={"properties": {"x": {"type": "array", "un
         (dict(messages=[{"role": "assistant", "tool_calls": [{}]}]), r"messages\[0\].tool_calls\[0\] is {}: give"),
         (dict(messages=[{"role": "assistant", "tool_calls": "x"}]), r"messages\[0\].tool_calls is 'x': give a list"),
         (dict(messages=[{"role": "assistant", "function_call": {"name": "f"}}]), "function_call is not supported"),
-        (dict(tools=[tool(name=f"f{n}") for n in range(1000)]), "max_model_len is 2048"),
+        (dict(tools=[tool(name=f"f{n}") for n in range(1000)]), "max_model_len=2048"),
         (
             dict(tools=[CLOCK, UNIQUE, WEATHER], tool_choice="required"),
             r"calls of the tool 'tags' cannot be made to follow its schema, as tool_choice asks: Unimplemented keys: "

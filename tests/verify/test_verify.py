@@ -409,7 +409,7 @@ def test_runs_in_which_nothing_happens_are_left_out_and_said(paths, only):
         (dict(num_requests=0), "num_requests=0 must be a whole number of at least 1"),
         (dict(enable_cpu_offload=True), "enable_cpu_offload=True: verify chooses it for each run"),
         (dict(num_ring_slot=3), "num_ring_slot"),
-        (dict(host_memory_limit=BLOCK_BYTES), "host_memory_limit=.* is too small: the KV cache of"),
+        (dict(host_memory_limit=BLOCK_BYTES), "host_memory_limit=.* is too small for the KV cache of"),
         (dict(block_size=4096), "the model allows 4096 positions, .* needs 8196: lower block_size or output_len"),
     ],
 )

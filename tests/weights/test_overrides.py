@@ -94,8 +94,8 @@ def test_what_is_said_of_a_context_beyond_the_limit_can_be_pasted(tmp_path, caps
     command = ["plan", str(path), "--gpu-memory-limit", "2GiB", "--host-memory-limit", "8GiB", "--context", "131072"]
     assert main(command) == 1
     said = capsys.readouterr().out
-    assert "beyond the model's own limit of 40960 positions" in said
-    option = re.search(r"stretch its rotation with YaRN: (--hf-overrides '.*?')", said)[1]
+    assert "beyond the model's own limit of 40960 tokens" in said
+    option = re.search(r"stretch the positions \(RoPE\) with YaRN: (--hf-overrides '.*?')", said)[1]
     assert '"factor": 4.0, "original_max_position_embeddings": 32768' in option
     assert main(command + shlex.split(option)) == 0
     assert "131,072 tokens for one sequence" in capsys.readouterr().out
@@ -108,7 +108,9 @@ def test_what_is_said_of_a_context_beyond_the_limit_can_be_pasted(tmp_path, caps
 def test_a_rotation_that_cannot_be_stretched_is_not_advised_to_be(family, rope, tmp_path):
     overrides = dict(rope_parameters=dict(rope_theta=1e4) | rope)
     path = make_checkpoint(family, tmp_path, max_position_embeddings=100, **overrides, **SMALL)
-    with pytest.raises(ValueError, match='limit of 100 .*or hf_overrides={"max_position_embeddings": 200} if it was'):
+    with pytest.raises(
+        ValueError, match='limit of 100 .*or give hf_overrides={"max_position_embeddings": 200} if it was'
+    ):
         make_engine(path, max_model_len=200)
     assert make_engine(path, max_model_len=200, hf_overrides=dict(max_position_embeddings=200)) is not None
 
