@@ -11,7 +11,8 @@ from transformers import AutoTokenizer
 
 # The tests' template, with what tells that calls are written as Qwen's models do.
 TEMPLATE = (
-    "{% if tools %}{% for tool in tools %}w40 {% endfor %}{% endif %}{% for message in messages %}{{ message.role }} "
+    "{% if tools %}{% for tool in tools %}{{ tool.function.name }} {% endfor %}{% endif %}"
+    "{% for message in messages %}{{ message.role }} "
     "{% if message.reasoning_content %}w41 {{ message.reasoning_content }} {% endif %}{{ message.content }} "
     '{% for call in message.tool_calls or [] %}<tool_call> {"name": "{{ call.function.name }}", "arguments": '
     "{{ call.function.arguments | tojson }}} </tool_call>"
