@@ -39,7 +39,7 @@ class SlotSet:
 
     Args:
         layers: the experts of these layers, in their order.
-        num_slots: of each layer.
+        num_slots: of each layer, at most one for each expert that a rank has.
         first_landing: number of the first area among the landing buffers; see `Landing`.
 
     Attributes:
@@ -51,6 +51,7 @@ class SlotSet:
     ) -> None:
         self.layers, self._first_landing = list(layers), first_landing
         self._num_experts, stride = layers[0].num_experts, layers[0].stride
+        num_slots = min(num_slots, self._num_experts)
         num_runs = pool_runs(self._num_experts, num_slots, len(layers))
         self._pool = torch.zeros(num_runs, stride, dtype=torch.uint8, device=device)
 

@@ -45,6 +45,7 @@ MODELS = {
     "qwen3_moe": ({}, "resident", dict(expert_slots=4)),
     "lfm2": (dict(num_heads=8), "drafts", {}),
     "lfm2_moe": ({}, "streamed", dict(num_gpu_blocks_override=60)),
+    "qwen3_moe, more slots than experts of a rank": (dict(num_experts=7), "resident", dict(expert_slots=4)),
     "qwen3_5": ({}, "drafts", {}),
     "qwen3_5_moe": ({}, "streamed", dict(num_gpu_blocks_override=60)),
     "qwen3_next": ({}, "resident", {}),
@@ -66,8 +67,9 @@ def outcomes(path, size: int, prompts=None, params=None, **arguments) -> list:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.sampled(
-    "qwen3", "qwen3, one KV head", "gemma4_moe", "olmo2", "phi3", "qwen3_moe", "qwen3_5", "lfm2_moe", "glm4_moe"
-)
+    "qwen3", "qwen3, one KV head", "gemma4_moe", "olmo2", "phi3", "qwen3_moe", "qwen3_5", "lfm2_moe", "glm4_moe",
+    "qwen3_moe, more slots than experts of a rank",
+)  # fmt: skip
 def test_two_have_the_bits_of_one(name, tmp_path):
     fields, mode, others = MODELS[name]
     path = make_checkpoint(name.partition(",")[0], tmp_path, **fields)
