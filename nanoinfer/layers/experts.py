@@ -203,6 +203,11 @@ class Experts(nn.Module):
             self._of_shared = {names[0]: rows, names[1]: rows, names[2]: held_columns(intermediate_size, *columns)}
             self.cut, intermediate_size = None, rows.count
         elif not shard.is_whole:
+            if num_experts < shard.size:
+                raise ValueError(
+                    f"tensor_parallel_size={shard.size}: {num_experts} experts cannot be divided among so many GPUs: "
+                    f"give at most {1 << num_experts.bit_length() - 1}"
+                )
             self.first_expert, end = shard.even(num_experts)
             self.held = held_rows(num_experts, self.first_expert, end)
             self.num_experts = end - self.first_expert

@@ -49,10 +49,11 @@ def checked_slots(config: EngineConfig, spec: ModelSpec) -> int:
         return 0
     if sparse is None:
         raise ValueError(f"expert_slots={count}, and {spec.architecture} has no experts: leave it out")
-    if not sparse.num_chosen <= count <= sparse.num_experts:
+    if not sparse.most_chosen <= count <= sparse.num_experts:
+        where = "" if spec.shard.is_whole else " on each GPU"
         raise ValueError(
-            f"expert_slots={count}: a layer has {sparse.num_experts} experts, and a token takes {sparse.num_chosen} of "
-            f"them: give a number from {sparse.num_chosen} to {sparse.num_experts}"
+            f"expert_slots={count}: a layer has {sparse.num_experts} experts{where}, and a token takes up to "
+            f"{sparse.most_chosen} of them: give a number from {sparse.most_chosen} to {sparse.num_experts}"
         )
     return count
 

@@ -116,7 +116,7 @@ class Search:
             self._look_along([Candidate(tokens, one) for one in choices(least, planner.spec, head)])
         if planner.may_have_slots:
             sparse = planner.spec.sparse
-            counts = range(sparse.num_experts, sparse.num_chosen - 1, -1)
+            counts = range(sparse.num_experts, sparse.most_chosen - 1, -1)
             self._look_along([Candidate(tokens, StreamedChoice(), count) for count in counts])
 
     def _look_along(self, family: Sequence[Candidate]) -> None:

@@ -65,6 +65,11 @@ class SparseSpec:
     is_clamped: bool = False
 
     @property
+    def most_chosen(self) -> int:
+        """How many of those that are here a row chooses at most."""
+        return min(self.num_chosen, self.num_experts)
+
+    @property
     def expert_bytes(self) -> int:
         """Bytes of all experts of all layers, without shared ones."""
         return self.num_experts * sum(self.strides)

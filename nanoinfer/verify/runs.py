@@ -120,7 +120,7 @@ def _slots(sparse: SparseSpec | None) -> list[Run]:
         Run(
             "experts",
             "all experts in host memory, a quarter of each layer's in slots, KV streamed beside",
-            _STREAMED | _NO_WEIGHTS | dict(expert_slots=max(sparse.num_chosen, sparse.num_experts // 4)),
+            _STREAMED | _NO_WEIGHTS | dict(expert_slots=max(sparse.most_chosen, sparse.num_experts // 4)),
             happened=lambda stats: stats["expert_fetches"] > 0,
             otherwise="no expert was brought: every step was a large one",
         )
