@@ -50,9 +50,9 @@ def checked_slots(config: EngineConfig, spec: ModelSpec) -> int:
     if sparse is None:
         raise ValueError(f"expert_slots={count}, and {spec.architecture} has no experts: leave it out")
     if not sparse.most_chosen <= count <= sparse.num_experts:
-        where = "" if spec.shard.is_whole else " on each GPU"
+        where, takes = ("", "takes") if spec.shard.is_whole else (" on each GPU", "takes up to")
         raise ValueError(
-            f"expert_slots={count}: a layer has {sparse.num_experts} experts{where}, and a token takes up to "
+            f"expert_slots={count}: a layer has {sparse.num_experts} experts{where}, and a token {takes} "
             f"{sparse.most_chosen} of them: give a number from {sparse.most_chosen} to {sparse.num_experts}"
         )
     return count
