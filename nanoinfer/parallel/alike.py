@@ -71,7 +71,7 @@ def check_devices(size: int, device: str, place: torch.device) -> None:
         raise ValueError(
             f"device={device!r} with tensor_parallel_size={size} is {place} here, and ranks take the GPUs from the "
             "first on: name others with the environment variable CUDA_VISIBLE_DEVICES, and leave out "
-            "torch.cuda.set_device"
+            "set_device"
         )
     described = device_of(place)
     if described.is_host:
