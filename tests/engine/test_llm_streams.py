@@ -103,7 +103,7 @@ def test_generate_is_not_harmed_by_a_request_of_a_stream_that_can_never_run(path
         with pytest.warns(UserWarning, match="cannot pin"):
             assert tokens_of(llm, PROMPTS[0]) == wanted
             found = list(read(stream).values())
-        assert found[0][1] == "length" and found[1][1] == "error" and "cannot be used (cannot pin)" in found[1][2]
+        assert found[0][1] == "length" and found[1][1] == "error" and "cannot be used: cannot pin" in found[1][2]
         assert_pools_as_before(llm.engine)
 
 
