@@ -5,7 +5,6 @@ or switched: everyone gets the bits of resident mode, and the reference counts a
 """
 
 import random
-from collections import Counter
 
 import checksum
 import numpy as np
@@ -22,6 +21,7 @@ from engines import (
     random_prompts,
     run,
 )
+from references import check_references
 from request_helpers import Script, play_at_random, shrink_gpu_pool, tree_of_prompts
 from request_helpers import play as script_play
 from simulated import SimulatedRuntime
@@ -59,43 +59,6 @@ def greedy(max_tokens: int, **arguments) -> SamplingParams:
     return SamplingParams(**(dict(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=0) | arguments))
 
 
-def check_references(engine) -> int:
-    """Each block of both pools is held once for each place in the tables; returns how many GPU blocks rows share."""
-    kv_cache, lifetimes = engine.kv_cache, engine.kv_cache.tables.lifetimes
-    held = Counter(kv_cache.tables.gpu[kv_cache.tables.gpu != NO_BLOCK].tolist())
-    num_shared = sum(count > 1 for count in held.values())
-    leaving = [block for deferred in lifetimes.deferred_gpu for block in deferred.blocks]
-    assert not set(leaving) & set(held) and len(set(leaving)) == len(leaving), "given back, and in use"
-    held.update(leaving)
-    moving = engine.mover.transfers.held
-    held.update(moving[0])
-    on_host = Counter(kv_cache.tables.host[kv_cache.tables.host != NO_BLOCK].tolist())
-    on_host.update(block for deferred in lifetimes.deferred_host for block in deferred.blocks)
-    on_host.update(moving[1])
-    assert on_host == lifetimes.host_blocks.holders
-    pool, taken = kv_cache.tables.gpu_blocks, getattr(engine, "taken", [])
-    assert held + Counter(taken) == pool.holders
-    assert pool.num_shared == sum(pool.holders.values()) - len(pool.holders)
-    if not kv_cache.tables.is_offload:
-        return num_shared
-    begin, first, full = kv_cache.tables.begins.ravel(), kv_cache.copies.residency.first, kv_cache.copies.residency.full
-    gpu, host = (table.reshape(len(first), -1) for table in (kv_cache.tables.gpu, kv_cache.tables.host))
-    for line in range(len(first)):
-        assert begin[line] <= first[line] or not full[line]
-        assert np.all(gpu[line, : first[line]] == NO_BLOCK)
-        assert np.all(gpu[line, first[line] : full[line]] != NO_BLOCK)
-        assert np.all(host[line, begin[line] : full[line]] != NO_BLOCK) and np.all(
-            host[line, : begin[line]] == NO_BLOCK
-        )
-    places = [(line, block) for line in range(len(first)) for block in range(first[line], full[line])]
-    assert kv_cache.copies.num_resident == len({int(gpu[place]) for place in places})
-    streams = {int(host[line, block]) for line in range(len(first)) for block in range(begin[line], first[line])}
-    assert kv_cache.copies.num_streamed == len(streams)
-    if engine.plan.max_resident_blocks is not None:
-        assert kv_cache.copies.num_resident <= engine.plan.max_resident_blocks
-    return num_shared
-
-
 def tree_engine(generator: random.Random, path, seed: int):
     mode, rows = generator.choice(["auto", True, True, False]), generator.randint(2, 6)
     engine = make_engine(
@@ -120,9 +83,8 @@ def play(engine, requests, generator: random.Random):
     """Plays at random; returns the requests, the aborted ones, and how many blocks were shared."""
     num_shared = 0
 
-    def count() -> None:
+    def count(shared: int) -> None:
         nonlocal num_shared
-        shared = check_references(engine)
         num_shared += shared if engine.mode == "offload" else 0
 
     added, aborted = play_at_random(

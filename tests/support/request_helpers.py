@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 from engines import outcome, random_prompts
+from references import check_references
 
 from nanoinfer import LLMEngine, SamplingParams
 from nanoinfer.common.errors import RequestError
@@ -141,12 +142,14 @@ def play_at_random(
     comes: float,
     is_aborted: float,
     is_switched: float,
-    after_step: Callable[[], None] = lambda: None,
+    after_step: Callable[[int], None] = lambda num_shared: None,
 ) -> tuple[list[Request], set[int]]:
-    """Adds, aborts and switches while the engine runs; returns the requests and the aborted ones' numbers.
+    """Adds, aborts and switches while the engine runs; returns the requests and the aborted ones' numbers. After each
+    step its blocks are held as they must be.
 
     Args:
         comes, is_aborted, is_switched: how likely each is before a step.
+        after_step: told how many GPU blocks rows share.
     """
     added, aborted = [], set()
     for _ in range(MAX_STEPS):
@@ -168,7 +171,7 @@ def play_at_random(
             except ValueError:
                 pass  # refused: what runs has no room there
         engine.step()
-        after_step()
+        after_step(check_references(engine))
     pytest.fail("the engine does not come to an end")
 
 
