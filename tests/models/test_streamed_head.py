@@ -140,7 +140,8 @@ def test_any_order_of_streams_gives_the_same(path_of, seed):
     prompts, params = workload(seed, 60, 8)
     wanted = run(make_engine(path), prompts, params)
     options = ALONE if seed % 3 else ALL
-    options |= dict(enable_cpu_offload="auto", max_num_seqs=4, capture_num_tokens=[8, 24], enforce_eager=seed % 4 > 1)
+    options = options | dict(enable_cpu_offload="auto", max_num_seqs=4, capture_num_tokens=[8, 24])
+    options |= dict(enforce_eager=seed % 4 > 1)
     engine = make_engine(path, SimulatedRuntime(seed), **options)
     assert bool(engine.plan.streamed_pieces) == (seed % 3 == 0) and engine.plan.head_bytes
     assert run(engine, prompts, params, switching({3: "offload", 9: "resident", 14: "offload"})) == wanted
