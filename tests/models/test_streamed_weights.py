@@ -73,7 +73,10 @@ def test_any_order_of_streams_gives_the_same(path_of, family, seed):
     prompts, params = workload(seed, 70, 8)
     wanted = run(make_engine(path), prompts, params)
     graphs = dict(capture_num_tokens=[8, 24], enforce_eager=seed % 2 == 0)
-    engine = make_engine(path, SimulatedRuntime(seed), **ALL, enable_cpu_offload="auto", max_num_seqs=4, **graphs)
+    # Who does not foresee offload mode captures its graphs at the switch, which overwrites what was fetched ahead; the
+    # next step would take that up, where no KV comes before it.
+    mode = dict(enable_cpu_offload=False, resident_kv_limit=None) if seed % 4 == 1 else dict(enable_cpu_offload="auto")
+    engine = make_engine(path, SimulatedRuntime(seed), **ALL, max_num_seqs=4, **graphs, **mode)
     assert run(engine, prompts, params, switching(modes)) == wanted
     stats = engine.stats()
     assert stats["num_mixed_steps"] and stats["streamed_bytes"] > stats["num_decode_steps"] * engine.plan.streamed_bytes

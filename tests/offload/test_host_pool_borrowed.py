@@ -37,9 +37,12 @@ def test_borrowed_memory_comes_with_the_blocks_and_goes_with_the_last_of_them():
     pool.give_back(blocks.release([*first[2:], *own]))
     assert blocks.num_free == 4 and pool.borrowed_bytes == LAYOUT.block_bytes
     assert blocks.take_borrowed(pool.borrow(1)) == first[:1], "numbers are used again"
-    blocks.rebuild(second)
-    pool.give_back_all_but(blocks.borrowed)
-    assert blocks.borrowed == set(second) and pool.borrowed_bytes == LAYOUT.block_bytes and blocks.num_free == 4
+    blocks.publish(second[0], "content")
+    for held in (second, []):
+        blocks.rebuild(held, lambda key: True)
+        pool.give_back_all_but(blocks.borrowed)
+        assert blocks.borrowed == set(held) and pool.borrowed_bytes == len(held) * LAYOUT.block_bytes
+        assert blocks.num_free == 4 and (blocks.published("content") is None) == (not held), "its memory is gone"
 
 
 def test_what_the_limit_or_the_machine_does_not_allow_is_a_memory_error(monkeypatch):

@@ -309,7 +309,8 @@ def test_prefetch_crosses_the_step_boundary():
     assert toy.engine.counters.discarded_bytes == 0
 
 
-def test_a_freed_block_drops_the_prefetch_that_holds_it():
+@pytest.mark.parametrize("freed", [0, 1])
+def test_a_freed_block_drops_the_prefetch_that_holds_it(freed):
     toy = Toy(seed=3, dropped_rule=None, num_ring_slots=2, blocks_per_slot=1)
     host_blocks = toy.lifetimes.host_blocks.allocate(3)
     toy.stream_plan = toy.ahead = plan_of(pack(host_blocks, 1))
@@ -319,7 +320,7 @@ def test_a_freed_block_drops_the_prefetch_that_holds_it():
     toy.stream_plan = toy.ahead = plan_of(pack(host_blocks[:2], 1))
     toy.run()
     assert toy.engine.counters.discarded_bytes == 0, "the last block was not prefetched"
-    toy.lifetimes.release_host(host_blocks[:1])
+    toy.lifetimes.release_host(host_blocks[freed : freed + 1])
     toy.run()
     assert toy.engine.counters.discarded_bytes == 2 * LAYOUT.part_bytes, "it may have other content"
 

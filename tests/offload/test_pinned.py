@@ -145,6 +145,21 @@ def test_more_than_is_available_is_refused_before_any_work():
     assert driver.num_calls == 0
 
 
+def test_what_is_on_its_way_counts_as_wanted_until_it_is_there():
+    hold = threading.Event()
+    driver = Driver(hold=hold)
+    with arena(driver, on_demand=True, available_bytes=6 * PAGE_BYTES - 1) as host:
+        host.want(1)
+        host.wait(1)
+        host.want(2)
+        with pytest.raises(MemoryError, match="wanted, 0.00 GiB are available"):
+            host.want(3)
+        hold.set()
+        host.wait(2)
+        host.want(3)
+        host.wait(3)
+
+
 def test_memory_that_the_system_does_not_map_is_named_with_what_there_is_and_what_to_change(monkeypatch):
     def refuse(*args, **kwargs):
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
