@@ -11,6 +11,7 @@ import hashlib
 import inspect
 import itertools
 import json
+import math
 import os
 import threading
 import time
@@ -102,7 +103,7 @@ class Script:
     def stream(self, name: str, arguments: Mapping[str, Any], method: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """As `call`, of what a generator yields."""
         number = self._agree(name, arguments)
-        place, end = 0, RuntimeError(f"rank 0 of the script has left {name} before its end, and this process has not")
+        place, left = 0, RuntimeError(f"rank 0 of the script has left {name} before its end, and this process has not")
         if self.rank:
             try:
                 while (found := self._read(number, place))[0] is not None:
@@ -111,7 +112,7 @@ class Script:
             finally:
                 self._done(number)
             return
-        outputs = method()
+        outputs, end = method(), left
         try:
             while (output := self._next(outputs)) is not None:
                 place = self._say(number, place, output)
@@ -122,7 +123,7 @@ class Script:
             raise
         finally:
             self._store.set(f"{number}/said", str(self._say(number, place, end)))
-            self._done(number, waits=self._hosts and end is None)
+            self._done(number, waits=self._hosts and end is not left)
 
     def leave(self) -> None:
         """Say to the others that this process calls nothing any more; wait for nobody."""
@@ -147,7 +148,10 @@ class Script:
         number, name = next(self._calls), _CALLED.get(name, name)
         self._ask(number, name, arguments)
         end = time.monotonic() + MEETS_S
-        asked = [json.loads(self._wait(f"{number}/asked/{rank}", end, rank)) for rank in range(self._size)]
+        asked = []
+        for rank in range(self._size):
+            missing = f"rank {rank} of the script has not called {name} for {MEETS_S:.0f} s: all processes have to"
+            asked.append(json.loads(self._wait(f"{number}/asked/{rank}", end, missing)))
         for rank, (called, given) in enumerate(asked):
             if [called, given] == asked[0]:
                 continue
@@ -174,7 +178,7 @@ class Script:
 
     def _read(self, number: int, place: int) -> tuple[Any, int]:
         """Return the value at a place, and the place behind it; raise it if it is an exception."""
-        first = self._wait(f"{number}/{place}", None, 0)
+        first = self._wait(f"{number}/{place}")
         end = place + int.from_bytes(first[:8], "little")
         others = [self._store.get(f"{number}/{one}") for one in range(place + 1, end)]
         value = decode(b"".join([first[8:], *others]))
@@ -182,12 +186,12 @@ class Script:
             raise value
         return value, end
 
-    def _wait(self, key: str, end: float | None, rank: int) -> bytes:
-        """Wait for a value, in steps, so that Ctrl-C ends it."""
+    def _wait(self, key: str, end: float = math.inf, missing: str = "") -> bytes:
+        """Wait for a value, in steps, so that Ctrl-C ends it. missing: what is said if it has not come until `end`."""
         pause, longest = _LOOKS_S
         while not self._store.check([key]):
-            if end is not None and time.monotonic() > end:
-                raise RankError(f"rank {rank} of the script has not made the call for {MEETS_S:.0f} s that others made")
+            if time.monotonic() > end:
+                raise RankError(missing)
             time.sleep(pause)
             pause = min(2 * pause, longest)
         return self._store.get(key)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -163,14 +164,21 @@ def test_who_has_closed_is_waited_for_by_nobody_and_waits_for_nobody():
     script.Script(dist.HashStore(), 0, 2).leave()
 
 
-def test_who_has_the_store_stays_until_all_have_read():
+@pytest.mark.parametrize("fails", [False, True])
+def test_who_has_the_store_stays_until_all_have_read(fails):
     order = []
 
+    def outputs():
+        yield from (1, 2)
+        if fails:
+            raise ValueError("no more")
+
     def act(mine, rank):
-        for output in mine.stream("generate_stream", {}, lambda: iter([1, 2])):
-            if rank:
-                time.sleep(0.05)
-                order.append(output)
+        with pytest.raises(ValueError, match="no more") if fails else nullcontext():
+            for output in mine.stream("generate_stream", {}, outputs):
+                if rank:
+                    time.sleep(0.05)
+                    order.append(output)
         if not rank:
             order.append("rank 0 goes on")
 
@@ -180,7 +188,7 @@ def test_who_has_the_store_stays_until_all_have_read():
 
 def test_who_does_not_come_is_waited_for_so_long(monkeypatch):
     monkeypatch.setattr(script, "MEETS_S", 0.1)
-    with pytest.raises(RankError, match="rank 1 of the script has not made the call"):
+    with pytest.raises(RankError, match="rank 1 of the script has not called stats for 0 s: all processes"):
         script.Script(dist.HashStore(), 0, 2).call("stats", {}, dict)
 
 
