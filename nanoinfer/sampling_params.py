@@ -210,7 +210,8 @@ def _listed(name: str, given: object, allowed: str) -> tuple:
         return ()
     if not isinstance(given, Iterable) or isinstance(given, (str, bytes, dict)):
         raise ValueError(_message(name, given, allowed, f"pass {name}=[...]"))
-    return tuple(given)
+    # A set of texts has another order in each process.
+    return tuple(sorted(given, key=repr) if isinstance(given, set | frozenset) else given)
 
 
 def _stop_strings(given: object) -> tuple[str, ...]:

@@ -198,6 +198,11 @@ def test_values_at_the_edge_of_their_range_are_taken(values):
     assert {name: getattr(params, name) for name in values} == values
 
 
+def test_a_set_has_the_same_order_in_every_process():
+    words = "a bb c dd e ff g hh".split()
+    assert SamplingParams(stop={*words}, bad_words=frozenset(words)) == SamplingParams(stop=words, bad_words=words)
+
+
 def test_stop_and_stop_token_ids_are_kept_as_tuples():
     assert SamplingParams(stop="ab").stop == ("ab",)
     assert SamplingParams(stop=["ab", "c"]).stop == ("ab", "c")
