@@ -179,11 +179,7 @@ class Experts(nn.Module):
         a shared one some columns.
         """
         super().__init__()
-        if activation.limit is None and activation.name not in ACTIVATIONS:
-            hint = did_you_mean(activation.name, ACTIVATIONS)
-            raise ValueError(
-                f"activation {shown(activation.name)} is not supported{hint}. Supported: {', '.join(ACTIVATIONS)}"
-            )
+        _check(activation)
         num_experts, intermediate_size = sparse.routing.num_experts, sparse.intermediate_size
         names, bias = sparse.names, sparse.expert_bias
         # Whether a tensor of the checkpoint holds all experts, gate and up as one; otherwise each has its own.
@@ -417,6 +413,14 @@ class SparseMLP(nn.Module):
             return self.experts(normed, ids, weights, self.routing.first_half, shared, gate)
         own = self.experts(normed, ids, weights, self.experts.num_experts, shared, gate)[0]
         return OwnPart(own, self.exchange)
+
+
+def _check(activation: GatedActivation) -> None:
+    if activation.limit is None and activation.name not in ACTIVATIONS:
+        hint = did_you_mean(activation.name, ACTIVATIONS)
+        raise ValueError(
+            f"activation {shown(activation.name)} is not supported{hint}. Supported: {', '.join(ACTIVATIONS)}"
+        )
 
 
 def _is_fused(sparse: Sparse, formats: Formats) -> bool:
