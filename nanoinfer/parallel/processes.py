@@ -31,6 +31,8 @@ PATIENCE_S = 60.0
 """How long a rank may give no sign of life while others wait for it."""
 _NUMBERS = struct.Struct("<qqq")
 _LOOKS_S = 0.2
+# Who has not looked for so long was stopped itself, by Ctrl-Z or with its container.
+_STOPPED_S = 2.0
 _ENDS_S = 10.0
 
 
@@ -85,6 +87,7 @@ class Ranks:
         self.signs = Signs(self.folder / "signs", size, is_first=True)
         self.on_end: Callable[[], None] | None = None
         self._is_closing, self._num_told = False, 0
+        self._looked = self._waits_since = time.monotonic()
         self.processes: list[subprocess.Popen] = []
         self._connections: list[Connection] = []
         paths = [one for one in sys.path if one and isinstance(one, str)]  # what else is there, Python leaves out, too
@@ -113,7 +116,7 @@ class Ranks:
             RankError: a rank has ended.
         """
         message = encode((name, arguments))
-        self._num_told += 1
+        self._num_told, self._waits_since = self._num_told + 1, time.monotonic()
         try:
             for connection in self._connections:
                 connection.send_bytes(message)
@@ -194,10 +197,14 @@ class Ranks:
         return not self._is_closing and not self._fault
 
     def _look(self) -> None:
+        now = time.monotonic()
+        if now - self._looked > _STOPPED_S:
+            self._waits_since = now
+        self._looked, waited = now, now - self._waits_since
         for rank, process in enumerate(self.processes, 1):
             if process.poll() is not None and not self._is_closing:
                 self._give_up(self._how_it_ended(rank, process))
-            elif (silence := self.signs.silence_s(rank, self._num_told)) > self.patience_s:
+            elif (silence := min(waited, self.signs.silence_s(rank, self._num_told))) > self.patience_s:
                 self._give_up(f"rank {rank} (process {process.pid}) has given no sign of life for {silence:.0f} s")
 
     def _how_it_ended(self, rank: int, process: subprocess.Popen) -> str:

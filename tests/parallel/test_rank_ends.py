@@ -134,6 +134,35 @@ def test_a_rank_that_is_stopped_between_messages_is_given_up(path, monkeypatch):
     assert lives_not(process)
 
 
+class Clock:
+    """A clock that goes ahead of others at a test's word."""
+
+    ahead = 0.0
+    sleep = staticmethod(time.sleep)
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead
+
+    def monotonic_ns(self) -> int:
+        return int(self.monotonic() * 1e9)
+
+
+def test_who_was_stopped_itself_waits_anew(monkeypatch):
+    """By Ctrl-Z: the ranks have waited for it."""
+    ranks, clock = Ranks(2, lambda rank: {}, patience_s=100), Clock()
+    monkeypatch.setattr("nanoinfer.parallel.processes.time", clock)
+    ranks.ask("place?", "cpu", settings())
+    ranks.processes[0].send_signal(signal.SIGSTOP)
+    ranks.tell("place?", "cpu", settings())
+    clock.ahead = 1000.0
+    assert ranks.look()
+    for _ in range(110):
+        clock.ahead += 1.0
+        ranks.look()
+    assert ranks.has_ended and "rank 1 " in str(ranks.error()) and "no sign of life for 1" in str(ranks.error())
+    ranks.close()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_and_an_end_that_is_handled_wait_until_all_have_done_the_same(path, number):
     engine = make_engine(path, tensor_parallel_size=2)
