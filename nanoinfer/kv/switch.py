@@ -7,7 +7,7 @@ import warnings
 from nanoinfer.common.units import format_size
 from nanoinfer.kv.cache import KVCache
 from nanoinfer.kv.mover import Mover
-from nanoinfer.kv.tables import num_alone, present
+from nanoinfer.kv.tables import present
 from nanoinfer.requests.sequence import Sequence
 from nanoinfer.step.executor import Executor
 from nanoinfer.step.plan import NO_BLOCK
@@ -165,16 +165,16 @@ class Switch:
 
     def check_resident(self, sequences: list[Sequence]) -> None:
         """Raise what `switch_to_resident` would raise, without changing anything or waiting for copies."""
-        host, groups = self._tables.host, self._tables.groups
-        missing = [int(host[number, one.row, place]) for one in sequences for number, place in self._missing(one)]
+        tables, rows = self._tables, [sequence.row for sequence in sequences]
+        places = [(number, one.row, place) for one in sequences for number, place in self._missing(one)]
+        missing = [int(tables.host[at]) for at in places if at[0] not in tables.windowed]
         on_host = {block for block in missing if block != NO_BLOCK}
         needed = len(on_host - self._gpu_copies(sequences).keys()) + missing.count(NO_BLOCK)
-        for sequence in sequences:  # what they are promised then
-            lacking = [number for number, _ in self._missing(sequence)]
-            for number in self._tables.windowed:
-                held = num_alone(self._tables.gpu_blocks, self._tables.gpu[number, sequence.row])
-                most = groups[number].most_blocks(sequence.max_num_tokens)
-                needed += max(0, most - held - lacking.count(number))
+        for number in tables.windowed:  # what they share now, each may leave behind while others go on to hold it
+            group, begins = tables.groups[number], tables.begins[number, rows].tolist()
+            needed -= len(set(present(tables.gpu[number, rows])))
+            for one, begin in zip(sequences, begins, strict=True):
+                needed += max(group.most_blocks(one.max_num_tokens), -(-one.num_tokens // group.block_size) - begin)
         num_free = self._tables.gpu_blocks.num_free + self._tables.lifetimes.num_deferred_gpu
         self._check_room("resident", "still need", needed, "GPU", num_free)
 

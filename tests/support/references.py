@@ -7,22 +7,50 @@ from collections import Counter
 import numpy as np
 
 from nanoinfer import LLMEngine
+from nanoinfer.kv.tables import present
 from nanoinfer.step.plan import NO_BLOCK
 
 
+def num_needed(engine: LLMEngine) -> int:
+    """How many blocks the rows may need beside those that they hold: of the host in offload mode; else of the GPU, and
+    only where there are windows, as otherwise some give way."""
+    tables, running, num_needed = engine.kv_cache.tables, engine.scheduler.running, 0
+    table, _ = tables.home
+    for number, group in enumerate(tables.groups):
+        if not (tables.is_offload or group.window):
+            continue
+        holders, each, together = Counter(present(table[number, [one.row for one in running]])), 0, 0
+        for one in running:
+            held, size, longest = present(table[number, one.row]), group.block_size, one.max_num_tokens
+            most = group.most_full(longest) if tables.is_offload else group.most_blocks(longest)
+            num_coming = longest // size - one.num_computed // size if tables.is_offload else most
+            # What others hold, too, does not become free when this one leaves it behind its window.
+            num_alone = sum(holders[block] == 1 for block in held) if group.window else len(held)
+            each += max(0, min(most - num_alone, num_coming))
+            together += min(most, len(held) + num_coming)
+        num_needed += min(each, max(0, together - len(holders))) if group.window else each
+    return num_needed
+
+
 def check_promises(engine: LLMEngine) -> None:
-    """No more is promised than there is; offload mode promises a row a block for its next token, if it has none."""
-    kv_cache, running = engine.kv_cache, engine.scheduler.running
-    assert kv_cache.num_reserved_splits == sum(kv_cache.tables.num_splits(one.max_num_tokens) for one in running)
+    """There is room for all that rows may need; in offload mode each is promised a block for its next token, if it has
+    none."""
+    kv_cache, tables, running = engine.kv_cache, engine.kv_cache.tables, engine.scheduler.running
+    assert kv_cache.num_reserved_splits == sum(tables.num_splits(one.max_num_tokens) for one in running)
     assert kv_cache.num_promised_host == sum(sequence.num_promised_host for sequence in running)
-    assert kv_cache.num_unpromised_host >= 0 and kv_cache.copies.num_obtainable >= 0, "promised twice"
-    tables, wanted = kv_cache.tables, np.zeros_like(kv_cache.tables.promised)
-    for sequence in running if tables.is_offload else ():
+    lifetimes, wanted = tables.lifetimes, np.zeros_like(tables.promised)
+    num_free = tables.gpu_blocks.num_free + lifetimes.num_deferred_gpu
+    if tables.is_offload:
+        num_free = lifetimes.host_blocks.num_free + lifetimes.num_deferred_host
         for number, group in enumerate(tables.groups):
-            tail = tables.gpu[number, sequence.row, sequence.num_computed // group.block_size]
-            wanted[number, sequence.row] = tail == NO_BLOCK
-    of_windows = [] if tables.is_offload else tables.windowed
-    assert np.array_equal(np.delete(tables.promised, of_windows, 0), np.delete(wanted, of_windows, 0))
+            for one in running:
+                wanted[number, one.row] = tables.gpu[number, one.row, one.num_computed // group.block_size] == NO_BLOCK
+        assert kv_cache.copies.num_obtainable >= 0
+    of_tails = (
+        range(len(tables.groups)) if tables.is_offload else np.setdiff1d(range(len(tables.groups)), tables.windowed)
+    )
+    assert np.array_equal(tables.promised[of_tails], wanted[of_tails])
+    assert num_free >= num_needed(engine), "promised twice"
 
 
 def check_references(engine: LLMEngine) -> int:
@@ -34,8 +62,13 @@ def check_references(engine: LLMEngine) -> int:
     num_shared = sum(count > 1 for count in held.values())
     leaving = [block for deferred in lifetimes.deferred_gpu for block in deferred.blocks]
     assert not set(leaving) & set(held) and len(set(leaving)) == len(leaving), "given back, and in use"
+    transfers = engine.mover.transfers
+    loads = [group for group in transfers.groups if group.is_load and not (group.holds_gpu or group.of_states)]
+    assert held.keys() >= {block for group in loads for block, _ in group.pairs}, (
+        "a copy is on its way into a block that may be another's"
+    )
     held.update(leaving)
-    moving = engine.mover.transfers.held
+    moving = transfers.held
     held.update(moving[0])
     on_host = Counter(kv_cache.tables.host[kv_cache.tables.host != NO_BLOCK].tolist())
     on_host.update(block for deferred in lifetimes.deferred_host for block in deferred.blocks)
@@ -43,7 +76,7 @@ def check_references(engine: LLMEngine) -> int:
     on_host.update(block for sequence in engine.mover.away for block in sequence.kept_blocks + sequence.kept_state)
     assert on_host == lifetimes.host_blocks.holders
     slots = Counter(slot for one in engine.scheduler.running for slot in [one.state_slot, *one.draft_slots])
-    pieces = [piece for group in engine.mover.transfers.groups if group.of_states for piece, _ in group.pairs]
+    pieces = [piece for group in transfers.groups if group.of_states for piece, _ in group.pairs]
     slots.update(piece // kv_cache.tables.blocks_of_state for piece in pieces)
     assert slots == kv_cache.slots.holders
     pool, taken = kv_cache.tables.gpu_blocks, getattr(engine, "taken", [])
