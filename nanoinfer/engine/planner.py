@@ -158,7 +158,7 @@ class StepPlanner:
         for line, (row, sequence, number, token_id) in zip(found, guessed, strict=True):
             line[:NUM_HEAD_COLUMNS] = row, token_id, sequence.num_tokens + number
             line[NUM_HEAD_COLUMNS:] = np.maximum(table[:, sequence.row], 0).reshape(-1)
-            self.sent_versions[row], self._settings_of[row] = UNKNOWN, UNKNOWN
+            self._settings_of[row] = UNKNOWN  # its blocks are sent to whoever takes the row, in any case
         return found
 
     def _changed_lines(self, sequences: list[Sequence], rows: np.ndarray) -> np.ndarray:

@@ -323,7 +323,6 @@ class Scheduler:
             otherwise = SequenceState.WAITING if sequence in alive else SequenceState.FINISHED
             sequence.state = _state(sequence) if sequence in has_row else otherwise
         self._last_was_prefill = False
-        self._pausing = set()
 
 
 def _batch(chunks: list[PrefillChunk[Sequence]], decoding: list[Sequence]) -> Batch[Sequence]:

@@ -95,8 +95,7 @@ class GPUCopies:
         tables, row = self._tables, sequence.row
         for number, group in enumerate(tables.groups):
             tail = sequence.num_computed // group.block_size
-            lacks_tail = tail == tables.gpu.shape[2] or tables.gpu[number, row, tail] == NO_BLOCK
-            tables.promised[number, row] = lacks_tail
+            tables.promised[number, row] = tables.gpu[number, row, tail] == NO_BLOCK
         if drops:
             self.drop(-self.gpu_room)
 
