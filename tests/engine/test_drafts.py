@@ -90,6 +90,27 @@ def test_any_draft_gives_the_bits_of_none(path_of, family, name):
     )
 
 
+def test_who_comes_back_to_its_row_samples_on_though_drafted_tokens_had_it_meanwhile(path_of, monkeypatch):
+    """Where as many are drafted as there are rows: in offload mode nobody has to end before it comes back."""
+    for user in "nanoinfer.memory.sized", "nanoinfer.engine.drafts":
+        monkeypatch.setattr(f"{user}.MAX_LINES", 6)
+    row_of, left, back, drafted = {}, [], [], []
+
+    def at_step(engine, step):
+        if not left and engine.mover.away:
+            (sequence,), begin_step = engine.mover.away, engine.planner.begin_step
+            left.append((sequence, row_of[sequence]))
+            engine.planner.begin_step = lambda batch: drafted.append(begin_step(batch)) or drafted[-1]
+        elif left and engine.mode == "resident" and any(left[0][1] in plan.rows for plan in drafted):
+            engine.switch_mode("offload")
+        elif left and not back and left[0][0].row is not None:
+            back.append(left[0][0].row)
+        row_of.update((one, one.row) for one in engine.scheduler.running)
+
+    check(path_of("qwen3", **SMALL), 1, at_step=at_step, **ENGINES["gives way"])
+    assert back == [left[0][1]] and left[0][0].params.temperature
+
+
 def test_whose_state_is_not_that_behind_its_last_token_answers_otherwise(path_of, monkeypatch):
     monkeypatch.setattr(KVCache, "take_state", lambda *_: None)
     with pytest.raises(AssertionError):

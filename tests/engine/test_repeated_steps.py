@@ -30,7 +30,8 @@ MODELS = [SMALL, SMALL | dict(sliding_window=24)]
 ONE_PREFILL = dict(max_num_batched_tokens=80, capture_num_tokens=[32])
 STREAMED = ONE_PREFILL | dict(enable_cpu_offload=True, ring_slot_bytes=2 * LAYER_BLOCK_BYTES, num_ring_slots=3)
 KEPT = STREAMED | dict(resident_kv_limit=3 * BLOCK_BYTES)
-MODES = {"resident": ONE_PREFILL, "streamed": STREAMED, "partly kept": KEPT}
+RESIDENT = ONE_PREFILL | dict(resident_kv_limit=None)  # a switch drops none, and is one
+MODES = {"resident": RESIDENT, "streamed": STREAMED, "partly kept": KEPT}
 
 
 class OutOfLuck(Exception):

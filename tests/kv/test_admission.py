@@ -225,6 +225,24 @@ def test_who_gave_way_comes_back_in_offload_mode_only_onto_blocks_that_nobody_wa
     assert_pools_as_before(engine)
 
 
+def test_offload_mode_is_not_entered_where_who_gave_way_would_not_come_back(path):
+    """Ten host blocks, all of which it can fill; it keeps five full ones there, and one that is not full."""
+    arguments = ARGUMENTS | dict(max_model_len=160, enable_cpu_offload="auto")
+    engine = hollow(make_engine(path, **arguments, **pools(num_gpu=10, num_host=10)))
+    for name, length, most in (("A", 9, 31), ("B", 8, 31), ("C", 3, 15), ("long", 85, 160)):
+        engine.add_request(name, [5] * length, greedy(most - length))
+    with pytest.warns(UserWarning, match="offload mode cannot be entered"):
+        while not engine.mover.away:
+            engine.step()
+    (away,) = engine.mover.away
+    assert (away.request_id, away.num_computed // 16, len(away.kept_blocks)) == ("long", 5, 6)
+    with pytest.raises(ValueError, match="switch to offload refused"):
+        engine.switch_mode("offload")
+    finish(engine)
+    assert away.finish_reason == "length"
+    assert_pools_as_before(engine)
+
+
 @pytest.mark.parametrize("mode", ["resident", "offload"])
 def test_who_is_let_past_a_held_request_leaves_it_room_to_its_last_token(path, mode):
     """Of 20 host blocks one runs that fills 4; the held one grows from 4 to 12: a third one may have 4, and not 5."""

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from engines import BLOCK_BYTES, SMALL, assert_pools_as_before, make_engine, outcome, random_prompts, run
+from references import check_references
 from refusing_driver import refuse_pinning
 from request_helpers import shrink_gpu_pool
 from simulated import RaceError, SimulatedRuntime
@@ -88,25 +89,24 @@ def test_others_run_on_while_blocks_leave_and_arrive(path, wanted, small_groups)
     assert num_alone > 10, "steps while something was on its way"
 
 
-def test_who_ends_while_its_kv_is_on_its_way_leaves_nothing_behind(path, small_groups):
-    for state in (SequenceState.WAITING, SequenceState.MOVING):
-        engine = crowded(path, SimulatedRuntime(1))
-        requests = [engine.add_request(str(i), *pair) for i, pair in enumerate(zip(PROMPTS, PARAMS, strict=True))]
-        alone = [run(make_engine(path), [prompt], [params])[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
-        aborted = []
-        while engine.has_work:
-            engine.step()
-            for request in requests:
-                (sequence,) = request.sequences
-                was_moved = sequence.kept_blocks is not None or state is SequenceState.MOVING
-                if sequence.state is state and was_moved and not engine.mover.transfers.is_idle and not aborted:
-                    aborted.append(request)
-                    engine.abort(request.request_id)
-        assert aborted
-        for request, (other,) in zip(requests, alone, strict=True):
-            if request not in aborted:
-                assert request.sequences[0].output_token_ids == other[0]
-        assert_pools_as_before(engine)
+@pytest.mark.parametrize("state, mode", [("WAITING", "resident"), ("MOVING", "resident"), ("MOVING", "offload")])
+def test_who_ends_while_its_kv_is_on_its_way_leaves_nothing_behind(path, wanted, small_groups, state, mode):
+    engine, aborted = crowded(path, SimulatedRuntime(1)), []
+    requests = [engine.add_request(str(i), *pair) for i, pair in enumerate(zip(PROMPTS, PARAMS, strict=True))]
+    while engine.has_work:
+        engine.step()
+        if mode != engine.mode and engine.mover.away:
+            engine.switch_mode(mode)
+        for request in requests if engine.mode == mode and not engine.mover.transfers.is_idle else ():
+            (sequence,) = request.sequences
+            was_moved = sequence.kept_blocks is not None or state == "MOVING"
+            if sequence.state is SequenceState[state] and was_moved and not aborted:
+                aborted.append(request)
+                engine.abort(request.request_id)
+        check_references(engine)
+    assert aborted
+    assert all(one in aborted or outcome(one) == other for one, other in zip(requests, wanted, strict=True))
+    assert_pools_as_before(engine)
 
 
 def test_all_rows_at_a_blocks_edge_with_no_room_on_the_host_end(path):

@@ -4,8 +4,19 @@ import random
 from functools import partial
 
 import pytest
-from engines import SMALL, assert_pools_as_before, make_engine, random_prompts, run, some_params, switching
+from engines import (
+    LAYER_BLOCK_BYTES,
+    SMALL,
+    assert_pools_as_before,
+    make_engine,
+    random_prompts,
+    run,
+    some_params,
+    switching,
+)
+from hollow import hollow
 from kv_models import MODELS, KVModel, registered, write_model
+from references import check_references
 from simulated import SimulatedRuntime
 from tiny_models import make_checkpoint
 
@@ -140,6 +151,26 @@ def test_a_step_takes_no_more_of_the_host_than_was_promised_where_windows_have_b
             assert_pools_as_before(small)
 
 
+def test_rows_have_room_on_the_host_for_when_they_share_no_more_what_their_windows_have_left(path):
+    """Each fills 22 blocks; they share 15, of which they leave 9 behind. So 30 are too few."""
+    limits = dict(host_memory_limit=30 * LAYER_BLOCK_BYTES, max_model_len=160)
+    engine = hollow(make_engine(path, enable_cpu_offload=True, **limits))
+    assert engine.kv_cache.tables.groups.most_full(160) == 22
+    engine.switch_mode("resident")
+    (document,) = random_prompts(1, 96, 96, seed=3)
+    for name in "AB":
+        request = engine.add_request(name, document + [5] * 4, greedy(60))
+        while request.sequences[0].num_computed < 100:
+            engine.step()
+    assert engine.kv_cache.tables.gpu_blocks.num_shared == 6 + 3 * 3
+    engine.mover.transfers.finish()  # what may be evicted next is on its way down
+    with pytest.raises(ValueError, match="switch to offload refused"):
+        engine.switch_mode("offload")
+    while engine.has_work:
+        engine.step()
+    assert_pools_as_before(engine)
+
+
 @pytest.fixture(scope="module")
 def paths(path, tmp_path_factory):
     """Model -> its path: one shape, and two with blocks of other sizes, whose layers without a window have the larger
@@ -190,6 +221,7 @@ def workload(paths, seed: int) -> None:
     switches = switching({step: generator.choice(["offload", "resident"]) for step in (9, 21, 33)})
 
     def at_step(engine, step):
+        check_references(engine)
         if mode != "resident" and mode != "auto":
             try:
                 switches(engine, step)
