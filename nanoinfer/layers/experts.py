@@ -179,7 +179,7 @@ class Experts(nn.Module):
         a shared one some columns.
         """
         super().__init__()
-        _check(activation)
+        _check_activation(activation)
         num_experts, intermediate_size = sparse.routing.num_experts, sparse.intermediate_size
         names, bias = sparse.names, sparse.expert_bias
         # Whether a tensor of the checkpoint holds all experts, gate and up as one; otherwise each has its own.
@@ -415,7 +415,8 @@ class SparseMLP(nn.Module):
         return OwnPart(own, self.exchange)
 
 
-def _check(activation: GatedActivation) -> None:
+def _check_activation(activation: GatedActivation) -> None:
+    """Raise ValueError if the kernels of experts do not know it."""
     if activation.limit is None and activation.name not in ACTIVATIONS:
         hint = did_you_mean(activation.name, ACTIVATIONS)
         raise ValueError(

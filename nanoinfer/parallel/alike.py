@@ -70,8 +70,7 @@ def check_devices(size: int, device: str, place: torch.device) -> None:
     if ":" in device or place.index:
         raise ValueError(
             f"device={device!r} with tensor_parallel_size={size} is {place} here, and ranks take the GPUs from the "
-            "first on: name others with the environment variable CUDA_VISIBLE_DEVICES, and leave out "
-            "set_device"
+            "first on: name others with the environment variable CUDA_VISIBLE_DEVICES, and leave out set_device"
         )
     described = device_of(place)
     if described.is_host:
