@@ -49,8 +49,9 @@ class ConvLayer(nn.Module):
         self, x: Tensor, normed: Tensor, runs: StateRuns, state: Mapping[str, Tensor], norm: RMSNorm, num_live: Tensor
     ) -> Tensor:
         """Do what `Decoder.recur` says."""
-        mixed = self.conv(normed, runs, state, num_live)
-        normed = self.conv.out_proj.project_add_norm(x, mixed, self.post_attention_layernorm)
+        # What it answers is nobody's behind the sum: the MLP needs the room.
+        add, norm_behind = self.conv.out_proj.project_add_norm, self.post_attention_layernorm
+        normed = add(x, self.conv(normed, runs, state, num_live), norm_behind)
         return self.mlp.add(x, normed, norm, num_live)
 
 

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
         ("gpt-oss-20b", None),
         ("qwen3.5-9b", None),
         ("qwen3.6-27b", "int4"),
+        ("lfm2-2.6b", None),
         ("qwen3.6-35b-a3b", "int4"),
     ],
 )
