@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from nanoinfer.common.speculation import DEFAULT_TOKENS, MAX_LINES
+from nanoinfer.engine.meter import LaunchedStep
 from nanoinfer.engine.planner import StepPlanner
 from nanoinfer.engine.suffixes import SuffixDrafter
 from nanoinfer.kv.cache import KVCache
@@ -23,8 +24,12 @@ from nanoinfer.step.executor import SampledToken
 from nanoinfer.step.memory_plan import MemoryPlan
 
 MAX_PAUSE, MAX_PAUSE_STREAMING = 32, 2
-"""Steps after which a sequence looks for a draft again that had none, or a wrong one: to look takes the host, which
-otherwise plans a step while the one before runs. Where a step brings KV or weights that time is little."""
+"""Steps after which a sequence drafts again after a wrong draft, or looks again for one where none was found. Where a
+step brings KV or weights there is time to look in each."""
+MOST_LOST = 0.01
+"""Share of the time of steps without drafts that drafts may cost in the long run."""
+KEPT = 4
+"""Steps without drafts whose time drafts may cost at once, once they have brought as much."""
 MOST_UNASKED = 4
 """Sequences that run at once up to which there are drafts that nobody asked for: more share what a step brings."""
 
@@ -41,6 +46,45 @@ class Drafter(Protocol):
     @property
     def num_bytes(self) -> int:
         """Host memory that it takes."""
+
+
+class Balance:
+    """What drafts have brought, in seconds, less what they have cost. Below 0 they rest.
+
+    A step that waited for the tokens of the one before, since drafts wanted to know them, is compared with plain steps
+    of as many rows. Plain ones give `share` of their time to drafts, and gains are kept up to the time of `KEPT` steps:
+    so drafts that never pay make all steps together longer by that share at most, whatever a wrong one costs, and those
+    that pay are hardly ever held back.
+    """
+
+    def __init__(self, share: float = MOST_LOST) -> None:
+        self.share = share
+        self._seconds = 0.0
+        self._plain: dict[int, float] = {}  # the time of a plain step, by its rows: a running mean
+
+    @property
+    def allows(self) -> bool:
+        """Whether drafts may be tried."""
+        return self._seconds >= 0
+
+    def forget_steps(self) -> None:
+        """Forget how long steps take: they take another time from now on."""
+        self._plain.clear()
+
+    def note_plain(self, seconds: float, num_rows: int) -> None:
+        """Note a step that did not wait for the host."""
+        mean = self._plain.get(num_rows, seconds)
+        self._plain[num_rows] = mean = mean + (min(seconds, 2 * mean) - mean) / 8
+        self._seconds = min(self._seconds + self.share * mean, KEPT * mean)
+
+    def note_tried(self, seconds: float, num_rows: int, num_drafted: int, num_right: int) -> None:
+        """Note a step that waited, from the end of the one before to its own."""
+        plain = self._plain.get(num_rows)
+        if plain is not None:
+            # A draft costs no more than steps for all of its tokens would: what is beyond that is another's delay. And
+            # never nothing: else nobody would find out by a plain step that one takes less time than was thought.
+            lost = min(max(seconds - plain, self.share * plain), plain * (1 + num_drafted))
+            self._seconds = min(self._seconds + plain * num_right / num_rows - lost, KEPT * plain)
 
 
 @dataclass
@@ -68,20 +112,27 @@ class Drafts:
 
     Attributes:
         drafter: guesses.
+        balance: says whether drafts have paid.
         are_asked_for: whether the config has settings of them.
         num_drafted, num_accepted, num_passes: tokens that were guessed, and taken; rows' steps that had a draft.
     """
 
     def __init__(self, config: dict[str, Any] | str, kv_cache: KVCache, max_splits: int, plan: MemoryPlan) -> None:
         self.drafter: Drafter = SuffixDrafter()
+        self.balance = Balance()
         self.are_asked_for = isinstance(config, dict)
         self._most = config["num_speculative_tokens"] if isinstance(config, dict) else DEFAULT_TOKENS
         self._kv_cache, self._max_splits, self._streams = kv_cache, max_splits, plan.passing_bytes > 0
         self._paces: dict[int, _Pace] = {}
         self.num_drafted = self.num_accepted = self.num_passes = 0
+        self._last_read: float | None = None  # when the newest decode step was read
+        self._num_counted = 0, 0  # tokens drafted and accepted until then
 
     def are_wanted(self, sequences: Collection[Sequence]) -> bool:
-        """Whether any of the running sequences looks for a draft next, for which all of its tokens must be known."""
+        """Whether any of the running sequences drafts next, for which all of its tokens must be known.
+
+        It looks behind those that are known by now: who finds nothing there costs nobody a wait.
+        """
         wanted = False
         if not self._may_pay(len(sequences)):
             return False
@@ -89,12 +140,17 @@ class Drafts:
             if sequence.state is SequenceState.DECODE and self._may_draft(sequence):
                 pace = self._pace(sequence)
                 pace.pause = max(0, pace.pause - 1)
-                wanted |= not pace.pause
+                if pace.pause or not self.balance.allows:
+                    continue
+                if self.drafter.propose(sequence.sequence_id, sequence.token_ids, 1):
+                    wanted = True
+                elif not self._streams_now:
+                    self._note(sequence, 0, 0)  # looking takes the host's time, too
         return wanted
 
     def add(self, batch: Batch[Sequence]) -> Batch[Sequence]:
         """Return a decode step with drafts, as many as there is room for; they are given up before any row waits."""
-        if batch.chunks or not self._may_pay(len(batch.decoding)):
+        if batch.chunks or not (self.balance.allows and self._may_pay(len(batch.decoding))):
             return batch
         kv_cache, drafts, masks = self._kv_cache, {}, {}
         left = min(MAX_LINES - len(batch.decoding), kv_cache.num_free_lines)
@@ -147,6 +203,18 @@ class Drafts:
         self.num_accepted += num_accepted
         self.num_passes += 1
         self._note(sequence, num_drafted, num_accepted)
+
+    def note_read(self, step: LaunchedStep, now: float) -> None:
+        """Note when a step was read, behind `count` of all its drafts."""
+        last, self._last_read = self._last_read, None if step.batch.chunks else now
+        before, self._num_counted = self._num_counted, (self.num_drafted, self.num_accepted)
+        num_rows = len(step.batch.decoding)
+        if step.batch.chunks:
+            self.balance.forget_steps()
+        elif last is not None and step.is_apart:
+            self.balance.note_tried(now - last, num_rows, self.num_drafted - before[0], self.num_accepted - before[1])
+        elif last is not None and step.launched < last:
+            self.balance.note_plain(now - last, num_rows)
 
     def _note(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         pace = self._pace(sequence)

@@ -162,11 +162,11 @@ class LLMEngine:
         return (self._outputs.clear(), outputs)[1]  # in one line: an interrupt loses no output
 
     def _advance(self) -> None:
-        before = self.live.in_flight
+        before, is_apart = self.live.in_flight, False
         if before is not None and self.drafts:
             # It counts steps, so it is asked in each.
             are_wanted = self._may_draft and self.drafts.are_wanted(self.scheduler.running)
-            if are_wanted or before.batch.drafts:
+            if is_apart := are_wanted or bool(before.batch.drafts):
                 self._take(before)  # what may come next follows from all tokens so far
                 before = None
         batch = self._schedule()
@@ -183,6 +183,7 @@ class LLMEngine:
             return
         with self.live.risking(batch.sequences):
             launched = self._launch(batch)
+            launched.is_apart = is_apart
             if before is not None:
                 self._take(before)
             if not launched.is_sampled:
@@ -305,6 +306,8 @@ class LLMEngine:
                     self._outputs += request.fail(error, sequence)
                     continue
                 self._outputs.append(output)
+        if self.drafts:
+            self.drafts.note_read(step, read)
         self.masks.begin(step.batch.sampled)
 
     def _take_prompt(self, chunk: PrefillChunk, logprobs: ChunkLogprobs, error: Exception | None) -> None:

@@ -31,6 +31,7 @@ class LaunchedStep:
         launched: `time.perf_counter` at the begin of the launch.
         is_sampled: whether the sampling is launched.
         made: when the step was seen to have run, if it was before the host waited for it.
+        is_apart: whether drafts had the step before be read first, so that the device waited for the host.
     """
 
     batch: Batch[Sequence]
@@ -40,6 +41,7 @@ class LaunchedStep:
     timeline: Timeline | None
     is_sampled: bool = False
     made: float | None = None
+    is_apart: bool = False
 
 
 @dataclass

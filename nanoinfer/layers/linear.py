@@ -129,14 +129,16 @@ class Linear(nn.Module):
             part = self.operations.wide_linear(x, self.weights.matrix(self), library_counts=self.library_counts)
         return part if self.bias is None else part.add_(self.bias.float())
 
-    def project_add_norm(self, x: Tensor, y: Tensor, norm: RMSNorm | None, behind: RMSNorm | None = None) -> Tensor:
+    def project_add_norm(
+        self, x: Tensor, y: Tensor, norm: RMSNorm | None, behind: RMSNorm | None = None, out: Tensor | None = None
+    ) -> Tensor:
         """Add the projection of y, [N, in_features], to x, [N, num_rows], in place, and return the norm of x.
 
-        norm, behind: as in `add_and_norm`.
+        norm, behind: as in `add_and_norm`; out: where the norm goes, instead of into a new tensor.
         """
         # The result is allocated before the parts. Behind them it would leave a hole where they lay, and what a gated
         # layer allocates next would not fit into the rest.
-        out = None if norm is None else torch.empty_like(x)
+        out = torch.empty_like(x) if out is None and norm is not None else out
         return add_and_norm(x, self.parts(y), norm, behind, out)
 
     def checkpoint_views(self) -> dict[str, Tensor | Filling]:

@@ -54,9 +54,7 @@ def prefill_bytes(spec: ModelSpec, tokens: int, is_fused: bool = True) -> int:
     width = hidden * bool(spec.state_values) if spec.delta is None else spec.delta.num_channels
     gathered = 0 if is_fused else (3 * size + 3 * 8 + 4) * width
     recurrent = always + size * (spec.state_values + hidden) + gathered
-    # A layer that keeps a state is given its norm by who calls it, until its MLP has run.
-    given = always + size * hidden * bool(spec.state_values)
-    dense = _dense_bytes(spec, given) if spec.intermediate_size else 0
+    dense = _dense_bytes(spec, always) if spec.intermediate_size else 0
     # The inputs of layers are made beside the norm of the embeddings.
     largest = tokens * max(attention, recurrent, dense, always + size * (hidden + inputs) + 8 if inputs else 0)
     if spec.delta is not None:
@@ -68,7 +66,7 @@ def prefill_bytes(spec: ModelSpec, tokens: int, is_fused: bool = True) -> int:
         return largest
     sparse = sparse_bytes if is_fused else sparse_reference_bytes
     beside = size * hidden if spec.has_both else 0  # what the MLP gives
-    return max(largest, tokens * (given + beside) + sparse(spec, tokens))
+    return max(largest, tokens * (always + beside) + sparse(spec, tokens))
 
 
 def _dense_bytes(spec: ModelSpec, always: int) -> int:

@@ -18,7 +18,7 @@ from guessing import Right, guess
 from simulated import RaceError, SimulatedRuntime
 
 from nanoinfer import SamplingParams
-from nanoinfer.engine.drafts import MOST_UNASKED
+from nanoinfer.engine.drafts import KEPT, MOST_UNASKED, Balance
 from nanoinfer.engine.figures import FACTS, Reading, values
 from nanoinfer.engine.suffixes import LONG, SHORT, SuffixIndex
 from nanoinfer.kv.cache import KVCache
@@ -289,6 +289,53 @@ def test_text_that_repeats_itself_takes_fewer_steps(path_of):
     outcomes = [run(one, [prompt], [params], lambda *_: steps.append(one)) for one in (plain, engine)]
     assert outcomes[0] == outcomes[1] and steps.count(engine) < steps.count(plain)
     assert engine.drafts.num_accepted > 5 and engine.drafts.drafter.num_bytes == 0
+
+
+@pytest.mark.parametrize("name", ["offload", "weights stream"])
+def test_who_finds_nothing_to_guess_waits_for_no_token(path_of, name):
+    """Each step is planned while the one before runs, as without drafts."""
+    path, (prompt,) = path_of("qwen3", **SMALL), random_prompts(1, 40, 40)
+    engine, steps = make_engine(path, speculative_config=SUFFIX, max_num_seqs=1, **ENGINES[name]), []
+    engine.drafts.drafter.propose = lambda *_: []
+    run(engine, [prompt], [SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)], lambda *_: steps.append(
+        engine.live.in_flight is not None
+    ))  # fmt: skip
+    assert sum(steps) >= 29 and not engine.drafts.num_passes
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_drafts_that_do_not_pay_cost_a_hundredth_and_those_that_do_are_not_held_back(seed):
+    generator = random.Random(seed)
+    plain, num_rows = generator.uniform(0.001, 0.1), generator.randint(1, 4)
+    longer, most_right = generator.choice([0.02, 0.2, 2.0]), generator.choice([0, 1, 8])
+    balance, seconds, tokens, num_tried = Balance(), 0.0, 0, 0
+    balance.note_plain(plain, num_rows)
+    for _ in range(20_000):
+        if balance.allows:
+            step, num_right = plain * (1 + longer), generator.randint(0, most_right)
+            balance.note_tried(step, num_rows, 8, num_right)
+            num_tried += 1
+        else:
+            step, num_right = plain * generator.uniform(0.9, 1.1), 0
+            balance.note_plain(step, num_rows)
+        seconds, tokens = seconds + step, tokens + num_rows + num_right
+    of_plain = tokens / num_rows * plain
+    assert seconds <= 1.02 * of_plain + (KEPT + longer) * plain
+    if most_right / 2 / num_rows > 2 * longer:
+        assert num_tried > 19_000 and seconds < of_plain
+    elif not most_right:
+        assert 0.6 * 0.01 / longer < num_tried / 20_000 < 0.01 / longer + 0.2
+
+
+def test_another_ones_delay_rests_no_draft_for_long():
+    balance = Balance()
+    balance.note_plain(0.01, 1)
+    balance.note_tried(3600, 1, 2, 0)  # the machine slept
+    steps = 0
+    while not balance.allows:
+        balance.note_plain(0.01, 1)
+        steps += 1
+    assert 0 < steps <= 301
 
 
 def test_rows_for_drafts_are_no_places_for_sequences(path_of):

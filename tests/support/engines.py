@@ -67,6 +67,8 @@ def make_engine(path: Path, runtime: Runtime | None = None, **arguments) -> LLME
     engine = LLMEngine(EngineConfig(model=path, **(COMMON | arguments)), runtime)
     if isinstance(runtime, SimulatedRuntime):
         engine.live.__class__ = SimulatedLiveRequests
+    if engine.drafts:
+        engine.drafts.balance.note_tried = lambda *_: None  # how long steps take decides about no draft
     return engine
 
 

@@ -24,6 +24,8 @@ class Guessing:
     def propose(self, sequence_id: int, token_ids: list[int], most: int) -> list[int]:
         generator, length = self._generator, len(token_ids)
         found = next((text for text in self._texts if text[:length] == token_ids), token_ids)
+        if most == 1:  # so it is asked, too, whether there will be a draft
+            return found[length : length + 1]
         draft = found[length : length + generator.randint(0, most)]
         kind = generator.choice(["right", "right", "wrong from a place on", "too long"])
         if kind == "wrong from a place on" and draft:
