@@ -242,6 +242,11 @@ class Planner:
             **{name: numbers[name] for name in numbers if name in MemoryPlan.__dataclass_fields__},
         )
 
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that are to run at once at most: drafted tokens, which have rows as well, are none."""
+        return self.config.max_num_seqs or self.sized(self.steps[0]).max_num_seqs
+
     def least_blocks(self, tokens: int) -> int:
         """Return the smallest useful pool beside steps of so many tokens."""
         if tokens not in self._least:
@@ -253,7 +258,7 @@ class Planner:
         if self.device.is_host or config.enable_cpu_offload is True:
             # A pool larger than all rows can fill is of no use: on the CPU it would take the user's own memory, and in
             # offload mode the host holds what does not fit.
-            rows = groups.most_blocks(sized.max_model_len) * sized.max_num_seqs + len(groups) * sized.max_num_seqs
+            rows = (groups.most_blocks(sized.max_model_len) + len(groups)) * self.num_sequences
             useful = rows + groups.num_windowed_chunk(sized.max_num_batched_tokens) + 2
             most = min(most, max(useful, least))
         return min(most, config.num_gpu_blocks_override or most)
@@ -265,7 +270,7 @@ class Planner:
             return 0, "host"
         if limit is None:
             groups = self.spec.kv_groups
-            most = groups.most_blocks(sized.max_model_len) * sized.max_num_seqs
+            most = groups.most_blocks(sized.max_model_len) * self.num_sequences
             most += groups.num_windowed_chunk(sized.max_num_batched_tokens)
             return max(1, min(int((available - weights) * KV_SHARE) // sized.block_bytes, most)), None
         if weights and limit > available:

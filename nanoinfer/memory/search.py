@@ -95,7 +95,7 @@ class Search:
         return self._seconds[key]
 
     def _choose(self, fitting: Sequence[Cost]) -> Cost:
-        config, count = self.planner.config, fitting[0].max_num_seqs
+        config, count = self.planner.config, self.planner.num_sequences
         if config.max_model_len is not None and config.max_num_seqs is not None:  # so many at once are asked for
             fitting = [cost for cost in fitting if self.measure.holds_all(cost)] or fitting
         if config.max_num_seqs is None:  # it may be one that comes: many are not to be had at any price for it
@@ -126,7 +126,7 @@ class Search:
         """
         planner, groups = self.planner, self.planner.spec.kv_groups
         tokens, last = family[0].tokens, len(family) - 1
-        counts = {1, planner.sized(tokens).max_num_seqs}
+        counts = {1, planner.num_sequences}
 
         def first(num_blocks: int) -> int:
             return bisect_left(family, num_blocks, key=planner.num_blocks)

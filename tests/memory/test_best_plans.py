@@ -119,6 +119,20 @@ def test_drafts_that_nobody_asked_for_cost_next_to_nothing(case, specs_of):
     assert without.num_gpu_blocks - plan.num_gpu_blocks <= 4 and steps[0] <= 1.01 * steps[1]
 
 
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, (case[0], *case[2:]))))
+def test_drafts_that_are_asked_for_are_no_sequences(case, specs_of):
+    """One sequence's plan has rows for what it guesses, and else what it has without: slots for experts above all."""
+    shape, formats, card, host, offload, _ = case
+    config = config_of(formats, offload, 1)
+    spec = specs_of(shape).of(config)
+    make, _ = makes(card, host, spec)
+    without, plan = make(config), make(replace(config, speculative_config=dict(method="suffix")))
+    measure = Measure(config, spec, Rates.of_card(card_named(card)))
+    steps = [measure.step_seconds(one, 1, min(measure.context, one.max_model_len)) for one in (plan, without)]
+    assert plan.num_lines == 9 and plan.max_running == 1 and steps[0] <= WITHIN * steps[1]
+    assert plan.num_expert_slots >= 0.9 * without.num_expert_slots
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.sampled()
 def test_nor_of_any_shape_on_any_card(shape, specs_of):
