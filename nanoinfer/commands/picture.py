@@ -71,7 +71,9 @@ class Picture:
         if not facts["is_host"]:
             rows.append(self._link())
         generated = rate.get("num_generated_tokens", rate.get("num_decode_tokens", 0.0))
-        rows.append(("tokens", "", f"{generated:,.1f}/s out, "
+        steps, floor = rate.get("num_decode_steps", 0.0), now["step_floor_seconds"]
+        allowed = f" where link and memory allow {generated / steps / floor:,.1f}" if steps and floor else ""
+        rows.append(("tokens", "", f"{generated:,.1f}/s out{allowed}, "
                      f"{rate.get('num_prefill_tokens', 0.0):,.1f}/s of prompts computed, "
                      f"{rate.get('prefix_cache_hit_tokens', 0.0):,.1f}/s found in the cache"))  # fmt: skip
         if queried := now["prefix_cache_queried_tokens"]:
@@ -116,13 +118,10 @@ class Picture:
 
     def _link(self) -> _Row:
         now, rate, most = self._figures, self._rates, self._facts["link_bytes_per_second"]
-        streamed, tokens = rate.get("streamed_bytes", 0.0), rate.get("num_generated_tokens", 0.0)
-        floor = (
-            f"; at its full speed these bytes allow {most * tokens / streamed:,.0f} tokens/s" if streamed > 1 else ""
-        )
+        streamed = rate.get("streamed_bytes", 0.0)
         return "link", bar(streamed, most), (
             f"{streamed / 1e9:.2f} GB/s of {most / 1e9:.0f}, busy {now['link_busy_fraction']:.0%} of decode; "
-            f"{rate.get('written_bytes', 0.0) / 1e9:.2f} GB/s written{floor}"
+            f"{rate.get('written_bytes', 0.0) / 1e9:.2f} GB/s written"
         )  # fmt: skip
 
 

@@ -207,6 +207,9 @@ FIGURES = tuple(Figure(*row) for row in (
     ("mode", GAUGE, "", "Where KV may lie: resident or offload.", "engine.mode", "", "mode:{} mode"),
     ("bound", GAUGE, "", "What bound the decode steps: link, device memory, CPU, or unknown where too few ran to tell; "
      "in the log prefill, where that took more time.", "recent.bound", "", "bound:bound by {}"),
+    ("step_floor_seconds", GAUGE, "seconds", "What a recent decode step takes at least, by the card's data sheet: what "
+     "it brings over the link's bandwidth, or reads over the memory's; 0: none ran, or there is no GPU.",
+     lambda r: step_floor_seconds(r)),
     ("expert_slots_by_layer", DETAIL, "", "The figures of experts for each layer.",
      lambda r: {one.layer: one._asdict() for one in r.counted.slots}),
     ("products_in_own_tiles", DETAIL, "", "Shapes of products, with the numbers of rows at which the library has other "
@@ -260,6 +263,22 @@ BY_METRIC = {one.metric: one for one in FIGURES if one.metric}
 
 def values(figures: Iterable[Figure], reading: Reading) -> dict[str, Any]:
     return {figure.name: figure.value(reading) for figure in figures}
+
+
+def step_floor_seconds(reading: Reading) -> float:
+    """Return the least time of a recent decode step, whose KV is taken to be that of the full blocks now."""
+    times, executor, running = reading.recent, reading.engine.executor, len(reading.scheduler.running)
+    if executor.is_host or not times.num_steps:
+        return 0.0
+    spec, num_blocks = executor.spec, reading.blocks.num_resident + reading.blocks.num_streamed
+    if reading.engine.mode == "resident":  # each row writes to one block of a group
+        num_blocks = max(0, reading.gpu.num_used - running * len(spec.kv_groups))
+    read = spec.weight_bytes - spec.unread_bytes - (spec.sparse.expert_bytes if spec.sparse else 0)
+    read += experts_read(spec.sparse, times)["expert_bytes_per_step"] + running * spec.state_bytes
+    read += num_blocks * reading.plan.block_bytes
+    fetched = times.fetched_bytes / times.num_steps
+    copied = times.streamed_bytes / times.num_steps - fetched
+    return max(copied / executor.link, read / executor.memory_rate) + fetched / executor.link
 
 
 def experts_read(sparse: SparseSpec | None, times: DecodeTimes) -> dict[str, float]:

@@ -135,7 +135,8 @@ class Share:
         if group.size > 1:  # of a weight's rows some were read whole
             setup.device.give_back()
         runner = ModelRunner(setup.config, plan, runtime, model, setup.backends, memory_before, group)
-        return LocalExecutor(runner, Rates.of(runner.device).link)
+        rates = Rates.of(runner.device)
+        return LocalExecutor(runner, rates.link, rates.device)
 
     @staticmethod
     def sizes(executor: LocalExecutor) -> list[int]:

@@ -18,19 +18,19 @@ class LocalExecutor(Executor):
     """Carries everything out in this process.
 
     Args:
-        link: as in `Executor`.
+        link, memory_rate: as in `Executor`.
 
     Attributes:
         runner: which does it.
     """
 
-    def __init__(self, runner: ModelRunner, link: float) -> None:
+    def __init__(self, runner: ModelRunner, link: float, memory_rate: float) -> None:
         self.runner = runner
         self.plan, self.spec, self.layout = runner.memory_plan, runner.spec, runner.layout
         self.num_gpu_blocks, self.num_host_blocks = runner.num_gpu_blocks, runner.num_host_blocks
         self.num_graph_tokens = max(runner.prefill_program.pieces.capture_num_tokens, default=0)
         self.is_host = runner.device.is_host
-        self.expert_link, self.link = runner.expert_link, link
+        self.expert_link, self.link, self.memory_rate = runner.expert_link, link, memory_rate
         self._steps: dict[int, UnsampledStep | PendingTokens] = {}
 
     @property

@@ -70,7 +70,8 @@ class Executor(ABC):
         num_gpu_blocks, num_host_blocks: of the pools.
         num_graph_tokens: the most tokens of a prefill step that runs from graphs; 0: none does.
         is_host: the CPU computes. is_asynchronous: a step that was launched may not have run.
-        expert_link: as in `ModelRunner`. link: bytes per second to the device, as plans count them.
+        expert_link: as in `ModelRunner`.
+        link, memory_rate: bytes per second to the device, and of its memory, as plans count them.
     """
 
     plan: MemoryPlan
@@ -83,6 +84,7 @@ class Executor(ABC):
     is_asynchronous: bool
     expert_link: float | None
     link: float
+    memory_rate: float
     looks_s: float | None = None
     """How often `check` is to be called while nothing is asked of the executor; None: never."""
 

@@ -49,6 +49,8 @@ def test_the_picture_has_states_and_rates_between_two_looks(engine, figures):
         "num_decode_tokens": figures["num_decode_tokens"] + 30,
         "num_generated_tokens": 60,
         "streamed_bytes": figures["streamed_bytes"] + 3 * 10**9,
+        "num_decode_steps": figures["num_decode_steps"] + 10,
+        "step_floor_seconds": 0.02,
     }
     assert "drafts" not in first
     picture.update(figures | {"num_generated_tokens": 30, "num_drafted_tokens": 8, "num_accepted_tokens": 2}, 11.0)
@@ -57,7 +59,7 @@ def test_the_picture_has_states_and_rates_between_two_looks(engine, figures):
     picture.update(later, 14.0, step_seconds=3.0)
     text = drawn(picture)
     assert "15.0/s out" in text and "1.50 GB/s of 2, busy" in text and "a step has run for 3.0 s" in text
-    assert "at its full speed these bytes allow 20 tokens/s" in text
+    assert "where link and memory allow 150.0" in text
     assert "full blocks on the GPU" in text and "through the ring" in text and "KV on the host" in text
     picture.update(later, 14.0)
     assert "15.0/s out" in drawn(picture), "the same figures again are no new rate"

@@ -15,6 +15,7 @@ from nanoinfer import SamplingParams
 from nanoinfer.engine.figures import COUNTER, ENGINES, FIGURES, HISTOGRAM, PUBLISHED, Reading, values
 from nanoinfer.engine.meter import DecodeTimes
 from nanoinfer.kv.gpu_copies import GPUCopies
+from nanoinfer.memory.floors import bytes_read_per_step
 from nanoinfer.serve import published
 from nanoinfer.serve.metrics import PREFIX
 from nanoinfer.serve.published import LEAST_SECONDS, Publisher
@@ -37,6 +38,35 @@ def test_names_are_declared_once_and_the_documents_table_is_made_of_them():
     spec.loader.exec_module(tool)
     text = tool.DOCUMENT.read_text()
     assert tool.fill_in(text) == text and text.count("| gauge |") > 10, "python tools/figures_table.py"
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "qwen3_5"])
+@pytest.mark.parametrize("streams", [False, True])
+def test_the_floor_of_a_step_is_that_of_the_bytes_that_it_brings_or_reads(path_of, family, streams):
+    """That of `bytes_read_per_step`, but for blocks that are not full, and experts as they were chosen."""
+    engine = make_engine(path_of(family), max_num_seqs=2, enable_cpu_offload=streams)
+    for name, last in dict(a=7, b=8).items():
+        engine.add_request(name, [5, 6, last] * 16, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    while min((len(one.output_token_ids) for one in engine.scheduler.running), default=0) < 16:
+        engine.step()
+    times = engine.meter.times
+    assert values(ENGINES, Reading(engine))["step_floor_seconds"] == 0.0, "there is no GPU"
+    engine.executor.is_host = False
+    engine.executor.link, engine.executor.memory_rate = 1.0, 1e12
+    copied, fetched = (one / times.num_steps for one in (times.streamed_bytes, times.fetched_bytes))
+    assert fetched == 0 and (copied > 0) == streams
+    if streams:
+        assert values(ENGINES, Reading(engine))["step_floor_seconds"] == copied
+    engine.executor.link, engine.executor.memory_rate = 1e12, 1.0
+    spec = engine.executor.spec
+    full = [one.num_tokens // 16 * 16 for one in engine.scheduler.running]
+    assert len(full) == 2 and min(full) >= 64
+    read, chosen, of_blocks = bytes_read_per_step(spec, full), 0, 2 * len(spec.kv_groups) * engine.plan.block_bytes
+    if spec.sparse is not None:
+        read -= int(spec.sparse.expert_bytes * spec.sparse.chosen_share(2))
+        chosen = times.experts_read / times.num_steps * spec.sparse.bytes_per_expert
+        assert chosen
+    assert read + chosen - of_blocks - 2 <= values(ENGINES, Reading(engine))["step_floor_seconds"] <= read + chosen + 2
 
 
 def test_stats_metrics_and_what_is_published_have_what_is_declared(path):

@@ -204,7 +204,10 @@ function draw() {
     }
   }
   const speed = box("speed", "Speed");
-  row(speed, "out", "Tokens", `${number(rates.num_generated_tokens || 0, 1)} a second out; of prompts ` +
+  const ofStep = rates.num_decode_steps ? rates.num_generated_tokens / rates.num_decode_steps : 0;
+  const floor = now.step_floor_seconds && ofStep
+    ? `, where link and memory at full speed allow ${number(ofStep / now.step_floor_seconds, 1)} in decode steps` : "";
+  row(speed, "out", "Tokens", `${number(rates.num_generated_tokens || 0, 1)} a second out${floor}; of prompts ` +
     `${number(rates.num_prefill_tokens || 0, 1)} computed, ${number(rates.prefix_cache_hit_tokens || 0, 1)} found in the cache`);
   const isPrefill = (rates.prefill_seconds || 0) > (rates.decode_seconds || 0);
   row(speed, "bound", "Bound by", isPrefill ? "prefill" : `${now.bound} (decode steps of the last seconds)`);
@@ -232,10 +235,8 @@ function drawLink(facts, now, rates) {
   if (most === null && !full && !streamed) return;
   const link = box("link", "Between them", "link");
   if (most !== null) {
-    const floor = streamed && rates.num_generated_tokens
-      ? `; at its full speed these bytes allow ${number(most / streamed * rates.num_generated_tokens)} tokens a second` : "";
     row(link, "rate", "↑ Link to the GPU", `${number(streamed / 1e9, 2)} GB/s of ${number(most / 1e9)}, busy ` +
-      `${share(now.link_busy_fraction)} of the decode steps' time${floor}`, [["stream", streamed / most]]);
+      `${share(now.link_busy_fraction)} of the decode steps' time`, [["stream", streamed / most]]);
     row(link, "written", "↓ Link to the host", `${number((rates.written_bytes || 0) / 1e9, 2)} GB/s`,
       [["stream", (rates.written_bytes || 0) / most]]);
   } else row(link, "rate", "↑ Copies", `${number(streamed / 1e9, 3)} GB/s`);
