@@ -86,6 +86,7 @@ CARDS = tuple(Card(name, *parts, tuple(capability)) for name, (*parts, capabilit
 _NO_NAMES = {"nvidia", "geforce", "generation", "graphics", "card", "gpu", "tesla", "quadro", "with"}
 _NO_NAMES |= {"sxm4", "sxm5", "hbm2e", "hbm3", "hbm3e"}  # which drivers add
 _OF_LAPTOPS = re.compile(r"\b(laptop|mobile|notebook|max q)\b")
+_OF_OTHERS = re.compile(r"\b(rx|radeon|instinct|mi\d+|amd|arc|intel)\b|\brx\d")
 _MEMORY = re.compile(r"\b(\d+) ?(g|gb|gib)\b")
 
 
@@ -112,6 +113,8 @@ def card_named(name: str) -> Card:
     names = {_plain(card): card for card in CARDS}
     near = nearest(wanted, names)
     hint = f" (did you mean {names[near].name!r}?)" if near else ""
+    if _OF_OTHERS.search(name.lower()):
+        hint = ", which has NVIDIA's cards: no other maker's was tried yet"
     known = ", ".join(card.name for card in CARDS)
     raise ValueError(
         f"gpu={name!r} is not in the table{hint}. State its memory and bandwidths (gpu_memory_limit, device_gbps and "

@@ -178,7 +178,10 @@ def check_matches(entries: Mapping[str, TensorEntry], model: Decoder, model_dir:
     views = model.checkpoint_views()
     missing = [name for name, view in views.items() if name not in entries and not getattr(view, "optional", False)]
     if missing:
-        raise ValueError(f"{model_dir} lacks tensors that {model.spec.architecture} needs: {listed(missing)}")
+        raise ValueError(
+            f"{model_dir} lacks tensors that {model.spec.architecture} needs: {listed(missing)}. "
+            "A file may be missing or cut short: fetch the model again, or give the config.json that belongs to them"
+        )
     ignored = model.ignored(entries)
     unexpected = [name for name in entries if name not in views and name not in ignored and not is_kv_scale(name)]
     if unexpected:

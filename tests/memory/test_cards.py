@@ -35,7 +35,8 @@ def test_cards_are_found_by_what_people_write():
         ("3080 20GB", "has no 20 GB: give one of RTX 3080 10GB, RTX 3080 12GB, or state gpu_memory_limit"),
         ("RTX 3090 48GB", "has no 48 GB: give RTX 3090, or state"),
         ("RTX 5070 Tie", r"not in the table \(did you mean 'RTX 5070 Ti'\?\). State its memory and bandwidths"),
-        ("Radeon", r"not in the table. State .* or give one of: RTX 2060, .* RTX 3050"),
+        ("RX 7900 XTX", "not in the table, which has NVIDIA's cards: no other maker's was tried yet. State its memory"),
+        ("Radeon", r"no other maker's was tried yet. State .* or give one of: RTX 2060, .* RTX 3050"),
         ("GTX 1660", r"not in the table. State"),
         ("", r"not in the table. State"),
     ):
