@@ -90,6 +90,7 @@ class Ranks:
         self._looked = self._waits_since = time.monotonic()
         self.processes: list[subprocess.Popen] = []
         self._connections: list[Connection] = []
+        self._reading = [threading.Lock() for _ in range(1, size)]  # a message is one reader's
         paths = [one for one in sys.path if one and isinstance(one, str)]  # what else is there, Python leaves out, too
         for rank in range(1, size):
             ours, theirs = socket.socketpair()
@@ -137,9 +138,11 @@ class Ranks:
         found, errors = [], []
         for rank, connection in enumerate(self._connections, 1):
             try:
-                kind, value = decode(connection.recv_bytes())
+                with self._reading[rank - 1]:
+                    message = connection.recv_bytes()
             except (EOFError, OSError):
                 raise self.error() from self._cause
+            kind, value = decode(message)
             if kind == "ended":
                 self._give_up(f"rank {rank} ended with {type(value).__name__}: {value}")
                 raise self.error()
@@ -209,17 +212,29 @@ class Ranks:
 
     def _how_it_ended(self, rank: int, process: subprocess.Popen) -> str:
         """What a rank that has ended said last, or the signal that it got."""
-        with suppress(EOFError, OSError, ValueError):
-            while self._connections[rank - 1].poll():
-                kind, value = decode(self._connections[rank - 1].recv_bytes())
-                if kind == "ended":
-                    return f"rank {rank} ended with {type(value).__name__}: {value}"
+        if said := self._said_last(rank):
+            return said
         code = process.returncode
         if code >= 0:
             return f"rank {rank} (process {process.pid}) ended with exit code {code}"
         name = signal.Signals(-code).name
         hint = " (the system may have run out of memory)" if name == "SIGKILL" else ""
         return f"rank {rank} (process {process.pid}) was ended by {name}{hint}"
+
+    def _said_last(self, rank: int) -> str:
+        """What a rank that has ended said of it; "": nothing, or somebody waits for its answer, who reads it then."""
+        reading, connection = self._reading[rank - 1], self._connections[rank - 1]
+        if not reading.acquire(timeout=_LOOKS_S):
+            return ""
+        try:
+            with suppress(EOFError, OSError, ValueError):
+                while connection.poll():
+                    kind, value = decode(connection.recv_bytes())
+                    if kind == "ended":
+                        return f"rank {rank} ended with {type(value).__name__}: {value}"
+        finally:
+            reading.release()
+        return ""
 
     def _give_up(self, fault: str) -> None:
         if self._fault or self._is_closing:

@@ -413,7 +413,7 @@ def test_what_is_guessed_stood_behind_the_longest_stretch(seed):
             places = [at for at in range(SHORT, len(tokens)) if tokens[at - SHORT : at] == tokens[-SHORT:]]
             ends = [(tokens[at:] * most)[: len(found)] for at in places]
             assert found in ends
-    assert num_found > 8 * num_missed
+    assert num_found > 5 * num_missed
 
 
 def test_a_long_prompt_is_taken_in_slices(monkeypatch):

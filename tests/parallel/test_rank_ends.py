@@ -6,6 +6,7 @@ import random
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
@@ -331,4 +332,32 @@ def test_a_rank_looks_for_modules_where_python_does(monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path, Path("odd"), ""])
     ranks = Ranks(2, lambda rank: {})
     assert ranks.ask("place?", "cpu", settings()) == [None]
+    ranks.close(at_once=True)
+
+
+def test_who_waits_for_an_answer_and_who_looks_after_a_rank_do_not_read_one_message_in_two():
+    ranks = Ranks(2, lambda rank: {})
+    (connection,), readers, most = ranks._connections, [], []
+
+    class Slow:
+        def recv_bytes(self):
+            readers.append(1)
+            most.append(len(readers))
+            time.sleep(0.3)
+            readers.pop()
+            return connection.recv_bytes()
+
+        poll, send_bytes, close = connection.poll, connection.send_bytes, connection.close
+
+    ranks.tell("place?", "cpu", settings())
+    while not connection.poll():
+        time.sleep(0.01)
+    ranks.processes[0].kill()
+    ranks.processes[0].wait()
+    ranks._connections = [Slow()]
+    with ThreadPoolExecutor() as pool:
+        asking = pool.submit(ranks.answers)
+        while not asking.done():
+            ranks._how_it_ended(1, ranks.processes[0])
+    assert max(most) == 1 and (isinstance(asking.exception(), RankError) or asking.result() == [None])
     ranks.close(at_once=True)
