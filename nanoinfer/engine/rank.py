@@ -6,6 +6,7 @@ It has no request and plans nothing: it loads its share of the model and does wh
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import threading
 import time
@@ -29,6 +30,7 @@ from nanoinfer.parallel.processes import Signs
 from nanoinfer.step.messages import decode, encode
 
 _LOOKS_S = 1.0
+_LEAVES_S = 0.05
 # How long a message is waited for before another sign of life is given.
 _WAITS_S = 5.0
 # Loading, compiling and capturing take as long as they take, and so does pinning, which rank 0 waits for, too.
@@ -110,15 +112,19 @@ class Rank:
 
 
 def main(arguments: list[str]) -> None:
-    """Run a rank. arguments: the descriptor of the connection, the rank's number, how many there are, their folder."""
+    """Run a rank. arguments: the descriptor of the connection, the rank's number, how many there are, their folder,
+    the process of rank 0."""
     descriptor, rank, size = map(int, arguments[:3])
-    connection, parent = Connection(descriptor), os.getppid()
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    connection, folder, parent = Connection(descriptor), Path(arguments[3]), int(arguments[4])
+    threading.Thread(target=_end_with, args=(parent, folder), daemon=True).start()
     warnings.simplefilter("ignore")  # rank 0 says it
     try:
         with torch.inference_mode():
-            Rank(connection, Shard(rank, size), Path(arguments[3])).run()
+            Rank(connection, Shard(rank, size), folder).run()
     except (EOFError, ConnectionError, KeyboardInterrupt):  # rank 0 has ended, or needs it no more
+        if os.getppid() == parent:
+            time.sleep(_LEAVES_S)  # of who was killed the connection ends first
+        _clear(folder, parent)
         os._exit(0)  # threads of libraries are not waited for
     except BaseException as error:
         with suppress(OSError):
@@ -128,11 +134,18 @@ def main(arguments: list[str]) -> None:
         os._exit(1)  # what waits for an exchange would wait on
 
 
-def _end_with(parent: int) -> None:
+def _end_with(parent: int, folder: Path) -> None:
     """End this process where rank 0 has ended, whatever it waits for."""
     while os.getppid() == parent:
         time.sleep(_LOOKS_S)
+    _clear(folder, parent)
     os._exit(1)
+
+
+def _clear(folder: Path, parent: int) -> None:
+    """Remove the folder of a rank 0 that was killed; else it does so itself."""
+    if os.getppid() != parent:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

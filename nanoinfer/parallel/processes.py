@@ -94,7 +94,8 @@ class Ranks:
         paths = [one for one in sys.path if one and isinstance(one, str)]  # what else is there, Python leaves out, too
         for rank in range(1, size):
             ours, theirs = socket.socketpair()
-            command = [sys.executable, "-m", WORKER, str(theirs.fileno()), str(rank), str(size), str(self.folder)]
+            told = theirs.fileno(), rank, size, self.folder, os.getpid()
+            command = [sys.executable, "-m", WORKER, *map(str, told)]
             own = os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | environment(rank)
             self.processes.append(
                 subprocess.Popen(

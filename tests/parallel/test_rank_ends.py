@@ -4,6 +4,7 @@ import gc
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -335,9 +336,29 @@ def test_a_rank_looks_for_modules_where_python_does(monkeypatch):
     ranks.close(at_once=True)
 
 
+def runs(number: str) -> bool:
+    """Whether a process runs: one that has ended may stay in the list of processes, without a command."""
+    command = Path(f"/proc/{number}/cmdline")
+    return command.exists() and bool(command.read_bytes())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_who_is_killed_leaves_neither_processes_nor_a_folder(number):
+    code = "from nanoinfer.parallel.processes import Ranks; import time; ranks = Ranks(3, lambda rank: {})\n"
+    code += "print(ranks.folder, *(one.pid for one in ranks.processes), flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        folder, *numbers = process.stdout.readline().split()
+        assert Path(folder).is_dir()
+        process.send_signal(number)
+    end = time.monotonic() + 60
+    while Path(folder).exists() or any(map(runs, numbers)):
+        assert time.monotonic() < end, f"{folder} or one of {numbers} is left"
+        time.sleep(0.05)
+
+
 def test_who_waits_for_an_answer_and_who_looks_after_a_rank_do_not_read_one_message_in_two():
     ranks = Ranks(2, lambda rank: {})
-    (connection,), readers, most = ranks._connections, [], []
+    (connection,), readers, most = vars(ranks)["_connections"], [], []
 
     class Slow:
         def recv_bytes(self):
@@ -354,10 +375,11 @@ def test_who_waits_for_an_answer_and_who_looks_after_a_rank_do_not_read_one_mess
         time.sleep(0.01)
     ranks.processes[0].kill()
     ranks.processes[0].wait()
-    ranks._connections = [Slow()]
+    vars(ranks)["_connections"] = [Slow()]
     with ThreadPoolExecutor() as pool:
         asking = pool.submit(ranks.answers)
-        while not asking.done():
-            ranks._how_it_ended(1, ranks.processes[0])
+        while not readers and not asking.done():
+            pass
+        ranks.look()
     assert max(most) == 1 and (isinstance(asking.exception(), RankError) or asking.result() == [None])
     ranks.close(at_once=True)
