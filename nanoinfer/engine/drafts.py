@@ -30,6 +30,8 @@ MOST_LOST = 0.01
 """Share of the time of steps without drafts that drafts may cost in the long run."""
 KEPT = 4
 """Steps without drafts whose time drafts may cost at once, once they have brought as much."""
+MOST_UNKNOWN = 16
+"""Steps that may wait while no plain one is known to compare with, as behind a prompt; then drafts rest for one."""
 MOST_UNASKED = 4
 """Sequences that run at once up to which there are drafts that nobody asked for: more share what a step brings."""
 
@@ -60,12 +62,13 @@ class Balance:
     def __init__(self, share: float = MOST_LOST) -> None:
         self.share = share
         self._seconds = 0.0
+        self._num_unknown = 0  # steps that waited, since the last plain one, and that none is known for
         self._plain: dict[int, float] = {}  # the time of a plain step, by its rows: a running mean
 
     @property
     def allows(self) -> bool:
         """Whether drafts may be tried."""
-        return self._seconds >= 0
+        return self._seconds >= 0 and self._num_unknown < MOST_UNKNOWN
 
     def forget_steps(self) -> None:
         """Forget how long steps take: they take another time from now on."""
@@ -73,6 +76,7 @@ class Balance:
 
     def note_plain(self, seconds: float, num_rows: int) -> None:
         """Note a step that did not wait for the host."""
+        self._num_unknown = 0
         mean = self._plain.get(num_rows, seconds)
         self._plain[num_rows] = mean = mean + (min(seconds, 2 * mean) - mean) / 8
         self._seconds = min(self._seconds + self.share * mean, KEPT * mean)
@@ -80,7 +84,9 @@ class Balance:
     def note_tried(self, seconds: float, num_rows: int, num_drafted: int, num_right: int) -> None:
         """Note a step that waited, from the end of the one before to its own."""
         plain = self._plain.get(num_rows)
-        if plain is not None:
+        if plain is None:
+            self._num_unknown += 1
+        else:
             # A draft costs no more than steps for all of its tokens would: what is beyond that is another's delay. And
             # never nothing: else nobody would find out by a plain step that one takes less time than was thought.
             lost = min(max(seconds - plain, self.share * plain), plain * (1 + num_drafted))

@@ -18,7 +18,7 @@ from guessing import Right, guess
 from simulated import RaceError, SimulatedRuntime
 
 from nanoinfer import SamplingParams
-from nanoinfer.engine.drafts import KEPT, MOST_UNASKED, Balance
+from nanoinfer.engine.drafts import KEPT, MOST_UNASKED, MOST_UNKNOWN, Balance
 from nanoinfer.engine.figures import FACTS, Reading, values
 from nanoinfer.engine.suffixes import LONG, SHORT, SuffixIndex
 from nanoinfer.kv.cache import KVCache
@@ -293,16 +293,21 @@ def test_text_that_repeats_itself_takes_fewer_steps(path_of):
     assert engine.drafts.num_accepted > 5 and engine.drafts.drafter.num_bytes == 0
 
 
+def launches_of(engine, prompts, params) -> list:
+    """The steps that are launched while requests run."""
+    found = []
+    run(engine, prompts, params, lambda *_: found.append(engine.live.in_flight))
+    return [step for step in found if step is not None]
+
+
 @pytest.mark.parametrize("name", ["offload", "weights stream"])
 def test_who_finds_nothing_to_guess_waits_for_no_token(path_of, name):
     """Each step is planned while the one before runs, as without drafts."""
     path, (prompt,) = path_of("qwen3", **SMALL), random_prompts(1, 40, 40)
-    engine, steps = make_engine(path, speculative_config=SUFFIX, max_num_seqs=1, **ENGINES[name]), []
+    engine = make_engine(path, speculative_config=SUFFIX, max_num_seqs=1, **ENGINES[name])
     engine.drafts.drafter.propose = lambda *_: []
-    run(engine, [prompt], [SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)], lambda *_: steps.append(
-        engine.live.in_flight is not None
-    ))  # fmt: skip
-    assert sum(steps) >= 29 and not engine.drafts.num_passes
+    launched = launches_of(engine, [prompt], [SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)])
+    assert len(launched) >= 29 and not any(step.is_apart for step in launched) and not engine.drafts.num_passes
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -338,6 +343,20 @@ def test_another_ones_delay_rests_no_draft_for_long():
         balance.note_plain(0.01, 1)
         steps += 1
     assert 0 < steps <= 301
+
+
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_drafts_rest_where_there_is_no_plain_step_to_compare_theirs_with(num_rows):
+    """Some bring a token each time and cost more than that: there is never a plain step by itself."""
+    balance = Balance()
+    for _ in range(MOST_UNKNOWN):
+        assert balance.allows
+        balance.note_tried(0.03, num_rows, 8, 1)
+    assert not balance.allows
+    balance.note_plain(0.01, num_rows)
+    assert balance.allows
+    balance.note_tried(0.03, num_rows, 8, 1)
+    assert not balance.allows
 
 
 def test_rows_for_drafts_are_no_places_for_sequences(path_of):
