@@ -142,11 +142,13 @@ class Drafts:
         wanted = False
         if not self._may_pay(len(sequences)):
             return False
+        num_decoding = sum(one.state is SequenceState.DECODE for one in sequences)
+        may_try = self.balance.allows and self._num_free(num_decoding) > 0
         for sequence in sequences:
             if sequence.state is SequenceState.DECODE and self._may_draft(sequence):
                 pace = self._pace(sequence)
                 pace.pause = max(0, pace.pause - 1)
-                if pace.pause or not self.balance.allows:
+                if pace.pause or not may_try:
                     continue
                 if self.drafter.propose(sequence.sequence_id, sequence.token_ids, 1):
                     wanted = True
@@ -159,7 +161,7 @@ class Drafts:
         if batch.chunks or not (self.balance.allows and self._may_pay(len(batch.decoding))):
             return batch
         kv_cache, drafts, masks = self._kv_cache, {}, {}
-        left = min(MAX_LINES - len(batch.decoding), kv_cache.num_free_lines)
+        left = self._num_free(len(batch.decoding))
         splits = self._max_splits - kv_cache.num_reserved_splits
         for sequence in batch.decoding:
             if sequence.num_pending or not self._may_draft(sequence) or (pace := self._pace(sequence)).pause:
@@ -183,6 +185,10 @@ class Drafts:
             drafts[sequence] = found
             left, splits = left - len(found), splits - of_line * len(found)
         return replace(batch, drafts=drafts, draft_masks=masks) if drafts else batch
+
+    def _num_free(self, num_decoding: int) -> int:
+        """How many tokens may be drafted beside so many rows; 0 or less: none."""
+        return min(MAX_LINES - num_decoding, self._kv_cache.num_free_lines)
 
     def _may_pay(self, num_sequences: int) -> bool:
         """Whether drafts were asked for, or so few run, and something streams."""

@@ -310,6 +310,17 @@ def test_who_finds_nothing_to_guess_waits_for_no_token(path_of, name):
     assert len(launched) >= 29 and not any(step.is_apart for step in launched) and not engine.drafts.num_passes
 
 
+def test_where_no_row_is_left_for_a_draft_nobody_waits_for_tokens(path_of, monkeypatch):
+    for user in "nanoinfer.memory.sized", "nanoinfer.engine.drafts":
+        monkeypatch.setattr(f"{user}.MAX_LINES", 4)
+    engine = make_engine(path_of("qwen3", **SMALL), speculative_config=SUFFIX, max_num_seqs=6, **OFFLOAD)
+    engine.drafts.drafter.propose = lambda _, tokens, most: most * [tokens[-1]]
+    params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (20, 40)]
+    launched = launches_of(engine, random_prompts(6, 20, 40), 3 * params)
+    full = [step.is_apart for step in launched if len(step.batch.decoding) > 4]
+    assert len(full) > 10 and not any(full) and engine.drafts.num_passes
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_drafts_that_do_not_pay_cost_a_hundredth_and_those_that_do_are_not_held_back(seed):
     generator = random.Random(seed)
