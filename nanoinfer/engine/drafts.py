@@ -132,6 +132,7 @@ class Drafts:
         self._paces: dict[int, _Pace] = {}
         self.num_drafted = self.num_accepted = self.num_passes = 0
         self._last_read: float | None = None  # when the newest decode step was read
+        self._was_offload = False  # whether KV could lie on the host then
         self._num_counted = 0, 0  # tokens drafted and accepted until then
 
     def are_wanted(self, sequences: Collection[Sequence]) -> bool:
@@ -218,10 +219,12 @@ class Drafts:
 
     def note_read(self, step: LaunchedStep, now: float) -> None:
         """Note when a step was read, behind `count` of all its drafts."""
-        last, self._last_read = self._last_read, None if step.batch.chunks else now
+        is_offload = self._kv_cache.tables.is_offload
+        is_unlike, self._was_offload = step.batch.chunks or is_offload is not self._was_offload, is_offload
+        last, self._last_read = self._last_read, None if is_unlike else now
         before, self._num_counted = self._num_counted, (self.num_drafted, self.num_accepted)
         num_rows = len(step.batch.decoding)
-        if step.batch.chunks:
+        if is_unlike:  # those behind it take another time than those before
             self.balance.forget_steps()
         elif last is not None and step.is_apart:
             self.balance.note_tried(now - last, num_rows, self.num_drafted - before[0], self.num_accepted - before[1])

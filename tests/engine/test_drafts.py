@@ -1,6 +1,7 @@
 """Drafts change no token and no log-probability, whatever is guessed, and leave no trace where they are wrong."""
 
 import random
+from itertools import pairwise
 
 import pytest
 from engines import (
@@ -354,6 +355,19 @@ def test_another_ones_delay_rests_no_draft_for_long():
         balance.note_plain(0.01, 1)
         steps += 1
     assert 0 < steps <= 301
+
+
+def test_how_long_steps_take_is_forgotten_when_the_mode_changes(path_of):
+    arguments = OFFLOAD | dict(num_gpu_blocks_override=90, resident_kv_limit=None)
+    engine = make_engine(path_of("qwen3", **SMALL), speculative_config=SUFFIX, max_num_seqs=1, **arguments)
+    engine.drafts.drafter.propose = lambda *_: []
+    noted, balance = [], engine.drafts.balance
+    balance.note_plain = lambda *_: noted.append(engine.mode)
+    balance.forget_steps = lambda: noted.append("forgotten")
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    run(engine, random_prompts(1, 40, 40), [params], switching({12: "resident", 24: "offload"}))
+    changes = [now for before, now in pairwise(noted) if now != before]
+    assert changes == ["offload", "forgotten", "resident", "forgotten", "offload"]
 
 
 @pytest.mark.parametrize("num_rows", [1, 2])
