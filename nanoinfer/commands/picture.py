@@ -70,9 +70,10 @@ class Picture:
         rows += self._weights(device)
         if not facts["is_host"]:
             rows.append(self._link())
-        generated = rate.get("num_generated_tokens", rate.get("num_decode_tokens", 0.0))
+        decoded = rate.get("num_decode_tokens", 0.0)  # what steps with prompts made besides is not of decode steps
+        generated = rate.get("num_generated_tokens", decoded)
         steps, floor = rate.get("num_decode_steps", 0.0), now["step_floor_seconds"]
-        allowed = f" where link and memory allow {generated / steps / floor:,.1f}" if steps and floor else ""
+        allowed = f" where link and memory allow {decoded / steps / floor:,.1f}" if steps and floor else ""
         rows.append(("tokens", "", f"{generated:,.1f}/s out{allowed}, "
                      f"{rate.get('num_prefill_tokens', 0.0):,.1f}/s of prompts computed, "
                      f"{rate.get('prefix_cache_hit_tokens', 0.0):,.1f}/s found in the cache"))  # fmt: skip

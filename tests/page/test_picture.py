@@ -97,7 +97,7 @@ def test_a_link_and_each_replica_of_a_fleet_are_seen(served, opened, picture):
     def answer(route):
         asked.append(route.request.url)
         counted = dict(streamed_bytes=5 * 10**9 * len(asked), num_generated_tokens=40 * len(asked))
-        counted |= dict(num_decode_steps=10 * len(asked), step_floor_seconds=0.02)
+        counted |= dict(num_decode_steps=10 * len(asked), num_decode_tokens=30 * len(asked), step_floor_seconds=0.02)
         blocks = dict(kv_blocks_resident=10, kv_blocks_streamed=30, host_blocks_total=100, host_blocks_used=40)
         figures = one["figures"] | counted | blocks | {"link_busy_fraction": 0.9}
         facts = one["facts"] | {"is_host": False, "link_bytes_per_second": 50e9}
@@ -109,7 +109,7 @@ def test_a_link_and_each_replica_of_a_fleet_are_seen(served, opened, picture):
     page.route("**/engine", answer)
     page.reload()
     wait_for(page, "↑ Link to the GPU", r"^[4-6]\.?\d* GB/s of 50, busy 90 %")
-    wait_for(page, "Tokens", r"a second out, where link and memory at full speed allow 200(\.0)? in decode steps")
+    wait_for(page, "Tokens", r"a second out, where link and memory at full speed allow 150(\.0)? in decode steps")
     assert said(page, "KV blocks that a step reads").startswith("10 resident, 30 through the ring of")
     assert page.locator("#picture h3").all_inner_texts() == ["GPU", "Between them", "Host memory", "Speed"]
     picture(page, "link")

@@ -204,7 +204,7 @@ function draw() {
     }
   }
   const speed = box("speed", "Speed");
-  const ofStep = rates.num_decode_steps ? rates.num_generated_tokens / rates.num_decode_steps : 0;
+  const ofStep = rates.num_decode_steps ? rates.num_decode_tokens / rates.num_decode_steps : 0;
   const floor = now.step_floor_seconds && ofStep
     ? `, where link and memory at full speed allow ${number(ofStep / now.step_floor_seconds, 1)} in decode steps` : "";
   row(speed, "out", "Tokens", `${number(rates.num_generated_tokens || 0, 1)} a second out${floor}; of prompts ` +
