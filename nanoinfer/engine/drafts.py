@@ -196,8 +196,10 @@ class Drafts:
         return self.are_asked_for or self._streams_now and num_sequences <= MOST_UNASKED
 
     def _may_draft(self, sequence: Sequence) -> bool:
-        """Whether a sequence's masks are made in time, and so is what else its guesses need: under penalties or limits
-        each has tables of its own, which the host makes while something streams."""
+        """Whether a sequence has more than one token left, its masks are made in time, and so is what else its guesses
+        need: under penalties or limits each has tables of its own, which the host makes while something streams."""
+        if sequence.num_tokens + 1 >= sequence.max_num_tokens:
+            return False
         params = sequence.params
         plain = params.repetition_penalty == 1 and not (params.presence_penalty or params.frequency_penalty)
         return not sequence.is_masked_aside and (plain and sequence.limits is None or self._streams_now)

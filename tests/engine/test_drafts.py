@@ -311,6 +311,13 @@ def test_who_finds_nothing_to_guess_waits_for_no_token(path_of, name):
     assert len(launched) >= 29 and not any(step.is_apart for step in launched) and not engine.drafts.num_passes
 
 
+def test_the_last_token_is_waited_for_by_nobody(path_of):
+    engine = make_engine(path_of("qwen3", **SMALL), speculative_config=SUFFIX, max_num_seqs=1, **OFFLOAD)
+    engine.drafts.drafter.propose = lambda _, tokens, most: [-1] * most
+    launched = launches_of(engine, random_prompts(1, 40, 40), [SamplingParams(temperature=0, max_tokens=2)])
+    assert [step.is_apart for step in launched] == [False, False]
+
+
 def test_where_no_row_is_left_for_a_draft_nobody_waits_for_tokens(path_of, monkeypatch):
     for user in "nanoinfer.memory.sized", "nanoinfer.engine.drafts":
         monkeypatch.setattr(f"{user}.MAX_LINES", 4)
