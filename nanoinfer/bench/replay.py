@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from nanoinfer.bench.texts import Texts, read
+from nanoinfer.common.speculation import MAX_LINES
 from nanoinfer.config import EngineConfig
 from nanoinfer.devices.registry import device_of, resolve_device
 from nanoinfer.llm import LLM
@@ -79,16 +79,15 @@ class ReplayRow(Row):
 class Forced:
     """Has each sampled token be that of a text: `LLMEngine.on_logits`, for a request that runs alone."""
 
-    def __init__(self) -> None:
-        self.answer: list[int] = []
+    def say(self, answer: list[int], device: torch.device) -> None:
+        """Have this come, behind which its last token may be asked for again."""
+        self._ids = torch.tensor([*answer, *MAX_LINES * answer[-1:]], device=device)[:, None]
 
     def __call__(self, sequences: list, logits: torch.Tensor) -> None:
-        seen: Counter = Counter()
+        # Two kernels, however many lines: what stands between logits and sampling makes a pass longer.
+        first = sequences[0].num_sampled  # a drafted token's line comes behind its sequence's
         logits.fill_(-torch.inf)
-        for line, sequence in zip(logits, sequences, strict=True):  # a drafted token's line comes behind its sequence's
-            place = min(sequence.num_sampled + seen[sequence.sequence_id], len(self.answer) - 1)
-            seen[sequence.sequence_id] += 1
-            line[self.answer[place]] = 0
+        logits.scatter_(1, self._ids[first : first + len(logits)], 0)
 
 
 @dataclass(frozen=True)
@@ -132,27 +131,28 @@ class Case:
     def _measured(
         self, llm: LLM, forced: Forced, name: str, texts: Texts, output_len: int, link: float | None
     ) -> ReplayRow:
-        prompt, forced.answer = texts.of(name, self.context, output_len, llm.engine.vocab_size)
-        params = SamplingParams(temperature=0, max_tokens=len(forced.answer), ignore_eos=True)
+        prompt, answer = texts.of(name, self.context, output_len, llm.engine.vocab_size)
+        forced.say(answer, llm.engine.runner.runtime.device)
+        params = SamplingParams(temperature=0, max_tokens=len(answer), ignore_eos=True)
         engine, row, seconds = llm.engine, self._row(name, vocab_size=llm.engine.vocab_size), []
         for number in range(1 + REPEATS):
             before = engine.meter.snapshot()
             output = llm.generate([dict(prompt_token_ids=prompt)], params, use_tqdm=False)[0]
-            assert list(output.outputs[0].token_ids) == forced.answer, "another token came than was to come"
+            assert list(output.outputs[0].token_ids) == answer, "another token came than was to come"
             metrics = output.metrics
             if number:
-                seconds.append((metrics.total_time - metrics.time_to_first_token) / (len(forced.answer) - 1))
+                seconds.append((metrics.total_time - metrics.time_to_first_token) / (len(answer) - 1))
         times = engine.meter.times.since(before)
         row.num_drafted_tokens, row.num_accepted_tokens = metrics.num_drafted_tokens, metrics.num_accepted_tokens
-        row.num_steps = len(forced.answer) - 1 - row.num_accepted_tokens
-        row.tokens_per_pass = (len(forced.answer) - 1) / row.num_steps
+        row.num_steps = len(answer) - 1 - row.num_accepted_tokens
+        row.tokens_per_pass = (len(answer) - 1) / row.num_steps
         row.seconds_per_token = statistics.median(seconds)
         row.tokens_per_second = 1 / row.seconds_per_token
         row.streamed_bytes_per_step = times.streamed_bytes / times.num_steps
         row.link_gbps = row.streamed_bytes_per_step / (row.seconds_per_token * row.tokens_per_pass) / 1e9
         row.emulated_link_gbps = None if link is None else link / 1e9
         fetched = times.fetched_bytes / times.num_steps
-        middle = [self.context + len(forced.answer) // 2]
+        middle = [self.context + len(answer) // 2]
         read_bytes = bytes_read_per_step(engine.runner.spec, middle)
         of_pass = row.streamed_bytes_per_step - fetched, read_bytes, fetched
         row.least_bytes = tuple(one / row.tokens_per_pass for one in of_pass)  # of a token
