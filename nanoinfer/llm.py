@@ -31,6 +31,7 @@ from nanoinfer.parsers.tools import checked_tools
 from nanoinfer.requests.chats import ChatTemplate
 from nanoinfer.requests.prompts import Prompt, as_list, conversation
 from nanoinfer.requests.request import Request
+from nanoinfer.requests.stream import RequestStream
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.weights.load import read_checkpoint
 from nanoinfer.weights.tokenizer_files import load_tokenizer
@@ -64,7 +65,7 @@ class LLM:
     def _start(self, config: EngineConfig) -> None:
         self._engine = LLMEngine(config)
         self._new_ids = map(str, itertools.count())
-        self._streams: dict[str, _Stream] = {}  # by request: the stream that gets its outputs, whoever runs the step
+        self._streams: dict[str, RequestStream] = {}  # of each request, whoever runs the step
         if self.engine.config.progress_bar:
             self._report(self.engine.plan.one_line(self.mode))
             if self.engine.runner.graph_memory is not None and self.engine.runner.graph_memory[0]:
@@ -183,7 +184,7 @@ class LLM:
         params = self._one_each(sampling_params, len(prompts))
         unread: deque[StreamOutput] = deque()
         ids = [next(self._new_ids) for _ in prompts]
-        streams: list[_Stream] = []
+        streams: list[RequestStream] = []
         try:
             for request_id, prompt, param in zip(ids, prompts, params, strict=True):
                 try:
@@ -192,7 +193,7 @@ class LLM:
                     refused = dict(text_delta="", token_ids_delta=[], finished=True, finish_reason="error")
                     unread.append(StreamOutput(request_id=request_id, index=0, **refused, error=str(error)))
                     continue
-                streams.append(_Stream(request, unread))
+                streams.append(RequestStream(request, unread))
                 self._streams[request_id] = streams[-1]
             while unread or any(stream.open for stream in streams):
                 if unread:
@@ -373,33 +374,6 @@ def _naming(place: int, count: int) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"prompt {place} of {count}: {error}" if count > 1 else str(error)) from error
-
-
-class _Stream:
-    """A request of an open stream.
-
-    Attributes:
-        unread: outputs that the stream has not yielded yet; shared by all requests of the stream.
-        open: indices of the completions whose last output has not arrived yet.
-    """
-
-    def __init__(self, request: Request, unread: deque[StreamOutput]) -> None:
-        self.request, self.unread = request, unread
-        self.open = {sequence.index for sequence in request.sequences}
-
-    def put(self, output: StreamOutput) -> None:
-        if output.index in self.open:
-            self.unread.append(output)
-            if output.finished:
-                self.open.remove(output.index)
-
-    def end_aborted(self, error: BaseException | None = None) -> bool:
-        """Put a last output for each aborted completion, with the error if one is given; return whether any was."""
-        aborted = [s for s in self.request.sequences if s.index in self.open and s.finish_reason == "abort"]
-        why = {} if error is None else dict(finish_reason="error", error=str(error) or type(error).__name__)
-        for sequence in aborted:
-            self.put(replace(self.request.stream_output(sequence), **why))
-        return bool(aborted)
 
 
 def _refuse(unsupported: dict[str, Any], table: Table, method: Callable) -> None:

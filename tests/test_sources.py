@@ -236,3 +236,7 @@ def test_a_private_name_of_another_file_is_found():
         assert len(foreign_names({"b.py": line}, ours)["b.py"]) == 1, line
     for line in ("self._x", "torch._other", "a.__dict__", "_x = 1\na._x", "from torch import _other"):
         assert not foreign_names({"b.py": line}, ours), line
+
+
+def test_no_file_is_longer_than_a_reader_bears():
+    assert [path for path, source in SOURCES.items() if source.count("\n") > 400] == []

@@ -28,8 +28,6 @@ from nanoinfer.kernels.operations import operations_of
 from nanoinfer.layers.formats.base import DENSE, Filling, Formats, Stack, WeightFormat
 from nanoinfer.layers.formats.packed import temporary_bytes
 from nanoinfer.layers.formats.parted import Parted, merge_formats
-from nanoinfer.layers.linear import Linear
-from nanoinfer.layers.norm import Exchange, OwnPart, RMSNorm, add_and_norm
 
 ALIGNMENT = 128
 """Bytes at whose multiples the tensors of an expert begin."""
@@ -339,80 +337,6 @@ class Experts(nn.Module):
             projection.weights.fill_with_noise(module, generator)
             if hasattr(module, "bias"):
                 module.bias.normal_(0.0, 0.02, generator=generator)
-
-
-class SparseMLP(nn.Module):
-    """The sum of a row's experts, weighted by a router, and of a shared expert, if there is one.
-
-    `gate` is the router, [num_experts, hidden_size], and `shared_gate` a row of weights, both wide in every format;
-    `factors`, [num_experts], are those of the experts' weights.
-    """
-
-    wide_projections = ("gate", "shared_gate")
-    """What is never quantised while it is read."""
-
-    neutral_factors = 1.0
-    """The factor that leaves a weight as it is."""
-    exchange: Exchange | None = None
-    """As of `Linear`."""
-
-    def __init__(
-        self,
-        hidden_size: int,
-        sparse: Sparse,
-        activation: GatedActivation,
-        *,
-        formats: Formats,
-        shard: Shard = WHOLE,
-        dtype: torch.dtype,
-        device,
-    ) -> None:
-        super().__init__()
-        self.is_part = not shard.is_whole
-        routing, options = sparse.routing, dict(dtype=dtype, device=device)
-        self.routing, self.has_wide_logits = routing, sparse.has_wide_logits
-        self.gate = Linear(hidden_size, routing.num_experts, bias=sparse.router_bias, **options)
-        self.choice_bias = None
-        if sparse.choice_bias:
-            bias = torch.empty(routing.num_experts, dtype=torch.float32, device=device)
-            self.choice_bias = nn.Parameter(bias, requires_grad=False)
-        self.factors = None
-        if sparse.has_factors:
-            self.factors = nn.Parameter(torch.empty(routing.num_experts, **options), requires_grad=False)
-        of_experts = options | dict(formats=formats, shard=shard)
-        self.experts = Experts(hidden_size, sparse, activation, **of_experts)
-        if self.is_part:
-            first = self.experts.first_expert
-            self.routing = replace(routing, here=(first, first + self.experts.num_experts))
-        self.shared_experts = None
-        if sparse.shared_size:
-            self.shared_experts = Experts(hidden_size, sparse, activation, is_shared=True, **of_experts)
-        self.shared_gate = Linear(hidden_size, 1, **options) if sparse.shared_gate and sparse.shared_size else None
-
-    def add(
-        self, x: Tensor, normed: Tensor, norm: RMSNorm | None, num_live: Tensor, behind: RMSNorm | None = None
-    ) -> Tensor:
-        """Add the MLP of normed, [N, hidden_size], to x, in place, and return the norm of x, as `add_and_norm`.
-
-        num_live: [1] int32, how many rows are tokens: the others choose no expert.
-        """
-        return add_and_norm(x, self.sums(normed, self.logits(normed), num_live), norm, behind)
-
-    def logits(self, x: Tensor) -> Tensor:
-        """Compute what experts are chosen by: [N, hidden_size] -> [N, num_experts]."""
-        return self.experts.operations.wide_linear(x, self.gate.weight) if self.has_wide_logits else self.gate(x)
-
-    def sums(self, normed: Tensor, logits: Tensor, num_live: Tensor) -> Tensor | OwnPart:
-        """Compute the two sums of each row, [2, N, hidden_size] float32; of a rank its own one. logits: [N,
-        num_experts]."""
-        choose = self.experts.operations.choose_experts
-        ids, weights = choose(logits, self.routing, self.choice_bias, num_live, normed.dtype, self.factors)
-        shared = None if self.shared_experts is None else self.shared_experts.as_shared(normed)
-        gate = None if self.shared_gate is None else self.shared_gate(normed)
-        if not self.is_part:
-            return self.experts(normed, ids, weights, self.routing.first_half, shared, gate)
-        own = self.experts(normed, ids, weights, self.experts.num_experts, shared, gate)[0]
-        return OwnPart(own, self.exchange)
 
 
 def _check_activation(activation: GatedActivation) -> None:

@@ -1,8 +1,7 @@
 """The decoder that the families share: norms, rotary positions, attention with grouped queries, an MLP.
 
 A family says in two tables where it differs (`own_traits`, `config_traits`), and overrides what else reads its config.
-Modules are named as in Llama's checkpoints, so that only merged weights need another name; `Decoder.names` has those of
-other checkpoints.
+Modules are named as in Llama's checkpoints, so that only merged weights need another name (`models.checkpointed`).
 
 A model says for each layer what state the layer keeps (`ModelSpec.layers`), and where it is cut (`Decoder.pieces`):
 where a layer attends to keys and values, because they may lie anywhere. Between its cuts it computes
@@ -24,7 +23,7 @@ tokens of several sequences may lie in one batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -35,16 +34,16 @@ from transformers import PretrainedConfig
 
 from nanoinfer.kernels.attention.spec import HeadShape
 from nanoinfer.kernels.layer.state_runs import StateRuns
-from nanoinfer.kernels.linear.shard import Held, Shard, held_rows
+from nanoinfer.kernels.linear.shard import Shard, held_rows
 from nanoinfer.layers.experts import Experts
-from nanoinfer.layers.formats.base import Filling, Formats, Renamed, rename
-from nanoinfer.layers.fused_experts import fused_held, fused_views
+from nanoinfer.layers.formats.base import Formats, Renamed
 from nanoinfer.layers.layer_inputs import LayerInputs
-from nanoinfer.layers.linear import Embedding, Head, Linear, head_block, head_rows, share_scratch
+from nanoinfer.layers.linear import Embedding, Head, head_block, head_rows, share_scratch
 from nanoinfer.layers.norm import RMSNorm
 from nanoinfer.layers.rope import Context, distinct, longest_contexts, pair_distance, query_scales, rope_table
 from nanoinfer.models.base import AttentionState, ModelSpec
 from nanoinfer.models.checkpoint_info import CheckpointInfo
+from nanoinfer.models.checkpointed import Checkpointed
 from nanoinfer.models.layer import DecoderLayer, KVSlots, Traits
 from nanoinfer.models.logits import Logits
 from nanoinfer.models.pieces import Bound, DeviceState, Piece, bounds
@@ -58,7 +57,7 @@ ATTENTION_BIAS = {"qkv_bias": "attention_bias", "output_bias": "attention_bias"}
 """For `Decoder.config_traits`: one field of the config for all of the attention's biases."""
 
 
-class Decoder(nn.Module):
+class Decoder(Checkpointed):
     """A decoder-only transformer, cut at its attention.
 
     All tensors lie on the device that the model was built on. The calls launch work on the current stream and neither
@@ -79,8 +78,6 @@ class Decoder(nn.Module):
     """Whether all layers have the sliding window of a config that names one, where it does not name their kinds."""
     layer_types: tuple[str, ...] = LAYER_TYPES
     """The types that a config may name."""
-    names: Mapping[str, str] = {}
-    """What a layer's modules and parameters are called in checkpoints, by what their names here begin with."""
     intermediate_field: str = "intermediate_size"
     """The field of a config with the size of the MLP."""
     rotates_in_part: bool = False
@@ -371,64 +368,3 @@ class Decoder(nn.Module):
 
     def _norm_before(self, layer: int) -> RMSNorm | None:
         return self.norm if layer == len(self.layers) else self.layers[layer].input_layernorm
-
-    # The checkpoint
-
-    def checkpoint_views(
-        self, is_wanted: Callable[[nn.Module], bool] = lambda module: True
-    ) -> dict[str, Tensor | Filling]:
-        """Return for each tensor name of the checkpoint the part of our (merged) weights that it fills, or how.
-
-        is_wanted: whether the weights of a module are asked for.
-        """
-        views = {}
-        for name, module in self.named_modules():
-            if module in (self, self.expert_pools) or not is_wanted(module):
-                continue
-            if isinstance(module, Experts) and module.is_fused:
-                own = partial(fused_views, module)
-            else:  # weights as they are, unless the module says otherwise
-                own = getattr(module, "checkpoint_views", partial(module.named_parameters, recurse=False))
-            views |= {self._name_of(name, module, ending): view for ending, view in dict(own()).items()}
-        return views
-
-    def held_views(self) -> dict[str, Held]:
-        """Return which rows or columns of a checkpoint's tensors this rank holds, by their names; others are whole."""
-        found = {}
-        for name, module in self.named_modules():
-            if (own := getattr(module, "held_views", None)) is None or module is self:
-                continue
-            if isinstance(module, Experts) and module.is_fused:
-                own = partial(fused_held, module)
-            found |= {self._name_of(name, module, ending): held for ending, held in own().items()}
-        return found
-
-    def _name_of(self, path: str, module: nn.Module, ending: str) -> str:
-        """Return what checkpoints call a tensor of a module, by the end of its name."""
-        prefix = path if path == "lm_head" else f"model.{path}"
-        if isinstance(module, Linear) and module.merged is not None:
-            prefix = prefix.rsplit(".", 1)[0]
-        return self.name_in_checkpoint(f"{prefix}.{ending}")
-
-    def name_in_checkpoint(self, name: str) -> str:
-        """Return what checkpoints call a module or parameter: "model." and its path, but for `lm_head`."""
-        before, layers, own = name.partition(".layers.")
-        if not layers:
-            before, dot, own = name.partition(".")
-            return before + dot + rename(own, self.names)
-        number, dot, own = own.partition(".")
-        return before + layers + number + dot + rename(own, self.names)
-
-    def ignored(self, names: Collection[str]) -> set[str]:
-        """Return those of a checkpoint's tensors that it may hold although the model has no place for them."""
-        # Old checkpoints hold the inverse frequencies, which the config determines. Checkpoints with tied embeddings
-        # may repeat them as the head.
-        again = {"lm_head.weight"} if self.spec.tied_embeddings else set()
-        return {name for name in names if name in again or name.endswith("rotary_emb.inv_freq")} | self.drafts(names)
-
-    def drafts(self, names: Collection[str]) -> set[str]:
-        """Return those of a checkpoint's tensors that belong to a layer which only guesses tokens ahead."""
-        return set()
-
-    def doubts(self) -> str | None:
-        """Return what a user should know about weights that are filled, but may be wrong; None: nothing."""

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.kernels.experts.routing import GatedActivation
-from nanoinfer.layers.experts import SparseMLP
 from nanoinfer.layers.linear import Linear
 from nanoinfer.layers.norm import RMSNorm
+from nanoinfer.layers.sparse_mlp import SparseMLP
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.models.layer import DecoderLayer, Traits
 

@@ -13,12 +13,13 @@ from nanoinfer.kernels.kv.base import KVPart
 from nanoinfer.kernels.layer.head_steps import HeadSteps
 from nanoinfer.kernels.linear.cuts import columns_cut, divided, heads_cut
 from nanoinfer.kernels.linear.shard import WHOLE, Held, Shard, held_columns, held_rows, joined_rows
-from nanoinfer.layers.experts import Sparse, SparseMLP
+from nanoinfer.layers.experts import Sparse
 from nanoinfer.layers.formats.base import DENSE, Formats
 from nanoinfer.layers.gated_delta_net import Delta
 from nanoinfer.layers.linear import Linear
 from nanoinfer.layers.mlp import MLP, GatedMLP
 from nanoinfer.layers.norm import Exchange, RMSNorm
+from nanoinfer.layers.sparse_mlp import SparseMLP
 from nanoinfer.models.base import ModelSpec
 
 

@@ -10,9 +10,10 @@ from transformers import PretrainedConfig
 
 from nanoinfer.kernels.attention.spec import AttentionSpec
 from nanoinfer.kernels.linear.shard import WHOLE, Shard
-from nanoinfer.layers.experts import Experts, Sparse, SparseMLP
+from nanoinfer.layers.experts import Experts, Sparse
 from nanoinfer.layers.formats.packed import temporary_bytes
 from nanoinfer.layers.linear import Linear, matrix_bytes, scratch_size
+from nanoinfer.layers.sparse_mlp import SparseMLP
 from nanoinfer.models.base import AttentionState, ModelSpec, SparseSpec
 from nanoinfer.models.checkpoint_info import CheckpointInfo
 from nanoinfer.models.decoder import Decoder
