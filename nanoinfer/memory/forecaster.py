@@ -222,6 +222,7 @@ class Forecaster:
         planner = self._planner(self.config)
         return Proposer(
             self.config,
+            context=self.asked.context,
             packs=not self.is_old,
             step=lambda config: other(config).step(),
             longest=lambda config: other(config)._longest(other(config).fits),
@@ -275,8 +276,10 @@ class Forecaster:
                 sizes = [format_size(number * layout.block_bytes) for number in (num_all, room)]
                 needed = f"{batch} x {context} tokens need a KV cache of {sizes[0]}"
                 return replace(asked, problem=f"{needed}, {sizes[1]} fit on the GPU")
-            if num_full > memory.num_host_blocks:
-                gib, limit = format_gib(num_full * layout.block_bytes), format_gib(memory.host_bytes)
+            # Some windows see one block more on the way there, for which nobody is let in without room.
+            most_full = batch * self.spec.kv_groups.most_full(context)
+            if most_full > memory.num_host_blocks:
+                gib, limit = format_gib(most_full * layout.block_bytes), format_gib(memory.host_bytes)
                 needed = f"{batch} x {context} tokens need {gib} GiB of host memory for their KV cache"
                 limit = f"the limit is {limit} GiB"
                 if config.host_memory_limit is None:
@@ -348,9 +351,10 @@ class Forecaster:
 
     def _missing(self) -> str | None:
         """Return how much memory this needs beyond what there is, in tenths of a GiB."""
+        context = self.config.max_model_len or self.asked.context
 
         def fits(gpu: int, host: int) -> bool:
-            return self._with_gpu(_tenths(gpu))._with_host(_tenths(host)).fits()
+            return self._with_gpu(_tenths(gpu))._with_host(_tenths(host)).fits(context)
 
         most = range(10 * MOST_GIB)
         if not fits(most[-1], most[-1]):

@@ -95,6 +95,7 @@ class Proposer:
 
     step: the outcome of a config; ValueError where the checkpoint cannot have its formats.
     longest: the longest context of a config that fits, or 0.
+    context: tokens that are planned for; where the config says none, a plan may hold fewer.
     experts_bytes: of weights in host memory, where experts have slots; 0: they cannot.
     wide_bytes, memory_bytes: of weights in 16 bits, if they are, and of the GPU and the host together.
     packs: whether weights in fewer bits can be read there.
@@ -103,6 +104,7 @@ class Proposer:
     config: EngineConfig
     step: Callable[[EngineConfig], Outcome]
     longest: Callable[[EngineConfig], int]
+    context: int = 0
     experts_bytes: int = 0
     wide_bytes: int = 0
     memory_bytes: int = 0
@@ -247,6 +249,8 @@ class Proposer:
         outcome = self._outcome(config)
         if outcome is None or not outcome.fits:
             return None
+        if config.max_model_len is None and outcome.context < self.context:  # then it says so
+            return self._propose(changes | {"max_model_len": outcome.context})
         if config.max_num_batched_tokens is None and self.config.max_num_batched_tokens is not None:
             # Steps of a size that is given have graphs for up to the whole of it, those that the engine chooses for up
             # to a fourth: a smaller size may be what fits.

@@ -52,6 +52,10 @@ def _is_as_fast(measure: Measure, found: MemoryPlan, plan: MemoryPlan) -> bool:
     context = min(measure.context, plan.max_model_len)
     if found.max_model_len < plan.max_model_len or found.max_running < plan.max_running:
         return False
+    config = measure.config
+    if config.max_model_len is not None and config.max_num_seqs is not None:  # so many at once are asked for
+        if measure.holds_all(plan) and not measure.holds_all(found):
+            return False
     if not measure.config.may_offload and found.num_gpu_blocks < plan.num_gpu_blocks:  # what it held has no other place
         return False
     times = [(measure.step_seconds(one, 1, context), measure.seconds(one, plan.max_running)) for one in (found, plan)]

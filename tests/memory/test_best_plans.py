@@ -8,6 +8,7 @@ import pytest
 from described import CPU, GPU
 
 from nanoinfer.config import EngineConfig
+from nanoinfer.memory import forecaster
 from nanoinfer.memory.cards import CARDS, card_named
 from nanoinfer.memory.forecaster import plan as forecast
 from nanoinfer.memory.measure import Measure
@@ -119,6 +120,16 @@ def test_drafts_that_nobody_asked_for_cost_next_to_nothing(case, specs_of):
     assert without.num_gpu_blocks - plan.num_gpu_blocks <= 4 and steps[0] <= 1.01 * steps[1]
 
 
+def test_drafts_that_nobody_asked_for_leave_room_for_all_that_are_to_run(specs_of):
+    """Here they would leave 3.97 of four sequences on the GPU, and the host has no room for the rest."""
+    arguments = dict(max_model_len=8192, host_memory_limit="15.4GiB")
+    config = config_of({}, "auto", 4, **arguments)
+    spec = specs_of("qwen3.5-9b").of(config)
+    make, _ = makes("RTX 4060", 15.4, spec)
+    measure = Measure(config, spec, Rates.of_card(card_named("RTX 4060")))
+    assert all(measure.holds_all(make(replace(config, speculative_config=one))) for one in (None, "auto"))
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, (case[0], *case[2:]))))
 def test_drafts_that_are_asked_for_are_no_sequences(case, specs_of):
     """One sequence's plan has rows for what it guesses, and else what it has without: slots for experts above all."""
@@ -189,3 +200,27 @@ def test_rates_are_those_of_the_card_that_a_driver_names_or_a_ratio(monkeypatch)
         assert Rates.of(GPU) == Rates.of_card(card_named(card))
     monkeypatch.setattr("torch.cuda.get_device_name", lambda *_: "Something new")
     assert Rates.of(GPU) == Rates() and Rates.of(CPU).device < Rates().device
+
+
+def forecast_of(shape: str, gpu: str, host: str, **arguments):
+    limits = dict(gpu_memory_limit=gpu, host_memory_limit=host, link_gbps=None, device_gbps=None)
+    return forecaster.forecaster(shape, gpu=None, **limits, **arguments)
+
+
+def test_what_holds_fewer_tokens_than_are_planned_for_says_so():
+    made = forecast_of("qwen3-32b", "7.1GiB", "32GiB", batch=1, max_model_len=None)
+    assert made.step().context == 32_768 and not made.step().fits
+    proposals = {one.what: one for one in made.proposer().to_fit()}
+    assert "weights in int8" not in proposals
+    tokens = next(
+        one.changes["max_model_len"] for what, one in proposals.items() if what.startswith("weights in int8, at")
+    )
+    assert 16_384 < tokens < 32_768
+
+
+def test_what_fits_has_room_for_all_that_a_window_sees_on_the_way():
+    """More blocks than at the very end: nobody is let in without them."""
+    made = forecast_of("gemma3-12b", "7.1GiB", "66.8GiB", batch=6, max_model_len=131_072)
+    groups = made.spec.kv_groups
+    assert groups.most_full(131_072) > groups.num_full(131_072)
+    assert not made.fits(131_072) and "need 50.34 GiB" in made.step(131_072).problem
