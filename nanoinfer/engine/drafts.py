@@ -54,13 +54,12 @@ class Balance:
     """What drafts have brought, in seconds, less what they have cost. Below 0 they rest.
 
     A step that waited for the tokens of the one before, since drafts wanted to know them, is compared with plain steps
-    of as many rows. Plain ones give `share` of their time to drafts, and gains are kept up to the time of `KEPT` steps:
-    so drafts that never pay make all steps together longer by that share at most, whatever a wrong one costs, and those
-    that pay are hardly ever held back.
+    of as many rows. Plain ones give `MOST_LOST` of their time to drafts, and gains are kept up to the time of `KEPT`
+    steps: so drafts that never pay make all steps together longer by that share at most, whatever a wrong one costs,
+    and those that pay are hardly ever held back.
     """
 
-    def __init__(self, share: float = MOST_LOST) -> None:
-        self.share = share
+    def __init__(self) -> None:
         self._seconds = 0.0
         self._num_unknown = 0  # steps that waited, since the last plain one, and that none is known for
         self._plain: dict[int, float] = {}  # the time of a plain step, by its rows: a running mean
@@ -79,7 +78,7 @@ class Balance:
         self._num_unknown = 0
         mean = self._plain.get(num_rows, seconds)
         self._plain[num_rows] = mean = mean + (min(seconds, 2 * mean) - mean) / 8
-        self._seconds = min(self._seconds + self.share * mean, KEPT * mean)
+        self._seconds = min(self._seconds + MOST_LOST * mean, KEPT * mean)
 
     def note_tried(self, seconds: float, num_rows: int, num_drafted: int, num_right: int) -> None:
         """Note a step that waited, from the end of the one before to its own."""
@@ -89,7 +88,7 @@ class Balance:
         else:
             # A draft costs no more than steps for all of its tokens would: what is beyond that is another's delay. And
             # never nothing: else nobody would find out by a plain step that one takes less time than was thought.
-            lost = min(max(seconds - plain, self.share * plain), plain * (1 + num_drafted))
+            lost = min(max(seconds - plain, MOST_LOST * plain), plain * (1 + num_drafted))
             self._seconds = min(self._seconds + plain * num_right / num_rows - lost, KEPT * plain)
 
 

@@ -42,7 +42,7 @@ class DeltaLayer(nn.Module):
         self, x: Tensor, normed: Tensor, runs: StateRuns, state: Mapping[str, Tensor], norm: RMSNorm, num_live: Tensor
     ) -> Tensor:
         """Do what `Decoder.recur` says."""
-        # The MLP needs the room: the norm that was read takes its own, and nobody holds what is added to x.
+        # The MLP needs the room: the new norm lies where the old one was, and nobody holds what was added to x.
         add, norm_behind = self.linear_attn.out_proj.project_add_norm, self.post_attention_layernorm
         normed = add(x, self.linear_attn(normed, runs, state, num_live), norm_behind, out=normed)
         return self.mlp.add(x, normed, norm, num_live)

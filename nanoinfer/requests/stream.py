@@ -22,6 +22,7 @@ class RequestStream:
         self.open = {sequence.index for sequence in request.sequences}
 
     def put(self, output: StreamOutput) -> None:
+        """Leave an output to whoever reads the stream; what comes behind a completion's last one is dropped."""
         if output.index in self.open:
             self.unread.append(output)
             if output.finished:
