@@ -8,8 +8,8 @@ do not fit, with --part slots experts in host memory. Each part is kept in the s
 file beside the rest, under its name.
 
 With --llama-cpp DIR it measures ours, transformers and llama.cpp side by side, and writes peers.json beside that
-file; with --part files ours and llama.cpp on the same GGUF files, for which it needs the package gguf, and 40 GiB in
-memory or on disk.
+file; with --part files ours and llama.cpp on the same GGUF files, and with --part families more shapes in int4 beside
+llama.cpp in Q4_0, for which it needs the package gguf, and 40 GiB in memory or on disk.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import torch  # noqa: E402
 from gpu_cases import CASES, FILES, PEERS, Bench  # noqa: E402
 from gpu_links import LINKS  # noqa: E402
 from gpu_links import report as links_report  # noqa: E402
+from gpu_llama import FAMILIES  # noqa: E402
 from gpu_slots import SLOTS  # noqa: E402
 from gpu_slots import report as slots_report  # noqa: E402
 from gpu_sparse import SPARSE, report  # noqa: E402
@@ -44,12 +45,14 @@ from nanoinfer.memory.floors import measure_floors  # noqa: E402
 
 LATEST = ROOT / "docs" / "measurements" / "latest.json"
 BESIDE = LATEST.with_name("peers.json")
-BESIDE_DENSE = ("sparse", "links", "weights", "slots", "files")  # parts with a record of their own in the file
+# Parts with a record of their own in the file.
+BESIDE_DENSE = ("sparse", "links", "weights", "slots", "files", "families")
 # What one looks at first, printed after each case.
 SHOWN = (
     "seconds_per_token", "ratio_to_floor", "ratio_to_forecast", "ratio_to_resident", "kv_resident_share", "bound",
     "prefill_tokens_per_second", "prefill_ratio_to_resident", "seconds_per_gib", "tokens_per_second", "planned_to_peak",
-    "under_limit", "times_as_fast", "ratio_to_int4", "ratio_to_none",
+    "under_limit", "llama_cpp_seconds_per_token", "llama_cpp_prefill_tokens_per_second", "llama_cpp_failed",
+    "times_as_fast", "ratio_to_int4", "ratio_to_none",
     "bit_identical_to_resident", "bit_identical", "num_preemptions", "ring_bytes_at_32k",
     "bytes_ratio", "tokens_per_second_ratio", "gpu_growth_bytes", "host_growth_bytes", "host_seconds_per_step",
     "gap_between_steps_share", "gaps_within_step_share", "seconds_to_first_token", "constructor_seconds",
@@ -79,10 +82,11 @@ def main() -> int:
     parser.add_argument(
         "--llama-cpp", type=Path, metavar="DIR", help="folder of llama-bench and llama-quantize, to measure beside"
     )
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after these, of all cases")
     parser.add_argument("--scale", type=int, default=1, help="divide contexts and sizes, to try the code")
     options = parser.parse_args()
     part = None if options.part == "dense" else options.part
-    parts = {None: PEERS, "files": FILES}
+    parts = {None: PEERS, "files": FILES, "families": FAMILIES}
     if not options.llama_cpp:
         parts = {None: CASES, "sparse": SPARSE, "links": LINKS, "weights": WEIGHTS, "slots": SLOTS}
     if part not in parts:
@@ -121,6 +125,9 @@ def main() -> int:
     start = time.perf_counter()
     for name in names:
         begin = time.perf_counter()
+        if begin - start > options.seconds:
+            print(f"{name}: not begun, {begin - start:.0f} s are over", flush=True)
+            continue
         try:
             record["cases"][name] = cases[name](bench)
         except Exception as error:  # one case must not lose the others

@@ -31,7 +31,7 @@ class Bench:
     """
 
     def __init__(self, shape: str | None, scale: int, device: torch.device, llama_cpp: Path | None = None) -> None:
-        self.device, self.scale, self.llama_cpp = device, scale, llama_cpp
+        self.device, self.scale, self.llama_cpp, self.shape = device, scale, llama_cpp, shape
         self.is_cuda = device.type == "cuda"
         self.large, self.small = shape or "qwen3-4b", shape or "qwen3-0.6b"
         self._before = measure_floors(device)

@@ -11,61 +11,53 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
 ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
+sys.path[:0] = [path for path in (str(ROOT), str(ROOT / "tests" / "support")) if path not in sys.path]
 
 from nanoinfer.models.shapes import SHAPES  # noqa: E402
 
 BLOCK, Q4_0_BYTES = 32, 18
 PIECE_BYTES = 1 << 24
+# Matrices that llama.cpp quantises in no file: routers, and what is convolved with.
+WIDE = ("ffn_gate_inp", "ssm_conv1d", "shortconv.conv")
 
 
 def write_random_gguf(path: Path, shape: str, kind: str = "F16") -> int:
-    """Write a Qwen3 shape, dense or sparse, without a tokenizer, and return its bytes.
+    """Write a shape of a family that llama.cpp has, without a tokenizer, and return its bytes.
 
     Values repeat, which no kernel's time depends on: all tensors are written from one piece of memory.
 
     Args:
-        kind: of all matrices, F16 or Q4_0; norms and routers are F32.
+        kind: of all matrices, F16 or Q4_0, which is F16 where rows have no whole blocks; norms and routers are F32.
     """
     import gguf
+    from gguf_models import ARCHITECTURES, add, metadata_of
 
-    config = SHAPES[shape]
-    is_sparse = config["model_type"] == "qwen3_moe"
-    assert is_sparse or config["model_type"] == "qwen3", f"{shape} is a {config['model_type']}"
-    writer = gguf.GGUFWriter(str(path), "qwen3moe" if is_sparse else "qwen3")
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(1_000_000.0)
-    writer.add_vocab_size(config["vocab_size"])
+    family = SHAPES[shape]["model_type"].removesuffix("_text")
+    config = AutoConfig.for_model(**SHAPES[shape])
+    writer = gguf.GGUFWriter(str(path), ARCHITECTURES[family])
+    for key, value in metadata_of(family, config.to_dict()).items():
+        add(writer, key, value)
     writer.add_tokenizer_model("none")
-    if is_sparse:
-        writer.add_expert_count(config["num_experts"])
-        writer.add_expert_used_count(config["num_experts_per_tok"])
-        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind}"])
-    matrices, vectors = _tensors(config)
-    most = max(int(np.prod(size)) for size in matrices.values())
-    piece = _halves(most) if kind == "F16" else _q4_0(most)
-    raw = gguf.GGMLQuantizationType[kind]
-    found = {}
-    for name, size in matrices.items():
-        stored = size if kind == "F16" else (*size[:-1], size[-1] // BLOCK * Q4_0_BYTES)
-        found[name] = piece[: int(np.prod(stored))]
-        writer.add_tensor_info(name, stored, found[name].dtype, found[name].nbytes, raw)
+    tensors = _tensors(family, config)
+    types = {name: _type(name, values, kind) for name, values in tensors.items()}
+    pieces = {
+        own: make(max((values.numel() for name, values in tensors.items() if types[name] == own), default=0))
+        for own, make in (("F16", _halves), ("Q4_0", _q4_0))
+    }
     generator = np.random.default_rng(1)
-    for name, size in vectors.items():  # routers have two dimensions
-        found[name] = np.ones(size, np.float32) if len(size) == 1 else _router(generator, size)
-        writer.add_tensor_info(name, size, found[name].dtype, found[name].nbytes)
+    found = {}
+    for name, values in tensors.items():
+        own, size = types[name], tuple(values.shape)
+        if own == "Q4_0":
+            size = (*size[:-1], size[-1] // BLOCK * Q4_0_BYTES)
+        found[name] = _exact(generator, name, values) if own == "F32" else pieces[own][: int(np.prod(size))]
+        writer.add_tensor_info(name, size, found[name].dtype, found[name].nbytes, gguf.GGMLQuantizationType[own])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -90,33 +82,28 @@ def _append(path: Path, tensors: list[np.ndarray], alignment: int) -> int:
     return total
 
 
-def _tensors(config: dict) -> tuple[dict[str, tuple], dict[str, tuple]]:
-    """Return the sizes of the matrices, and of what stays in 32 bits, by llama.cpp's names."""
-    hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    q_size, kv_size = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
-    layer = {
-        "attn_q": (q_size, hidden),
-        "attn_k": (kv_size, hidden),
-        "attn_v": (kv_size, hidden),
-        "attn_output": (hidden, q_size),
-    }
-    wide = {"attn_norm": (hidden,), "ffn_norm": (hidden,), "attn_q_norm": (head_dim,), "attn_k_norm": (head_dim,)}
-    if num_experts := config.get("num_experts"):
-        inner = config["moe_intermediate_size"]
-        layer |= {f"ffn_{name}_exps": (num_experts, inner, hidden) for name in ("gate", "up")}
-        layer["ffn_down_exps"] = num_experts, hidden, inner
-        wide["ffn_gate_inp"] = num_experts, hidden
-    else:
-        layer |= {"ffn_gate": (inner, hidden), "ffn_up": (inner, hidden), "ffn_down": (hidden, inner)}
-    embedding = config["vocab_size"], hidden
-    matrices = {"token_embd.weight": embedding}
-    if not config["tie_word_embeddings"]:
-        matrices["output.weight"] = embedding
-    vectors = {"output_norm.weight": (hidden,)}
-    for number in range(config["num_hidden_layers"]):
-        matrices |= {f"blk.{number}.{name}.weight": size for name, size in layer.items()}
-        vectors |= {f"blk.{number}.{name}.weight": size for name, size in wide.items()}
-    return matrices, vectors
+def _tensors(family: str, config: AutoConfig) -> dict[str, torch.Tensor]:
+    """Return the tensors by their names in the file: those of transformers' model, without values."""
+    from gguf_models import tensors_of
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return dict(tensors_of(family, config.to_dict(), revert_weight_conversion(model, model.state_dict())))
+
+
+def _type(name: str, values: torch.Tensor, kind: str) -> str:
+    if values.dim() == 1 or any(part in name for part in WIDE):
+        return "F32"
+    return "F16" if values.shape[-1] % BLOCK else kind
+
+
+def _exact(generator: np.random.Generator, name: str, values: torch.Tensor) -> np.ndarray:
+    """Return values in 32 bits: those that a config decides, noise in matrices, and else ones."""
+    if not values.is_meta:
+        return values.numpy()
+    if values.dim() > 1:
+        return (generator.standard_normal(tuple(values.shape)) * 0.05).astype(np.float32)
+    return np.full(tuple(values.shape), -1 if name.endswith("ssm_a") else 1, np.float32)  # states decay
 
 
 def _halves(count: int) -> np.ndarray:
@@ -131,10 +118,6 @@ def _q4_0(count: int) -> np.ndarray:
     scales = generator.uniform(0.004, 0.006, len(blocks)).astype(np.float16)
     blocks[:, :2] = scales.view(np.uint8).reshape(-1, 2)
     return np.resize(blocks.reshape(-1), count * Q4_0_BYTES)
-
-
-def _router(generator: np.random.Generator, size: tuple) -> np.ndarray:
-    return (generator.standard_normal(size) * 0.05).astype(np.float32)
 
 
 if __name__ == "__main__":

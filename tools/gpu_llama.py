@@ -10,24 +10,28 @@ import os
 import statistics
 import subprocess
 import time
-from collections.abc import Iterable
+import traceback
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import torch
 from gpu_common import Bench
 from gpu_gguf import write_random_gguf
 from gpu_resident import start
-from gpu_sparse import prefill
+from gpu_sparse import prefill, prefill_seconds
 
 from nanoinfer import LLM
 from nanoinfer.measure.locality import draw_fields
 from nanoinfer.measure.run import measure
 
 LLAMA_SECONDS = 200  # until a run of llama.cpp counts as hung
+FAMILY_SECONDS = 90  # the same, of a run that is one of many
 REPETITIONS, TOKENS = 2, 64
 INT4 = dict(quantization="int4", head_quantization="int8")
 DEPTHS = (1024, 8192, 32768)
 CONTEXT, PREFILL = 1024, 8192
+LONG = 32768
 
 
 def llama_cpp(bench: Bench) -> dict:
@@ -94,6 +98,53 @@ def gguf_streamed(bench: Bench) -> dict:
     return {name: case | {"expert_bytes": experts} for name, case in result.items()}
 
 
+def family(bench: Bench, shape: str, contexts: tuple[int, ...] = (CONTEXT,)) -> dict:
+    """A shape in int4 with a head in int8 beside llama.cpp on a file in Q4_0: decode, and prefill of 8k.
+
+    What llama.cpp does not run has its reason in place of its figures.
+    """
+    shape = bench.shape or shape
+    depths, chunk, file = [length // bench.scale for length in contexts], PREFILL // bench.scale, bench.folder / shape
+    begin = time.perf_counter()
+    try:
+        num_bytes = write_random_gguf(file, shape, "Q4_0")
+        written = time.perf_counter() - begin
+        theirs = _tried(bench, file, depths) + _tried(bench, file, [0], prompt=chunk, output=0)
+    finally:
+        file.unlink(missing_ok=True)
+    found = [run["failed"] if "failed" in run else f"{_rate(run):,.1f} tokens/s" for run in theirs]
+    print(f"{shape}: {written:.1f} s to write the file; llama.cpp: {'; '.join(found)}", flush=True)
+    llm = _engine(bench, shape, bench.tokens(max(PREFILL, *contexts)), 60, **INT4)
+    seconds = prefill_seconds(bench, llm)
+    for length in map(bench.tokens, contexts):
+        measure(llm, [length], 4, seed=1)
+        bench.measure(llm, [length], 40)
+    *steps, last = theirs
+    names = [f"1 x {depth}" for depth in depths]
+    result = {
+        name: _beside(one, their if "failed" in their else _step(their))
+        for name, one, their in zip(names, bench.release(llm), steps, strict=True)
+    }
+    ours = {"prefill_tokens_per_second": bench.tokens(PREFILL) / seconds}
+    rate = last if "failed" in last else {"prefill_tokens_per_second": _rate(last)}
+    return result | {f"prefill of {chunk}": _beside(ours, rate), "file_bytes": num_bytes, "written_seconds": written}
+
+
+FAMILIES: dict[str, Callable[[Bench], dict]] = {
+    shape: partial(family, shape=shape, contexts=contexts)
+    for shape, contexts in {
+        "gemma-4-26b-a4b": (CONTEXT, LONG),
+        "qwen3.6-35b-a3b": (CONTEXT,),
+        "lfm2-8b-a1b": (CONTEXT,),
+        "gemma-4-31b": (CONTEXT, LONG),
+        "qwen3.5-9b": (CONTEXT,),
+        "qwen3.6-27b": (CONTEXT,),
+        "lfm2-24b-a2b": (CONTEXT,),
+    }.items()
+}
+"""By shape, the most telling first: there may be no time for all."""
+
+
 def _ours(bench: Bench, llm: LLM, name: str, step: dict, chunk: dict, num_tokens: int, **options) -> dict:
     """Measure decode and prefill beside llama.cpp's runs of them, and close the engine."""
     found = prefill(bench, llm)
@@ -146,14 +197,24 @@ def llama_runs(
     prompt: int = 0,
     output: int = TOKENS,
     repetitions: int = REPETITIONS,
+    seconds: float = LLAMA_SECONDS,
 ) -> list[dict]:
     """Run llama-bench once and return what it found: for each depth the prompt's run, if any, and the output's."""
     given = ["-p", prompt, "-n", output, "-d", ",".join(map(str, depths)), "-r", repetitions, "-t", 16]
     given += ["-ngl", 99 if bench.is_cuda else 0, "-fa", 1, "-b", 8192, "-ub", 4096, "-o", "json", *options]
-    found = json.loads(_run(bench, "llama-bench", "-m", file, *given))
+    found = json.loads(_run(bench, "llama-bench", "-m", file, *given, seconds=seconds))
     if bench.is_cuda and "CUDA" not in found[0]["backends"]:
         raise RuntimeError(f"llama-bench has found no GPU but {found[0]['backends']}: do its CUDA libraries load?")
     return found
+
+
+def _tried(bench: Bench, file: Path, depths: list[int], **options) -> list[dict]:
+    """Return what `llama_runs` gives, or for each depth why it gives nothing."""
+    try:
+        return llama_runs(bench, file, depths, seconds=FAMILY_SECONDS, **options)
+    except (RuntimeError, ValueError, subprocess.TimeoutExpired) as error:
+        traceback.print_exc()
+        return [{"failed": f"{type(error).__name__}: {str(error)[-200:]}"}] * len(depths)
 
 
 def _both(found: list[dict]) -> tuple[dict, dict]:
@@ -172,17 +233,19 @@ def _step(run: dict) -> dict:
 
 
 def _beside(ours: dict, theirs: dict) -> dict:
-    """Return our figures with llama.cpp's one, and how many times as fast ours is."""
+    """Return our figures with llama.cpp's one, or why there is none, and how many times as fast ours is."""
     ((name, value),) = theirs.items()
+    if name == "failed":
+        return ours | {"llama_cpp_failed": value}
     times = value / ours[name] if name == "seconds_per_token" else ours[name] / value
     return ours | {f"llama_cpp_{name}": value, "times_as_fast": times}
 
 
-def _run(bench: Bench, program: str, *arguments: object) -> str:
+def _run(bench: Bench, program: str, *arguments: object, seconds: float = LLAMA_SECONDS) -> str:
     """Run a program of llama.cpp and return what it prints."""
     command = [str(bench.llama_cpp / program), *map(str, arguments)]
     environment = os.environ | {"LD_LIBRARY_PATH": _library_path(bench.llama_cpp)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LLAMA_SECONDS, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment)
     if done.returncode:
         raise RuntimeError(f"{program} ended with {done.returncode}: {done.stderr[-2000:]}")
     return done.stdout

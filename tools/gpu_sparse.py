@@ -184,11 +184,14 @@ def steps(bench: Bench, llm: LLM, batches: list[int]) -> list[dict]:
     return found
 
 
-def prefill(bench: Bench, llm: LLM) -> dict:
+def prefill_seconds(bench: Bench, llm: LLM) -> float:
     """Seconds from a prompt to its first token, the median of three."""
-    tokens = bench.tokens(PREFILL)
-    rows = [measure(llm, [tokens], 4, seed=seed) for seed in range(4)][1:]
-    seconds = statistics.median(row.time_to_first_token for row in rows)
+    rows = [measure(llm, [bench.tokens(PREFILL)], 4, seed=seed) for seed in range(4)][1:]
+    return statistics.median(row.time_to_first_token for row in rows)
+
+
+def prefill(bench: Bench, llm: LLM) -> dict:
+    tokens, seconds = bench.tokens(PREFILL), prefill_seconds(bench, llm)
     flops = prefill_flops(llm.engine.runner.spec, tokens)
     return {
         "tokens": tokens,

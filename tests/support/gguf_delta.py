@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-import numpy as np
 import torch
 from transformers import AutoConfig
 
@@ -30,7 +29,7 @@ def of_delta(family: str, config: Mapping) -> dict:
     return found
 
 
-def delta_tensors(family: str, config: Mapping, name: str, values: torch.Tensor) -> Iterator[tuple[str, np.ndarray]]:
+def delta_tensors(family: str, config: Mapping, name: str, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """A tensor of Gated DeltaNet. Heads of values are tiled in Qwen3.5's files; of Next q, k and v are one tensor, and
     z is another."""
     _, layer, own = re.fullmatch(r"(.*)\.layers\.(\d+)\.linear_attn\.(.+)", name).groups()
@@ -68,4 +67,4 @@ def delta_tensors(family: str, config: Mapping, name: str, values: torch.Tensor)
         theirs, of_head = names.get(own, ("ssm_norm.weight", 0))
         found = {theirs: tiled(values, of_head) if of_head else values}
     for theirs, one in found.items():
-        yield f"blk.{layer}.{theirs}", one.contiguous().numpy()
+        yield f"blk.{layer}.{theirs}", one

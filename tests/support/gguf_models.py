@@ -115,8 +115,9 @@ def write_gguf(
     writer = gguf.GGUFWriter(path, ARCHITECTURES[family])
     for key, value in {**metadata_of(family, config), **extra}.items():
         if value is not None:
-            _add(writer, key, value)
-    tensors = tensors_of(family, config, directory)
+            add(writer, key, value)
+    held = {name: one.float() for one in map(load_file, directory.glob("*.safetensors")) for name, one in one.items()}
+    tensors = ((name, values.contiguous().numpy()) for name, values in tensors_of(family, config, held))
     for name, values in merged(tensors) if merge else tensors:
         kind = gguf.GGMLQuantizationType[type_of(name) if values.ndim > 1 and "_norm" not in name else "F32"]
         stored = gguf.quants.quantize(change(name, values), kind)
@@ -132,7 +133,8 @@ def write_gguf(
     return path
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value) -> None:
+def add(writer: gguf.GGUFWriter, key: str, value) -> None:
+    """Add metadata by its whole key."""
     kinds = {bool: "bool", int: "uint32", float: "float32", str: "string"}
     if isinstance(value, list | np.ndarray):
         writer.add_array(key, value)
@@ -228,13 +230,15 @@ def _rotation(rope: Mapping, head_dim: int) -> dict:
     return found
 
 
-def tensors_of(family: str, config: Mapping, directory: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors by their names in the file, changed as the converter changes them, float32."""
+def tensors_of(family: str, config: Mapping, held: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors by their names in the file, changed as the converter changes them, float32.
+
+    held: those of a checkpoint. Without values (on the device meta) these tell shapes.
+    """
     num_heads, num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     architecture = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == ARCHITECTURES[family])
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     is_gemma4 = family.startswith("gemma4")
-    held = {name: one.float() for one in map(load_file, directory.glob("*.safetensors")) for name, one in one.items()}
     for name, values in _stacked(family, held).items():
         if "q_proj" in name and family in _PERMUTED:
             values = _permuted(values, num_heads)
@@ -263,17 +267,17 @@ def tensors_of(family: str, config: Mapping, directory: Path) -> Iterator[tuple[
                 else found
             )
         assert found is not None, f"the package has no name for {name}"
-        yield found, values.contiguous().numpy()
+        yield found, values
     rope = config.get("rope_parameters") or {}
     if is_gemma4:
         head_dim = AutoConfig.for_model(**config).per_layer_config["full_attention"].head_dim
         num_turned = int(rope["full_attention"]["partial_rotary_factor"] * head_dim // 2)
-        yield "rope_freqs.weight", np.asarray([1.0] * num_turned + [1e30] * (head_dim // 2 - num_turned), "f4")
+        yield "rope_freqs.weight", torch.tensor([1.0] * num_turned + [1e30] * (head_dim // 2 - num_turned))
     if rope.get("rope_type") == "longrope":
         for kind in ("long", "short"):
-            yield f"rope_factors_{kind}.weight", np.asarray(rope[f"{kind}_factor"], "f4")
+            yield f"rope_factors_{kind}.weight", torch.tensor(rope[f"{kind}_factor"], dtype=torch.float32)
     if rope.get("rope_type") == "llama3":
-        yield "rope_freqs.weight", llama3_factors(rope, config["head_dim"])
+        yield "rope_freqs.weight", torch.from_numpy(llama3_factors(rope, config["head_dim"]))
 
 
 def merged(tensors: Iterable[tuple[str, np.ndarray]]) -> Iterator[tuple[str, np.ndarray]]:
