@@ -112,8 +112,9 @@ class EngineConfig:
         enable_cpu_offload: True starts in offload mode: host memory holds every full KV block, the GPU keeps as many as
             the budget allows and the rest streams through the ring. "auto" starts in resident mode and enters offload
             mode by itself when the GPU pool is full, instead of preempting requests.
-        num_ring_slots: number of ring slots, at least 2.
-        ring_slot_bytes: bytes of one ring slot, at least one layer of a block. None: 32 MiB.
+        num_ring_slots: number of ring slots, at least 2. None: 4.
+        ring_slot_bytes: bytes of one ring slot, at least one layer of a block. None: 32 MiB. With neither, an engine
+            that starts in offload mode has 16 of 20 MiB where drafts may come and no step takes longer for it.
         enforce_eager: True disables CUDA graphs.
         cuda_graph_batch_sizes: batch sizes to capture. None: powers of two to 32, then 48, 64, 96 and multiples of 32
             to 256, as far as `max_num_seqs` reaches; "staged": powers of two to 16, multiples of 16 to 256, multiples
@@ -165,7 +166,7 @@ class EngineConfig:
     host_memory_limit: int | str | None = None
     block_size: int | None = None
     enable_cpu_offload: bool | str = False
-    num_ring_slots: int = 4
+    num_ring_slots: int | None = None
     ring_slot_bytes: int | str | None = None
     enforce_eager: bool = False
     cuda_graph_batch_sizes: list[int] | str | None = None
@@ -249,7 +250,8 @@ class EngineConfig:
         if self.block_size is not None:
             self._count("block_size", minimum=16)
             self._check("block_size", self.block_size % 16 == 0, "a multiple of 16, such as 256")
-        self._count("num_ring_slots", minimum=2, reason=": one slot is filled while another is read")
+        if self.num_ring_slots is not None:
+            self._count("num_ring_slots", minimum=2, reason=": one slot is filled while another is read")
         self._count("seed", minimum=0)
         gib, share = self.cpu_offload_gb, self.gpu_memory_utilization
         is_right = gib is None or _is_number(gib) and 0 <= gib < 2**20

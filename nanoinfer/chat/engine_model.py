@@ -34,6 +34,8 @@ class EngineModel:
 
     def __init__(self, llm: LLM, name: str) -> None:
         self.name, self._llm, self._ids = name, llm, map("chat-{}".format, itertools.count())
+        if llm.engine.drafts is not None:
+            llm.engine.drafts.needs_stream = False  # who edits a text has much of it repeated
         tokenizer = llm.get_tokenizer()
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(no_template(name))

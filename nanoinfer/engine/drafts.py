@@ -119,13 +119,14 @@ class Drafts:
         drafter: guesses.
         balance: says whether drafts have paid.
         are_asked_for: whether the config has settings of them.
+        needs_stream: whether those that were not asked for come only while something streams; a chat has them always.
         num_drafted, num_accepted, num_passes: tokens that were guessed, and taken; rows' steps that had a draft.
     """
 
     def __init__(self, config: dict[str, Any] | str, kv_cache: KVCache, max_splits: int, plan: MemoryPlan) -> None:
         self.drafter: Drafter = SuffixDrafter()
         self.balance = Balance()
-        self.are_asked_for = isinstance(config, dict)
+        self.are_asked_for, self.needs_stream = isinstance(config, dict), True
         self._most = config["num_speculative_tokens"] if isinstance(config, dict) else DEFAULT_TOKENS
         self._kv_cache, self._max_splits, self._streams = kv_cache, max_splits, plan.passing_bytes > 0
         self._paces: dict[int, _Pace] = {}
@@ -191,8 +192,10 @@ class Drafts:
         return min(MAX_LINES - num_decoding, self._kv_cache.num_free_lines)
 
     def _may_pay(self, num_sequences: int) -> bool:
-        """Whether drafts were asked for, or so few run, and something streams."""
-        return self.are_asked_for or self._streams_now and num_sequences <= MOST_UNASKED
+        """Whether drafts were asked for, or so few run, and something streams if it has to."""
+        if self.are_asked_for:
+            return True
+        return num_sequences <= MOST_UNASKED and (self._streams_now or not self.needs_stream)
 
     def _may_draft(self, sequence: Sequence) -> bool:
         """Whether a sequence has more than one token left, its masks are made in time, and so is what else its guesses
@@ -253,7 +256,7 @@ class Drafts:
         self._paces = {number: pace for number, pace in self._paces.items() if number in kept}
 
 
-def take_results(
+def take_drafted(
     request: Request,
     sequence: Sequence,
     results: list[SampledToken],
@@ -261,24 +264,19 @@ def take_results(
     planner: StepPlanner,
     times: tuple[float, float],
 ) -> tuple[int, Exception | None]:
-    """Have a sequence take what was sampled behind its last token, and behind each drafted token as long as these were
-    right and it has not ended. Return how many drafted tokens were right, and why the completion has failed, if it has.
+    """Have a sequence take what was sampled behind each drafted token, as long as these were right and it has not
+    ended. Return how many drafted tokens were right, and why the completion has failed, if it has.
 
     What goes wrong while the KV of a drafted token is taken is raised: it concerns more than this completion.
 
     times: when the step was read, and when it was made.
     """
     num_right = 0
-    for place, (token_id, logprobs, error) in enumerate(results):
-        if place:
-            if sequence.finish_reason is not None or sequence.token_ids[-1] != draft[place - 1]:
-                break
-            planner.accept(sequence)
-            num_right += 1
-        try:
-            if error is not None:
-                raise error
-            request.take(sequence, token_id, logprobs, *times)
-        except Exception as failure:
+    for guess, result in zip(draft, results, strict=True):
+        if sequence.finish_reason is not None or sequence.token_ids[-1] != guess:
+            break
+        planner.accept(sequence)
+        num_right += 1
+        if (failure := request.take(sequence, *result, *times)) is not None:
             return num_right, failure
     return num_right, None

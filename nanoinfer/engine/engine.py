@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.drafts import Drafts, take_results
+from nanoinfer.engine.drafts import Drafts, take_drafted
 from nanoinfer.engine.intake import Intake
 from nanoinfer.engine.masks import MaskMaker
 from nanoinfer.engine.meter import LaunchedStep, StepMeter
@@ -287,15 +287,18 @@ class LLMEngine:
             for chunk, found in zip(step.batch.chunks, self.executor.read_prompts(step.number), strict=False):
                 if found is not None and chunk.sequence.finish_reason is None:
                     self._take_prompt(chunk, *found)
-            of_lines = iter(sampled)
+            of_lines, drafts, times = iter(sampled), step.batch.drafts, (read, step.made or read)
             for sequence in step.batch.sampled:
-                draft = step.batch.drafts.get(sequence, [])
-                results = list(islice(of_lines, 1 + len(draft)))
+                result, draft = next(of_lines), drafts.get(sequence) if drafts else None
+                guessed = list(islice(of_lines, len(draft))) if draft else []
                 if sequence.finish_reason is not None:
                     continue
-                request, times = self.live.requests[sequence.request_id], (read, step.made or read)
-                num_right, failure = take_results(request, sequence, results, draft, self.planner, times)
+                request = self.live.requests[sequence.request_id]
+                failure = request.take(sequence, *result, *times)
                 if draft:
+                    num_right = 0
+                    if failure is None:
+                        num_right, failure = take_drafted(request, sequence, guessed, draft, self.planner, times)
                     self.drafts.count(sequence, len(draft), num_right)
                     self.meter.num_decode_tokens += num_right
                 try:

@@ -64,7 +64,7 @@ class StepPlanner:
         if batch.chunks or batch.drafts or self.last is None or self.last[1:] != (decoding, tables.gpu_versions.sum()):
             return None
         ends = np.array([sequence.num_tokens for sequence in decoding], dtype=np.int64)
-        if any(np.any(ends % size == 0) for size in self._kv_cache.sizes):
+        if np.any(ends % self._kv_cache.block_unit == 0):
             return None
         operation = tables.lifetimes.begin() if tables.is_offload else 0
         return replace(self.last[0], number=self._number, begins=ends - 1, ends=ends, operation=operation)
@@ -125,7 +125,7 @@ class StepPlanner:
         )
         changes = chunks or len(changed) or sampling or write_through or gone or promoted is not None
         # A block that a drafted token has begun is there already when the step behind the full one reads it.
-        fills = any(np.any(ends % size == 0) for size in kv_cache.sizes)
+        fills = np.any(ends % kv_cache.block_unit == 0)
         self.last = None if changes or fills else (plan, decoding, tables.gpu_versions.sum())
         return plan
 

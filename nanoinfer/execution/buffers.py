@@ -26,15 +26,16 @@ _PLAIN = {int, bool, float, str, type(None), torch.dtype, torch.device}  # types
 @lru_cache(maxsize=256)
 def split_bytes(spec: ModelSpec, num_ring_slots: int) -> int:
     """Return by how much the buffers grow with each split that a decode step may attend to."""
-    sizes = MemoryPlan(max_model_len=1, max_num_seqs=1, max_num_batched_tokens=1, blocks_per_slot=1)
-    options = (1,), (), num_ring_slots
+    counts = dict(max_model_len=1, max_num_seqs=1, max_num_batched_tokens=1)
+    sizes = MemoryPlan(num_ring_slots=num_ring_slots, blocks_per_slot=1, **counts)
+    options = (1,), ()
     none, one = (_count(spec.without_weights, replace(sizes, max_splits=count), *options) for count in (0, 1))
     return one - none
 
 
 @lru_cache(maxsize=4096)
 def buffer_bytes(
-    spec: ModelSpec, sizes: MemoryPlan, batch_sizes: tuple[int, ...], token_counts: tuple[int, ...], num_ring_slots: int
+    spec: ModelSpec, sizes: MemoryPlan, batch_sizes: tuple[int, ...], token_counts: tuple[int, ...]
 ) -> int:
     """Return the bytes of all buffers, tables and states of an engine but the KV pool, ring and landing buffers.
 
@@ -46,7 +47,7 @@ def buffer_bytes(
     # the context, and they have a column for each block of a row.
     size = min(group.block_size for group in spec.kv_groups)
     num_columns = -(-sizes.max_model_len // size)
-    options = batch_sizes, token_counts, num_ring_slots
+    options = batch_sizes, token_counts
     one, two = (
         _count(spec.without_weights, replace(sizes, max_model_len=columns * size), *options) for columns in (1, 2)
     )
@@ -54,9 +55,7 @@ def buffer_bytes(
 
 
 @lru_cache(maxsize=4096)
-def _count(
-    spec: ModelSpec, sizes: MemoryPlan, batch_sizes: tuple[int, ...], token_counts: tuple[int, ...], num_ring_slots: int
-) -> int:
+def _count(spec: ModelSpec, sizes: MemoryPlan, batch_sizes: tuple[int, ...], token_counts: tuple[int, ...]) -> int:
     """As `buffer_bytes`, of any sizes."""
     parts = dict(staging=lambda count, dtype: None, event=lambda: None, stream=lambda name: None)
     runtime = SimpleNamespace(device=torch.device("meta"), **parts)
@@ -71,7 +70,7 @@ def _count(
         ),
         backends=Backends(TorchBackend(shape, "meta") for shape in spec.attentions),
         layout=spec.layout,
-        ring=Ring(runtime, spec.layout, num_ring_slots, sizes.blocks_per_slot),
+        ring=Ring(runtime, spec.layout, sizes.num_ring_slots, sizes.blocks_per_slot),
         landing_buffers=LandingBuffers(runtime, []),
         graphs={},
         states=States(spec, sizes.num_slots, runtime.device),

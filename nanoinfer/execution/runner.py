@@ -93,7 +93,7 @@ class ModelRunner:
         self.config, self.memory_plan, self.runtime, self.model, self.backends = config, plan, runtime, model, backends
         self.spec, self.layout = spec, layout = model.spec, model.spec.layout
         self.compute: Stream = runtime.stream("compute")
-        self.ring = Ring(runtime, self.layout, config.num_ring_slots, plan.blocks_per_slot)
+        self.ring = Ring(runtime, self.layout, plan.num_ring_slots, plan.blocks_per_slot)
         self.num_gpu_blocks = plan.num_gpu_blocks
         self.landing_buffers = LandingBuffers(runtime, model.streamed.landing_buffers)
         self.graphs = Graphs(runtime, self.compute)

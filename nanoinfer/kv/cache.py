@@ -43,7 +43,7 @@ class KVCache:
         slots: for the states of as many sequences as may have one at a time.
         num_promised_host: host blocks that are promised and not handed out yet.
         num_reserved_splits: blocks that all rows together can ever attend to.
-        sizes: the tokens of a block in each group, each once.
+        block_unit: the tokens of the smallest block of any group, of which those of the others are multiples.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class KVCache:
         self.free_rows = list(range(tables.num_rows - 1, -1, -1))
         self.slots = tables.lifetimes.slots
         self.num_promised_host = self.num_reserved_splits = 0
-        self.sizes = {group.block_size for group in tables.groups}
+        self.block_unit = min(group.block_size for group in tables.groups)
 
     @property
     def num_unpromised_host(self) -> int:
@@ -222,7 +222,9 @@ class KVCache:
         """Note that the tokens up to `end` have their KV, or will have by the time that later work reads it."""
         tables, row, was = self.tables, sequence.row, sequence.num_computed
         sequence.num_computed = end
-        has_filled = any(was // size != end // size for size in self.sizes)
+        has_filled = was // self.block_unit != end // self.block_unit
+        if not (has_filled or tables.windowed):
+            return  # each row of each step comes here
         if has_filled:
             self.prefixes.publish(sequence)
         has_left = self.leave_windows(sequence)
@@ -240,7 +242,7 @@ class KVCache:
 
     def store_filled(self, sequence: Sequence, end: int) -> None:
         """Have the blocks copied to the host, in offload mode, that `end` tokens fill, all of them computed."""
-        if any(sequence.num_computed // size != end // size for size in self.sizes):
+        if sequence.num_computed // self.block_unit != end // self.block_unit:
             pairs = [pair for of_group in self.take_promised(sequence, end) for pair in of_group]
             if pairs:
                 self._store(pairs, self.tables.lifetimes.begin([on_gpu for on_gpu, _ in pairs]))

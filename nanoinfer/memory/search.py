@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from nanoinfer.common.speculation import DEFAULT_TOKENS
 from nanoinfer.memory.candidates import Candidate, StreamedChoice, choices
@@ -21,6 +22,9 @@ CLOSE, EQUAL = 1.05, 1.01
 AT_MOST_ALONE = 2.0
 # The tokens of drafts that were not asked for which are tried, and what room for them may have steps take.
 UNASKED_DRAFTS, AS_FAST = (DEFAULT_TOKENS, DEFAULT_TOKENS // 2, DEFAULT_TOKENS // 4), 1.01
+# A step with drafts waits some 4 ms for the host and for its last layers. This much passes over PCIe 5 meanwhile, in
+# slots that a layer of a long context in few bits fills about.
+DEEP_RING = dict(num_ring_slots=16, ring_slot_bytes=20 * 2**20)
 # How many members of a family are looked at first, evenly spread; then those around the best one.
 _GRID = 6
 
@@ -28,7 +32,8 @@ _GRID = 6
 def best_plan(planner: Planner) -> MemoryPlan:
     """Divide the memory among the parts of the engine. Where there is too little, `TooSmall` says what works.
 
-    Drafts that were not asked for get rows where something may stream, as many as cost next to no time.
+    Drafts that were not asked for get rows where something may stream, as many as cost next to no time; and so do
+    rings in which the link goes on while the host waits for the tokens of a step with drafts.
     """
     config, spec = planner.config, planner.spec
     spec.check_context(config.max_model_len)
@@ -36,15 +41,28 @@ def best_plan(planner: Planner) -> MemoryPlan:
     search = Search(planner, checked_slots(config, spec))
     best = search.best()
     plan = _whole(planner, best)
-    if config.speculative_config != "auto" or planner.is_quick or not (config.may_offload or plan.passing_bytes):
+    if planner.is_quick or not (config.may_offload or plan.passing_bytes):
         return plan
-    for count in UNASKED_DRAFTS:
-        drafts = dict(method="suffix", num_speculative_tokens=count)
-        asking = replace(planner, config=replace(config, speculative_config=drafts))
+    for options in _with_drafts(planner):
+        asking = replace(planner, config=replace(config, **options))
         cost = asking.cost(best.candidate)
         if cost.lacks is None and _is_as_fast(search.measure, found := _whole(asking, cost), plan):
             return found
     return plan
+
+
+def _with_drafts(planner: Planner) -> Iterator[dict[str, Any]]:
+    """Yield the options of plans that are worth a try, the best ones first."""
+    config, drafts = planner.config, [planner.config.speculative_config]
+    if drafts == ["auto"]:
+        drafts = [dict(method="suffix", num_speculative_tokens=count) for count in UNASKED_DRAFTS]
+    # In resident mode the KV cache would lose what the ring takes.
+    is_open = config.enable_cpu_offload is True and config.num_ring_slots is None and config.ring_slot_bytes is None
+    fits = not planner.device.is_host and planner.spec.layout.part_bytes <= DEEP_RING["ring_slot_bytes"]
+    rings = [DEEP_RING, {}] if is_open and fits else [{}]
+    for one in drafts:
+        if one is not None:
+            yield from (dict(speculative_config=one, **ring) for ring in rings)
 
 
 def _is_as_fast(measure: Measure, found: MemoryPlan, plan: MemoryPlan) -> bool:

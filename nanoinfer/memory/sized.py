@@ -16,6 +16,7 @@ from nanoinfer.step.memory_plan import MemoryPlan
 LARGE = 32 * GIB
 """From such a budget on an engine serves many."""
 LEAST_STATES = 4
+RING_SLOTS = 4
 
 
 def _slots(
@@ -48,12 +49,14 @@ def sized_plan(
     max_num_seqs = max(max_num_seqs, num_lines)
     max_blocks = spec.kv_groups.most_blocks(max_model_len)
     blocks_per_slot = min(slot_bytes // layout.part_bytes, max_blocks * max_num_seqs)
+    num_ring_slots = config.num_ring_slots or RING_SLOTS
     resident = config.resident_kv_limit
     resident = None if resident is None else resident // layout.block_bytes
     batch_sizes = tuple(config.graph_batch_sizes(max_num_seqs, device))
     token_counts = tuple(config.graph_num_tokens(max_num_batched_tokens, device))
     max_batch, has_graphs = max(batch_sizes[-1], max_num_seqs), device.records_graphs and not config.enforce_eager
     sizes = MemoryPlan(
+        num_ring_slots=num_ring_slots,
         blocks_per_slot=blocks_per_slot,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
@@ -64,7 +67,7 @@ def sized_plan(
         step_unit=spec.step_unit,
         is_taken_as_needed=device.is_host,
     )
-    of_split = split_bytes(spec, config.num_ring_slots)
+    of_split = split_bytes(spec, num_ring_slots)
     scratch_bytes = spec.gpu_scratch_bytes if device.is_fused else spec.scratch_bytes
     return replace(
         sizes,
@@ -72,10 +75,10 @@ def sized_plan(
         slot_rows=max(max_batch, max(token_counts, default=0)),
         weight_bytes=spec.weight_bytes + scratch_bytes + spec.rope_bytes(max_model_len),
         **activations(spec, max_num_batched_tokens, max_batch, device),
-        workspace_bytes=buffer_bytes(spec, sizes, batch_sizes, token_counts, config.num_ring_slots),
+        workspace_bytes=buffer_bytes(spec, sizes, batch_sizes, token_counts),
         library_bytes=device.library_bytes + max(0, spec.segment_bytes - device.segment_bytes) * device.counts_memory,
         graph_bytes=graph_bytes(spec, max_batch, max(token_counts, default=0)) if has_graphs else 0,
-        ring_bytes=config.num_ring_slots * blocks_per_slot * layout.part_bytes,
+        ring_bytes=num_ring_slots * blocks_per_slot * layout.part_bytes,
         block_bytes=layout.block_bytes,
         groups=spec.kv_groups,
         split_bytes=of_split,

@@ -77,13 +77,35 @@ class Request:
         sequence: Sequence,
         token_id: int,
         logprobs: tuple[float, int, list[float], list[int]] | None,
+        error: Exception | None,
+        now: float,
+        made: float,
+    ) -> Exception | None:
+        """Append a token that was read at `now`, and set the finish_reason if the completion ends with it.
+
+        Args:
+            error: why the token is unusable.
+            made: when the token was first seen to be there. The host may have launched the step behind it since.
+
+        Returns:
+            why the completion has failed, if it has.
+        """
+        if error is not None:
+            return error
+        try:
+            self._append(sequence, token_id, logprobs, now, made)
+        except Exception as failure:
+            return failure
+        return None
+
+    def _append(
+        self,
+        sequence: Sequence,
+        token_id: int,
+        logprobs: tuple[float, int, list[float], list[int]] | None,
         now: float,
         made: float,
     ) -> None:
-        """Append a token that was read at `now`, and set the finish_reason if the completion ends with it.
-
-        made: when the token was first seen to be there. The host may have launched the step behind it since.
-        """
         self.last_made = made
         if self.first_token is None:
             self.first_token, self.first_made = now, made

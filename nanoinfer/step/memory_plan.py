@@ -55,6 +55,7 @@ class MemoryPlan:
     matrix_bytes: int = 0
     block_bytes: int = 0
     split_bytes: int = 0
+    num_ring_slots: int = 0
     blocks_per_slot: int = 0
     groups: KVGroups = KVGroups()
     num_gpu_blocks: int = 0

@@ -100,6 +100,21 @@ def test_while_it_waits_for_a_line_the_answer_is_computed_ahead(llm, monkeypatch
     assert second.text == cold.outputs[0].text
 
 
+def test_a_chat_drafts_where_nothing_streams_too(checkpoint):
+    def texts(llm):
+        session = Session(EngineModel(llm, "tiny"), Settings(replace(GREEDY, max_tokens=60)))
+        return [ask(session, question).text for question in (QUESTION, QUESTION)]
+
+    with LLM(checkpoint, **ENGINE) as llm:
+        wanted = texts(llm)
+    drafts = dict(speculative_config="auto", enable_cpu_offload="auto", host_memory_limit="64MiB", max_num_seqs=9)
+    with LLM(checkpoint, **(ENGINE | drafts)) as llm:
+        llm.generate([wanted[0]], GREEDY, use_tqdm=False)
+        assert llm.engine.drafts.num_drafted == 0 and llm.mode == "resident"
+        assert texts(llm) == wanted
+        assert llm.engine.drafts.num_drafted > 0 and llm.mode == "resident"
+
+
 def test_the_statistics_have_what_came_over_the_link_and_how_often_experts_were_there(llm, monkeypatch):
     model, found = EngineModel(llm, "tiny"), llm.stats()
     assert not {"streamed", "experts"} & set(model.stats())

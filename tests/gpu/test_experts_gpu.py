@@ -12,9 +12,10 @@ from expert_cases import CLAMPED, SILU, Mixed, chosen, first_half, format_of, ma
 from tiny_models import make_checkpoint
 
 from nanoinfer import LLM
-from nanoinfer.kernels.experts import choose, product, reference
+from nanoinfer.kernels.experts import choose, pairs, product, reference
 from nanoinfer.kernels.experts.routing import SIGMOID, SOFTMAX, SOFTMAX_OF_CHOSEN, Routing
 from nanoinfer.kernels.launch.compile_ahead import compile_ahead
+from nanoinfer.kernels.linear.launches import Tiles
 from nanoinfer.measure.logits import LogitsRecorder
 
 BFLOAT, FULL = torch.bfloat16, torch.float32
@@ -24,8 +25,8 @@ FORMATS = [
     "int4 out of order", "int8 by row", "int8 with zeros", "fp8 by row", "fp8 in blocks", "nvfp4", "mxfp4",
 ]  # fmt: skip
 MORE_TILES = [
-    product.Tiles(16, 32, 128, 4, 2), product.Tiles(64, 64, 64, 4, 3), product.Tiles(128, 64, 128, 4, 3),
-    product.Tiles(128, 128, 64, 8, 3),
+    Tiles(16, 32, 128, 4, 2), Tiles(64, 64, 64, 4, 3), Tiles(128, 64, 128, 4, 3),
+    Tiles(128, 128, 64, 8, 3),
 ]  # fmt: skip
 
 
@@ -48,7 +49,7 @@ def compiled_first(compute):
 
 def with_tiles(tiles, compute):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(product, "tiles_of", lambda *_: tiles)
+        patch.setattr(pairs, "tiles_of", lambda *_: tiles)
         return compute()
 
 

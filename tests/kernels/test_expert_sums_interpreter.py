@@ -28,10 +28,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanoinfer.devices.target import Target
 from nanoinfer.kernels import fused
-from nanoinfer.kernels.experts import add, product, reference, routing
+from nanoinfer.kernels.experts import add, pairs, product, reference, routing
 from nanoinfer.kernels.experts.choose import sort_pairs
 from nanoinfer.kernels.experts.routing import GatedActivation
 from nanoinfer.kernels.layer import activation
+from nanoinfer.kernels.linear.launches import Tiles
 
 HALF, FULL = torch.float16, torch.float32
 FORMATS = [
@@ -42,7 +43,7 @@ FORMATS = [
 IN_AN_ORDINARY_RUN = [
     "dense", "int4 in pairs of groups", "int4 by row", "int8 with zeros", "fp8 in blocks", "mxfp4", "int4 out of order",
 ]  # fmt: skip
-PLANES, BLOCKS = product.Tiles(8, 128, 64, 4, 1), product.Tiles(16, 128, 64, 4, 1)
+PLANES, BLOCKS = Tiles(8, 128, 64, 4, 1), Tiles(16, 128, 64, 4, 1)
 """Tiles whose operands are planes, and blocks where the weight allows."""
 HOPPER = Target(program_memory=227 * 1024, has_async_products=True)
 """Where blocks are operands."""
@@ -86,7 +87,7 @@ def launches(monkeypatch):
 
 
 def tiled(monkeypatch, tiles):
-    monkeypatch.setattr(product, "tiles_of", lambda *_: tiles)
+    monkeypatch.setattr(pairs, "tiles_of", lambda *_: tiles)
 
 
 def run(experts, x, ids, weights, shared=None, operation=product.expert_mlp, **counted):
@@ -139,14 +140,14 @@ def test_no_size_is_a_multiple_of_a_tile(dtype, monkeypatch):
     wanted = run(experts, x, ids, weights, operation=plain_mlp)
     assert not wanted[:, 2].isfinite().any() and wanted.isfinite().all(2).sum() == 22
     for block_n in (64, 128):
-        tiled(monkeypatch, product.Tiles(8, block_n, 32, 4, 1))
+        tiled(monkeypatch, Tiles(8, block_n, 32, 4, 1))
         same(run(experts, x, ids, weights), wanted)
     same(run(experts, x[4:5], ids[4:5], weights[4:5]), wanted[:, 4:5])
 
 
 def test_a_program_for_each_tile_finds_its_expert(monkeypatch):
     """As many tiles as there can be: each of five experts has one that is not full."""
-    tiled(monkeypatch, product.Tiles(8, 64, 32, 4, 1))
+    tiled(monkeypatch, Tiles(8, 64, 32, 4, 1))
     experts = make_experts("dense", 32, 16, 7, dtype=FULL)
     for counts in ((1, 1, 0, 1, 9, 9, 0), (0, 0, 0, 0, 0, 0, 17), (8, 0, 1, 0, 0, 0, 8), (1, 0, 0, 0, 0, 0, 0)):
         ids = torch.cat([torch.full((count, 1), e) for e, count in enumerate(counts)]).int()
@@ -162,7 +163,7 @@ def test_no_choice_of_tiles_changes_a_bit(name):
     wanted = run(experts, x, ids, weights, operation=plain_mlp)
     rows_of_expert = (0, 6, 12, 32, 128, 1000)
     with pytest.MonkeyPatch.context() as patch:
-        for tiles in {product.tiles_of(x, 2 * rows, 2, name != "dense") for rows in rows_of_expert}:
+        for tiles in {pairs.tiles_of(x, 2 * rows, 2, name != "dense") for rows in rows_of_expert}:
             tiled(patch, tiles)
             assert torch.equal(run(experts, x, ids, weights), wanted), tiles
     assert torch.equal(run(experts, x[:1], ids[:1], weights[:1]), wanted[:, :1])
@@ -236,7 +237,7 @@ def test_what_is_not_a_number_goes_through_the_clamp():
 def test_slices_of_columns_have_the_bits_of_all(launches, monkeypatch):
     """Parts of a shared expert are added last; no product is added before it was rounded."""
     experts = make_experts("dense", 320, 16, 9, dtype=FULL, bias=True)
-    tiled(monkeypatch, product.Tiles(8, 128, 32, 4, 1))
+    tiled(monkeypatch, Tiles(8, 128, 32, 4, 1))
     x, (ids, weights), shared = torch.randn(4, 320), chosen(4, 9, 7), torch.randn(2, 4, 320)
     ids[1, 1], ids[3] = -1, -1
     wanted = run(experts, x, ids, weights, shared, plain_mlp)
@@ -300,7 +301,7 @@ def test_what_is_not_here_is_not_read(monkeypatch):
     """Nor the runs before the first place and behind the last, nor the table before its first expert."""
     from triton.runtime import interpreter
 
-    tiled(monkeypatch, product.Tiles(8, 32, 32, 4, 1))
+    tiled(monkeypatch, Tiles(8, 32, 32, 4, 1))
     experts = make_experts("dense", 16, 16, 4, dtype=FULL, missing=(0, 2))
     table = torch.cat((torch.ones(1, dtype=torch.int32), experts.table))
     experts.table = table[1:]
@@ -356,7 +357,7 @@ def test_there_are_as_many_tiles_as_any_choice_takes(counts):
 def test_products_take_the_tiles_into_which_pairs_were_sorted(launches, monkeypatch):
     """Also where gate and up are packed, and down is wide."""
     monkeypatch.setattr(
-        product, "tiles_of", lambda x, pairs, experts, is_packed: product.Tiles(16 if is_packed else 8, 32, 64, 4, 1)
+        pairs, "tiles_of", lambda x, count, experts, is_packed: Tiles(16 if is_packed else 8, 32, 64, 4, 1)
     )
     packed, wide = (make_experts(name, 64, 64, 4) for name in ("int4 by row", "dense"))
     operands = packed.operands._replace(down=wide.operands.down)
@@ -374,7 +375,7 @@ def test_products_take_the_tiles_into_which_pairs_were_sorted(launches, monkeypa
 def test_rows_that_the_copy_unit_loads(monkeypatch, launches):
     """A box holds rows of the next expert as well, and rows that are not there."""
     monkeypatch.setattr(product, "target_of", lambda device: HOPPER)
-    tiled(monkeypatch, product.Tiles(64, 64, 64, 4, 1))
+    tiled(monkeypatch, Tiles(64, 64, 64, 4, 1))
     for name in ("dense", "int4 in pairs of groups"):
         experts = make_experts(name, 64, 64, 3)
         x, (ids, weights) = torch.randn(5, 64).half(), chosen(5, 3, 2)

@@ -117,7 +117,29 @@ def test_drafts_that_nobody_asked_for_cost_next_to_nothing(case, specs_of):
         assert replace(plan, num_lines=0) == without
     measure = Measure(config, spec, Rates.of_card(card_named(card)))
     steps = [measure.step_seconds(one, 1, min(measure.context, one.max_model_len)) for one in (plan, without)]
-    assert without.num_gpu_blocks - plan.num_gpu_blocks <= 4 and steps[0] <= 1.01 * steps[1]
+    of_ring = (plan.ring_bytes - without.ring_bytes) // plan.block_bytes
+    assert without.num_gpu_blocks - plan.num_gpu_blocks <= 4 + of_ring and steps[0] <= 1.01 * steps[1]
+
+
+@pytest.mark.parametrize(
+    "options, num_slots",
+    [
+        (dict(enable_cpu_offload=True, speculative_config=dict(method="suffix")), 16),
+        (dict(enable_cpu_offload=True), 16),
+        (dict(enable_cpu_offload=True, speculative_config=None), 4),
+        (dict(enable_cpu_offload=True, num_ring_slots=5), 5),
+        (dict(enable_cpu_offload=True, ring_slot_bytes="8MiB"), 4),
+        (dict(enable_cpu_offload="auto"), 4),
+    ],
+)
+def test_where_steps_wait_for_drafts_the_ring_fills_meanwhile(options, num_slots, specs_of):
+    limits = dict(max_model_len=32768, host_memory_limit="32GiB", resident_kv_limit=0)
+    limits |= {} if options["enable_cpu_offload"] is True else dict(resident_kv_limit=None)
+    config = replace(config_of({}, True, 1, **limits), **(dict(speculative_config="auto") | options))
+    make, _ = makes("RTX 3090", 32, specs_of("qwen3-4b").of(config))
+    plan = make(config)
+    assert plan.num_ring_slots == num_slots
+    assert plan.ring_bytes == num_slots * plan.blocks_per_slot * plan.block_bytes // 36
 
 
 def test_drafts_that_nobody_asked_for_leave_room_for_all_that_are_to_run(specs_of):

@@ -19,15 +19,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nanoinfer.devices.registry import target_of
 from nanoinfer.kernels.experts import reference
 from nanoinfer.kernels.experts.add import add_experts
-from nanoinfer.kernels.experts.choose import sort_pairs
+from nanoinfer.kernels.experts.pairs import Pairs, pairs_of
 from nanoinfer.kernels.experts.routing import NAMES, ExpertWeight, ExpertWeights, GatedActivation, slice_width
-from nanoinfer.kernels.experts.tiles import tiles_of
 from nanoinfer.kernels.launch.pdl import launch_options, let_next_in, wait_for_inputs
 from nanoinfer.kernels.layer.activation import ACTIVATIONS, act_and_mul, activate, clamped
 from nanoinfer.kernels.layer.rms_norm import rounded
 from nanoinfer.kernels.linear.expand import expanded_plane, scales_of_rows
 from nanoinfer.kernels.linear.forms import COLUMN, first_blocks, form_of
-from nanoinfer.kernels.linear.launches import Tiles
 from nanoinfer.kernels.linear.packed import expanded_block, waited_for
 from nanoinfer.kernels.linear.tiles import biased, columns_of
 from nanoinfer.kernels.linear.wide_products import high_words, scales_of_block, with_high_bits
@@ -68,16 +66,17 @@ def added(weight, value, acc, FORM: tl.constexpr, PRECISION: tl.constexpr):
     return acc
 
 
-@triton.jit(do_not_specialize=["first_row"])
+@triton.jit(do_not_specialize=["first_row", "num_pairs"])
 def expert_product_kernel(
     x,  # [N, SIZE]; row order[i] // CHOSEN with GATHER, else i
     out,  # [num_pairs, width], rows out_stride apart; row order[i] with SCATTER, else i
-    ids,  # [num_pairs], read without `order`
+    ids,  # [num_pairs], read without `order`; None: all pairs are of expert 0
     table,  # [EXPERTS]: an expert's index in the pool, -1: it is not here
     order,  # [num_pairs]: what `sort_pairs` returns; None: each pair is a tile
     tiles,  # [num_tiles, 4]
     words, scales, zeros, global_scale, group_index, high_bits, factors, bias,  # the pool in each tensor's dtype
     x_rows,  # x as a descriptor of boxes of BLOCK_M rows and a step's columns; None: x is loaded by rows
+    num_pairs,
     first_row,  # of the weight, that column 0 of `out` belongs to
     width,  # columns of `out`
     out_stride,
@@ -105,7 +104,11 @@ def expert_product_kernel(
 ):  # fmt: skip
     tile = tl.program_id(1)
     wait_for_inputs(PDL)
-    if order is None:
+    if ids is None:
+        run_index = tl.load(table).to(tl.int64)
+        first_position = tile * BLOCK_M
+        end = num_pairs
+    elif order is None:
         expert = tl.load(ids + tile)
         if expert < 0:
             return
@@ -128,6 +131,8 @@ def expert_product_kernel(
     if GATED:
         row += in_rows // OUT_N * OUT_ROWS
     begin_column, end_column = columns_of(tl.program_id(2), SIZE, CUT)
+    # With as many rounds as the compiler knows of, the loop takes 8% longer on an H200.
+    end_column = tl.minimum(end_column, SIZE)
     if FORM is None:
         at = tl.arange(0, BLOCK_K)
         EVEN: tl.constexpr = CUT % BLOCK_K == 0 and SIZE % BLOCK_K == 0
@@ -243,27 +248,6 @@ def expert_product_kernel(
     tl.store(target, result.to(out.dtype.element_ty), mask=live[:, None] & inside[None, :])
 
 
-class Pairs(NamedTuple):
-    """Pairs of row and expert. ids: [N, num_chosen]; table: each expert's index; order, tiles: of `sort_pairs`."""
-
-    ids: Tensor
-    table: Tensor
-    order: Tensor | None
-    tiles: Tensor | None
-    sizes: Tiles
-
-
-def pairs_of(
-    x: Tensor, ids: Tensor, table: Tensor, experts: ExpertWeights, experts_read: Tensor | None = None
-) -> Pairs:
-    """Return the pairs, sorted into tiles. Those of one row of x need not be: they have different experts."""
-    is_packed = any(weight.packed is not None for weight in (*experts.gate_up, experts.down))
-    if len(ids) == 1:
-        return Pairs(ids, table, None, None, tiles_of(x, 0, len(table), is_packed))
-    sizes = tiles_of(x, ids.numel(), len(table), is_packed)
-    return Pairs(ids, table, *sort_pairs(ids, table, sizes.block_m, experts_read), sizes)
-
-
 def expert_mlp(
     x: Tensor,
     ids: Tensor,
@@ -317,8 +301,7 @@ def shared_mlp(
     down, make = experts.down, torch.empty if cut is not None else torch.zeros
     out = make(2, len(x), down.num_rows, dtype=torch.float32, device=x.device)
     if len(x):
-        ids = torch.zeros(len(x), 1, dtype=torch.int32, device=x.device)
-        pairs = pairs_of(x, ids, table, experts)
+        pairs = pairs_of(x, None, table, experts)
         hidden, target = _hidden(x, pairs, experts.gate_up, activation), out if cut is not None else out[0]
         _launch(hidden, target, pairs, down, scatters=True, cut=cut)
     return out
@@ -326,7 +309,7 @@ def shared_mlp(
 
 def _hidden(x: Tensor, pairs: Pairs, gate_up: tuple[ExpertWeight, ...], activation: GatedActivation) -> Tensor:
     """Compute what goes into the experts' last product, in the order of the sorted pairs: [num_pairs, size]."""
-    num_pairs, num_rows = pairs.ids.numel(), sum(weight.num_rows for weight in gate_up)
+    num_pairs, num_rows = pairs.count, sum(weight.num_rows for weight in gate_up)
     has_kernel = activation.limit is not None or activation.name in ACTIVATIONS
     if len(gate_up) == 1 and has_kernel:
         hidden = torch.empty(num_pairs, num_rows // 2, dtype=x.dtype, device=x.device)
@@ -346,7 +329,10 @@ def _launch(
 ) -> None:  # fmt: skip
     width, size, tiles = out.shape[-1], weight.in_features, pairs.sizes
     assert x.is_contiguous() and out.stride(-1) == 1 and x.shape[1] == size, "rows must be packed"
-    num_tiles = pairs.ids.numel() if pairs.order is None else len(pairs.tiles)
+    num_tiles = pairs.count if pairs.tiles is None else len(pairs.tiles)
+    if pairs.ids is None:
+        num_tiles = triton.cdiv(pairs.count, tiles.block_m)
+        assert num_tiles <= MOST_TILES, "the tiles of a launch are counted from 0"
     cut, num_parts = (size, 1) if cut is None else (cut, 2)
     form, unroll, stages = None, 1, tiles.stages
     if weight.packed is not None:
@@ -369,12 +355,12 @@ def _launch(
             x_rows = TensorDescriptor(x, list(x.shape), [size, 1], [tiles.block_m, columns])
     columns = triton.cdiv(width, tiles.block_n // (2 if gated else 1))
     for first in range(0, num_tiles, MOST_TILES):
-        some = None if pairs.order is None else pairs.tiles[first : first + MOST_TILES]
+        some = None if pairs.tiles is None else pairs.tiles[first : first + MOST_TILES]
         expert_product_kernel[(columns, min(MOST_TILES, num_tiles - first), num_parts)](
-            x, out, *pairs[:3], some, *(weight.tensors.get(name) for name in NAMES), x_rows, first_row, width,
-            out.stride(-2), out.stride(0) if out.dim() == 3 else 0, FORM=form,
+            x, out, *pairs[:3], some, *(weight.tensors.get(name) for name in NAMES), x_rows, pairs.count, first_row,
+            width, out.stride(-2), out.stride(0) if out.dim() == 3 else 0, FORM=form,
             OFFSETS=TensorOffsets(weight.stride, *(weight.offsets.get(name, 0) for name in NAMES)), SIZE=size,
-            NUM_ROWS=weight.num_rows, CHOSEN=pairs.ids.shape[1], CUT=cut, GATHER=gathers,
+            NUM_ROWS=weight.num_rows, CHOSEN=1 if pairs.ids is None else pairs.ids.shape[1], CUT=cut, GATHER=gathers,
             SCATTER=scatters, GATED=gated, GELU=gated and activation.name != "silu",
             LIMIT=activation.limit if gated else None, ALPHA=activation.alpha if gated else 1.0, UNROLL=unroll,
             WHOLE=is_whole, PRECISION="ieee" if x.dtype == torch.float32 else target.precision, BLOCK_M=tiles.block_m,
