@@ -22,58 +22,67 @@ from nanoinfer.weights import find, lying_here
 from nanoinfer.weights.lying_here import models_here
 
 ROOT = Path(__file__).resolve().parents[2]
-# A program that runs a command and says whether torch was imported meanwhile.
-WATCHED = "import sys; from nanoinfer.commands.main import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
+# Runs commands, each with a text in its stdin, and prints of each its code, what it said, and whether torch is there.
+WATCHED = """
+import contextlib, io, json, sys, tempfile
+from nanoinfer.commands.main import main
+
+for command, given in json.loads(sys.argv[1]):
+    sys.stdin = tempfile.TemporaryFile("w+")
+    sys.stdin.write(given)
+    sys.stdin.seek(0)
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as heard:
+        code = main(command)
+    print(json.dumps([code, heard.getvalue(), "torch" in sys.modules]))
+"""
 
 
-def watched(*arguments, given=""):
-    command = [sys.executable, "-c", WATCHED, *map(str, arguments)]
-    process = subprocess.run(command, cwd=ROOT, input=given, capture_output=True, text=True)
-    return process.stdout, process.stderr
+def assert_refused_without_torch(expected, given="hello"):
+    """expected: commands, and what each says. In one process: it takes half a second to start."""
+    commands = [([str(word) for word in command], given) for command, _ in expected]
+    process = subprocess.run(
+        [sys.executable, "-c", WATCHED, json.dumps(commands)], cwd=ROOT, capture_output=True, text=True
+    )
+    results = [json.loads(line) for line in process.stdout.splitlines()]
+    assert len(results) == len(expected), process.stderr
+    for (command, said), (code, heard, has_torch) in zip(expected, results, strict=True):
+        assert code == 2 and said in heard and not has_torch, (command, heard)
 
 
-@pytest.fixture(scope="module")
-def without_template(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("gguf")
-    return write_gguf("llama", make_checkpoint("llama", folder / "hf"), folder / "model.gguf")
+def test_what_can_be_refused_at_once_is_refused_without_torch():
+    no_model = "tests holds no config.json and no GGUF file: give the directory of a"
+    assert_refused_without_torch(
+        [
+            (["generate", "no-such", "x"], "model 'no-such' does not exist"),
+            (["chat", "qwne3-8b"], "did you mean 'qwen3-8b'"),
+            (["serve", "/no/such/folder"], "does not exist"),
+            (["serve", "tests"], no_model),
+            (["chat", "tests"], no_model),
+            (["plan", "no-such"], "does not exist"),
+            (["verify", "no-such"], "does not exist"),
+            (["quantize", "no-such", "--to", "int4", "--out", "x"], "does not exist"),
+            (["bench", "latency", "no-such"], "does not exist"),
+        ]
+    )
 
 
-@pytest.mark.parametrize(
-    "command, said",
-    [
-        (["generate", "no-such", "x"], "model 'no-such' does not exist"),
-        (["chat", "qwne3-8b"], r"did you mean 'qwen3-8b'"),
-        (["serve", "/no/such/folder"], "does not exist"),
-        (["serve", "tests"], "tests holds no config.json and no GGUF file: give the directory of a"),
-        (["chat", "tests"], "tests holds no config.json and no GGUF file: give the directory of a"),
-        (["plan", "no-such"], "does not exist"),
-        (["verify", "no-such"], "does not exist"),
-        (["quantize", "no-such", "--to", "int4", "--out", "x"], "does not exist"),
-        (["bench", "latency", "no-such"], "does not exist"),
-        (["generate", "recall"], "nothing came from stdin"),
-        (["chat", "recall"], "nothing came from stdin"),
-    ],
-    ids=lambda one: one[0] if isinstance(one, list) else None,
-)
-def test_what_can_be_refused_at_once_is_refused_without_torch(command, said):
-    printed, heard = watched(*command, given="" if "stdin" in said else "hello")
-    assert printed == "2 False\n" and said in heard, heard
+def test_a_text_that_did_not_come_is_asked_for_without_torch():
+    said = "nothing came from stdin"
+    assert_refused_without_torch([(["generate", "recall"], said), (["chat", "recall"], said)], given="")
 
 
-@pytest.mark.parametrize(
-    "command", [["chat"], ["generate", "--chat", "-p", "x"], ["generate", "--system", "x", "-p", "x"]]
-)
-def test_a_chat_with_a_file_without_a_template_is_refused_without_torch(command, without_template):
-    printed, heard = watched(command[0], without_template, *command[1:], given="hello")
-    assert printed == "2 False\n" and "has no chat template: give one with --chat-template FILE" in heard
+def test_a_chat_with_a_file_without_a_template_is_refused_without_torch(tmp_path):
+    path = write_gguf("llama", make_checkpoint("llama", tmp_path / "hf"), tmp_path / "model.gguf")
+    said = "has no chat template: give one with --chat-template FILE"
+    commands = ["chat", path], ["generate", path, "--chat", "-p", "x"], ["generate", path, "--system", "x", "-p", "x"]
+    assert_refused_without_torch([(command, said) for command in commands])
 
 
-@pytest.mark.parametrize("command", [["chat"], ["generate", "-p", "x"]], ids=lambda one: one[0])
-def test_a_directory_without_a_tokenizer_is_refused_without_torch(command, tmp_path):
+def test_a_directory_without_a_tokenizer_is_refused_without_torch(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").touch()
-    printed, heard = watched(command[0], str(tmp_path), *command[1:], given="hello")
-    assert printed == "2 False\n" and "has no tokenizer: give a directory or hub id that has its own with" in heard
+    said = "has no tokenizer: give a directory or hub id that has its own with"
+    assert_refused_without_torch([(["chat", tmp_path], said), (["generate", tmp_path, "-p", "x"], said)])
     options = argparse.Namespace(model=str(tmp_path), chat_template=None, tokenizer=None)
     model.prepare(options, takes_text=False, say=[].append)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from serving import make_served_checkpoint
 
-from nanoinfer.bench import beyond, texts
+from nanoinfer.bench import beyond, replay, texts
 from nanoinfer.commands import bench, recall, serve, top
 from nanoinfer.commands import main as cli
 from nanoinfer.gguf.sources import PACKAGES
@@ -90,6 +90,8 @@ def quick(monkeypatch, tmp_path):
     monkeypatch.setattr(recall, "checkpoint_sha256", lambda path: None)
     monkeypatch.setattr(texts, "parsed", short)
     monkeypatch.setattr(beyond, "parsed", short)
+    monkeypatch.setattr(beyond, "FORMATS", beyond.FORMATS[:1])
+    monkeypatch.setattr(replay, "REPEATS", 1)
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
 
 
