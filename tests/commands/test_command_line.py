@@ -21,7 +21,7 @@ from offload.memory import pinned
 ROOT = Path(__file__).resolve().parents[2]
 NANOINFER = [sys.executable, "-m", "nanoinfer"]
 FITS = ["qwen3-4b", "--gpu-memory-limit", "12GiB", "--host-memory-limit", "64GiB"]
-ENDLESS = ["--device", "cpu", "--context", "1024", "--output-len", "20000", "--mode", "resident"]
+ENDLESS = ["--device", "cpu", "--context", "64", "--output-len", "20000", "--mode", "resident"]
 
 
 def start(command):

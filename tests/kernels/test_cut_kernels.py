@@ -43,6 +43,8 @@ CUTS = {
     (576, 384): ("int4 in pairs with zeros", "int8 by row", "fp8 by row", "nvfp4", "int4 out of order"),
     (384, 208): ("int4 of 32", "mxfp4", "Q8_0", "Q5_0", "int4 of 96", "int8 with zeros"),
     (768, 384): ("Q2_K", "IQ4_XS", "Q5_K"),  # within a block of theirs
+    (960, 640): ("Q4_1",),
+    (2304, 1152): ("int4 with zeros",),  # of several loads each
 }
 
 
@@ -50,11 +52,11 @@ CUTS = {
 def test_packed_parts_have_the_bits_of_the_expanded_matrix(size, cut, name):
     weights, module = filled(Packing(**PACKINGS[name]), 32, size, cut=cut, largest=0.03)
     matrix, bias = weights.expand(module, slice(0, 32)).to(HALF), drawn(32, seed=2)
-    for num_tokens in (1, 20):
+    for num_tokens, some_bias in ((1, bias), (20, bias), (1, None)):
         x = drawn(num_tokens, size)
-        wanted = linear_parts(x, matrix, cut, bias)
+        wanted = linear_parts(x, matrix, cut, some_bias)
         assert wanted.isfinite().all() and wanted[1].any()
-        assert torch.equal(packed_linear(x, module.packed, bias, in_parts=True), wanted)
+        assert torch.equal(packed_linear(x, module.packed, some_bias, in_parts=True), wanted)
 
 
 def columns_of(packed: PackedWeight, begin: int, end: int) -> PackedWeight:
@@ -72,7 +74,11 @@ def columns_of(packed: PackedWeight, begin: int, end: int) -> PackedWeight:
 @pytest.mark.parametrize(
     "name", ["int4 in pairs of groups", "int4 with zeros", "int8 of 128", "mxfp4", "int4 by row", "fp8 by row"]
 )
-@pytest.mark.parametrize("size, cut", [(512, 256), (896, 512), (384, 256)])
+@pytest.mark.parametrize("size, cut", [(512, 256), (896, 512), (384, 256)], ids=["equal", "longer", "short"])
+@pytest.mark.sampled(
+    "longer-int4 in pairs of groups", "longer-int4 with zeros", "short-int8 of 128", "short-mxfp4",
+    "equal-int4 by row", "longer-fp8 by row",
+)  # fmt: skip
 def test_a_packed_weight_of_one_part_is_not_cut_again(size, cut, name):
     _, module = filled(Packing(**PACKINGS[name]), 32, size, cut=cut, largest=0.03)
     for num_tokens in (1, 20):

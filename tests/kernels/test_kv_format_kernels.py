@@ -66,7 +66,7 @@ def paged_in(spec, own):
 @pytest.mark.parametrize("backend_class", [TorchBackend, TritonBackend])
 @pytest.mark.sampled(
     *(f"TorchBackend-{one.name}-{size}-{window}" for one in FORMATS for size in (16, 48) for window in (None, 20)),
-    *(f"TritonBackend-{one.name}-{size}" for one in FORMATS for size in ("16-20", "48-None")),
+    *(f"TritonBackend-{one.name}-{('48-None', '16-20')[place % 2]}" for place, one in enumerate(FORMATS)),
 )
 def test_attention_reads_what_was_stored(backend_class, kv_format, head_dim, window, monkeypatch):
     spec = replace(make_spec(head_dim=head_dim, windows=(window,)), kv_format=kv_format)
@@ -104,6 +104,10 @@ def test_pieces_have_every_block_once_in_order_and_fit():
 @pytest.mark.parametrize("kv_format", FORMATS, ids=lambda one: one.name)
 @pytest.mark.parametrize("turned", [48, 32, 0])
 @pytest.mark.parametrize("steps", [HeadSteps(), HeadSteps(interleaved=True), HeadSteps(distance=24)], ids=range(3))
+@pytest.mark.sampled(  # every format with each of both, and every pair of these with some format
+    *(f"{(of_turned + place) % 3}-{turned}-{one.name}" for place, one in enumerate(FORMATS)
+      for of_turned, turned in enumerate((48, 32, 0)))
+)  # fmt: skip
 def test_the_store_writes_a_tokens_bytes_and_no_others(kv_format, turned, steps):
     spec = replace(make_spec(q_heads=4, head_dim=48), kv_format=kv_format)
     qkv, positions, slots = torch.randn(5, 8, 48), torch.tensor([0, 7, 63, 3, 40]), torch.tensor([47, 0, -1, 16, 33])

@@ -121,29 +121,6 @@ def test_every_number_of_rows_has_tiles_on_every_gpu(monkeypatch, name, gated):
             assert block_n >= 16 * num_warps and stages > 0 and columns % form.block == 0, found
 
 
-@pytest.mark.parametrize(
-    "name, size, cut",
-    [
-        *((name, 2304, 1152) for name in ("int4 in pairs of groups", "int4 with zeros", "int8 by row")),
-        *((name, 576, 384) for name in ("int4 in pairs with zeros", "int8 by row", "fp8 by row", "nvfp4")),
-        *((name, 960, 640) for name in ("int4 of 96", "int4 out of order", "int4 by row", "mxfp4", "Q5_0", "Q4_1")),
-        *((name, 768, 384) for name in ("Q4_K", "Q6_K", "Q3_K", "Q2_K", "IQ4_XS")),  # within a block of theirs
-        *((name, 384, 208) for name in ("int4 of 32", "int8 of 128", "mxfp4", "fp8 in blocks", "Q8_0")),
-    ],
-)
-def test_parts_of_a_sum_cover_their_columns(name, size, cut):
-    weights, module = filled(Packing(**PACKINGS[name]), 32, size, cut=cut)
-    x, bias = torch.randn(3, size, generator=torch.Generator().manual_seed(1)).to(HALF), torch.ones(32, dtype=HALF)
-    matrix = matrix_of(weights, module).float()
-    for some_bias, num_tokens in ((None, 3), (bias, 3), (bias, 1)):
-        parts = packed_linear(x[:num_tokens], module.packed, some_bias, in_parts=True)
-        for number, columns in enumerate((slice(cut), slice(cut, None))):
-            wanted = x[:num_tokens, columns].float() @ matrix[:, columns].t()
-            if some_bias is not None and number == 0:
-                wanted += bias
-            torch.testing.assert_close(parts[number], wanted, atol=1e-3 * wanted.abs().max().item(), rtol=1e-3)
-
-
 def test_infinite_weights_beyond_the_columns_of_a_sum_do_not_reach_it():
     packing = Packing(**PACKINGS["int4 by row"])  # 200 columns: the last block has 56 too many, with codes of 0
     _, module = filled(packing, 16, 200)
