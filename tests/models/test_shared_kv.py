@@ -52,11 +52,9 @@ def test_tokens_are_those_of_plain_attention(paths, name):
 @pytest.mark.parametrize("mode", ENGINES)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.sampled(
-    "shared-gives way-1",
     "shared-partly kept-1",
     "wide windows-gives way-1",
     "wide windows-streamed-1",
-    "narrow windows-gives way-1",
     "narrow windows-offload by itself-1",
     "odd-partly kept-1",
 )

@@ -45,7 +45,7 @@ def run_until_it_ends(engine: LLMEngine) -> RankError:
 
 
 @pytest.mark.parametrize("seed", range(50))
-@pytest.mark.sampled("0", "1")
+@pytest.mark.sampled("0")
 def test_a_rank_that_is_killed_ends_all(path, seed):
     engine, generator = make_engine(path, tensor_parallel_size=2), random.Random(seed)
     (process,) = engine.executor.ranks.processes
@@ -126,16 +126,6 @@ def test_a_step_that_takes_longer_than_the_patience_gives_signs(tmp_path):
     assert torch.equal(group.gather(torch.ones(2, 3)), torch.ones(1, 2, 3)) and given == [True]
 
 
-def test_a_rank_that_is_stopped_between_messages_is_given_up(path, monkeypatch):
-    monkeypatch.setattr(start, "Ranks", lambda size, environment: Ranks(size, environment, patience_s=3.0))
-    engine = make_engine(path, tensor_parallel_size=2)
-    (process,) = engine.executor.ranks.processes
-    process.send_signal(signal.SIGSTOP)
-    assert "rank 1" in str(run_until_it_ends(engine))
-    engine.close()
-    assert lives_not(process)
-
-
 class Clock:
     """A clock that goes ahead of others at a test's word."""
 
@@ -165,27 +155,27 @@ def test_who_was_stopped_itself_waits_anew(monkeypatch):
     ranks.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_and_an_end_that_is_handled_wait_until_all_have_done_the_same(path, number):
+def test_ctrl_c_and_an_end_that_is_handled_wait_until_all_have_done_the_same(path):
     engine = make_engine(path, tensor_parallel_size=2)
     prompts, params = random_prompts(3, 20, 60), some_params(3, 6)
-    wanted = run(engine, prompts, params)
-    sample, asked = engine.runner.sample, []
-    before = signal.signal(number, signal.default_int_handler)  # which a run in the background ignores
+    wanted, sample = run(engine, prompts, params), engine.runner.sample
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asked = []
+        before = signal.signal(number, signal.default_int_handler)  # which a run in the background ignores
 
-    def interrupted(*arguments):
-        if not asked:
-            asked.append(os.kill(os.getpid(), number))
-        return sample(*arguments)
+        def interrupted(*arguments, number=number, asked=asked):
+            if not asked:
+                asked.append(os.kill(os.getpid(), number))
+            return sample(*arguments)
 
-    engine.runner.sample = interrupted
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            run(engine, prompts, params)
-        assert signal.getsignal(number) is signal.default_int_handler
-    finally:
-        signal.signal(number, before)
-    assert all(lives(engine)) and run(engine, prompts, params) == wanted
+        engine.runner.sample = interrupted
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                run(engine, prompts, params)
+            assert signal.getsignal(number) is signal.default_int_handler
+        finally:
+            signal.signal(number, before)
+        assert all(lives(engine)) and run(engine, prompts, params) == wanted
     engine.close()
 
 
@@ -288,7 +278,8 @@ def test_an_engine_of_its_own_in_each_process_of_a_launcher_is_refused(path, mon
     make_engine(path).close()
 
 
-def test_who_starts_is_told_how_ranks_exchange(path, capfd):
+def test_ranks_look_for_modules_where_python_does_and_who_starts_is_told_how_they_exchange(path, capfd, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("odd"), ""])
     make_engine(path, tensor_parallel_size=2, progress_bar=True).close()
     assert capfd.readouterr().err.count("2 ranks exchange through gloo\n") == 1
 
@@ -327,13 +318,6 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
     for asked, current in (("cuda:1", torch.device("cpu")), ("auto", torch.device("cuda:1"))):
         with pytest.raises(ValueError, match=f"{current} here, .* name others with the environment variable"):
             check_devices(2, asked, current)
-
-
-def test_a_rank_looks_for_modules_where_python_does(monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path, Path("odd"), ""])
-    ranks = Ranks(2, lambda rank: {})
-    assert ranks.ask("place?", "cpu", settings()) == [None]
-    ranks.close(at_once=True)
 
 
 def runs(number: str) -> bool:
