@@ -277,6 +277,8 @@ def take_drafted(
             break
         planner.accept(sequence)
         num_right += 1
-        if (failure := request.take(sequence, *result, *times)) is not None:
+        try:
+            request.take(sequence, result, times)
+        except Exception as failure:
             return num_right, failure
     return num_right, None

@@ -288,13 +288,16 @@ class LLMEngine:
                 if found is not None and chunk.sequence.finish_reason is None:
                     self._take_prompt(chunk, *found)
             of_lines, drafts, times = iter(sampled), step.batch.drafts, (read, step.made or read)
-            for sequence in step.batch.sampled:
+            for sequence in step.batch.sampled:  # with many rows each call of a function counts here
                 result, draft = next(of_lines), drafts.get(sequence) if drafts else None
-                guessed = list(islice(of_lines, len(draft))) if draft else []
+                guessed = list(islice(of_lines, len(draft))) if draft else None
                 if sequence.finish_reason is not None:
                     continue
-                request = self.live.requests[sequence.request_id]
-                failure = request.take(sequence, *result, *times)
+                request, failure = self.live.requests[sequence.request_id], None
+                try:
+                    request.take(sequence, result, times)
+                except Exception as error:
+                    failure = error
                 if draft:
                     num_right = 0
                     if failure is None:

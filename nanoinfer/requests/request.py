@@ -75,37 +75,20 @@ class Request:
     def take(
         self,
         sequence: Sequence,
-        token_id: int,
-        logprobs: tuple[float, int, list[float], list[int]] | None,
-        error: Exception | None,
-        now: float,
-        made: float,
-    ) -> Exception | None:
-        """Append a token that was read at `now`, and set the finish_reason if the completion ends with it.
+        sampled: tuple[int, tuple[float, int, list[float], list[int]] | None, Exception | None],
+        times: tuple[float, float],
+    ) -> None:
+        """Append a token that was read, and set the finish_reason if the completion ends with it.
 
         Args:
-            error: why the token is unusable.
-            made: when the token was first seen to be there. The host may have launched the step behind it since.
-
-        Returns:
-            why the completion has failed, if it has.
+            sampled: the token, its log-probabilities, and why it is unusable, which is raised.
+            times: when it was read, and when it was first seen to be there. The host may have launched the step behind
+                it since.
         """
+        token_id, logprobs, error = sampled
         if error is not None:
-            return error
-        try:
-            self._append(sequence, token_id, logprobs, now, made)
-        except Exception as failure:
-            return failure
-        return None
-
-    def _append(
-        self,
-        sequence: Sequence,
-        token_id: int,
-        logprobs: tuple[float, int, list[float], list[int]] | None,
-        now: float,
-        made: float,
-    ) -> None:
+            raise error
+        now, made = times
         self.last_made = made
         if self.first_token is None:
             self.first_token, self.first_made = now, made
