@@ -237,7 +237,7 @@ def workload(paths, seed: int) -> None:
     assert_pools_as_before(engine)
 
 
-@pytest.mark.sampled("0", "1", "2", "3", "4", "70")
+@pytest.mark.sampled("0", "1", "3", "70")  # in each mode one
 @pytest.mark.parametrize("seed", range(1000))
 def test_trees_of_prompts_with_windows_have_the_bits_of_each_alone(paths, seed):
     workload(paths, seed)
