@@ -7,8 +7,8 @@ depends on its key, and whether a key still leads to a block depends on who was 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
-from itertools import islice, takewhile
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from itertools import chain, islice, takewhile
 
 from offload.free_blocks import FreeBlocks
 
@@ -48,6 +48,7 @@ class BlockPool:
         self.key_of: dict[int, Hashable] = {}
         self._block_of: dict[Hashable, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()
+        self._passed: OrderedDict[int, None] = OrderedDict()  # those cached ones that are evicted before others
         self._wanted: set[int] = set()  # published blocks that were asked for
         self._spent: set[int] = set()  # held blocks that are evicted before others once nobody holds them
 
@@ -59,7 +60,7 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks that can be handed out now, cached ones included."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + self.num_cached
 
     @property
     def num_used(self) -> int:
@@ -74,7 +75,7 @@ class BlockPool:
     @property
     def num_cached(self) -> int:
         """Blocks that nobody holds and whose content can be taken up again."""
-        return len(self._cached)
+        return len(self._cached) + len(self._passed)
 
     @property
     def num_returning(self) -> int:
@@ -84,7 +85,11 @@ class BlockPool:
     @property
     def num_unwanted(self) -> int:
         """Blocks that can be handed out before any that was asked for since it was published."""
-        return len(self._free) + sum(1 for _ in takewhile(lambda block: block not in self._wanted, self._cached))
+        return len(self._free) + sum(1 for _ in takewhile(lambda block: block not in self._wanted, self._in_order()))
+
+    def _in_order(self) -> Iterator[int]:
+        """Return the cached blocks, those that are evicted first before others."""
+        return chain(self._passed, self._cached)
 
     def note_spent(self, blocks: Iterable[int]) -> None:
         """Note that the one holder of each block does not need it any more: it is evicted before others, once it is
@@ -94,13 +99,20 @@ class BlockPool:
 
     def renew(self, block: int) -> None:
         """Have a cached block evicted after all that are cached now."""
-        if block in self._cached:
-            self._cached.move_to_end(block)
+        if self._uncache(block):
+            self._cached[block] = None
+
+    def _uncache(self, block: int) -> bool:
+        """Take a block from those that are cached, if it is one; return whether it is."""
+        is_cached = block in self._cached or block in self._passed
+        self._cached.pop(block, None)
+        self._passed.pop(block, None)
+        return is_cached
 
     @property
     def num_spare(self) -> int:
-        """Blocks that can be handed out with nothing evicted."""
-        return len(self._free)
+        """Blocks that can be handed out with nothing evicted but what was spent when it was given back."""
+        return len(self._free) + len(self._passed)
 
     def note_wanted(self, blocks: Iterable[int]) -> None:
         """Note that published blocks were asked for."""
@@ -127,19 +139,20 @@ class BlockPool:
 
     def _evict(self) -> int:
         """Take the cached block that is wanted least: the one place where content is lost that could be found."""
-        block, _ = self._cached.popitem(last=False)
+        block, _ = (self._passed or self._cached).popitem(last=False)
         self._forget(block)
         return block
 
     def next_evicted(self, count: int) -> list[int]:
         """Return the cached blocks that go first, up to `count` of them, the first one first."""
-        return list(islice(self._cached, count))
+        return list(islice(self._in_order(), count))
 
     def put_first(self, blocks: Iterable[int]) -> None:
         """Have those of the blocks that are cached go first, the first of them first of all."""
         for block in reversed(list(blocks)):
-            if block in self._cached:
-                self._cached.move_to_end(block, last=False)
+            if self._uncache(block):
+                self._passed[block] = None
+                self._passed.move_to_end(block, last=False)
 
     def lookup(self, key: Hashable) -> int | None:
         """Take up the block published under `key` and hold it, or return None."""
@@ -150,8 +163,8 @@ class BlockPool:
 
     def hold(self, block: int) -> None:
         """Add a reference to a held or cached block."""
-        assert block in self.holders or block in self._cached, f"block {block} is not held or cached"
-        self._cached.pop(block, None)
+        is_cached = self._uncache(block)
+        assert is_cached or block in self.holders, f"block {block} is not held or cached"
         self.num_leaving -= self.is_leaving(block)
         self.holders[block] = self.holders.get(block, 0) + 1
         self._num_references += 1
@@ -170,14 +183,13 @@ class BlockPool:
         if block is None:
             return
         self._forget(block)
-        if block in self._cached:
-            del self._cached[block]
+        if self._uncache(block):
             self._free.put(block)
 
     def publish(self, block: int, key: Hashable) -> None:
         """Offer the content of a held block under `key`; the first block stays that somebody holds."""
         assert block in self.holders, f"block {block} is not held"
-        if block not in self.key_of and self._block_of.get(key) in self._cached:
+        if block not in self.key_of and self._block_of.get(key, block) not in self.holders:
             self.forget(key)  # two would have the same content
         if key not in self._block_of and block not in self.key_of:
             self._block_of[key] = block
@@ -209,9 +221,7 @@ class BlockPool:
     def _vacate(self, block: int) -> bool:
         """Take back a block that nobody holds any more; return whether its content is worthless."""
         if block in self.key_of:
-            self._cached[block] = None
-            if block in self._spent:
-                self._cached.move_to_end(block, last=False)
+            (self._passed if block in self._spent else self._cached)[block] = None
             return False
         self._free.put(block)
         return True
@@ -262,14 +272,14 @@ class BlockPool:
         for block in held:
             references[block] = references.get(block, 0) + 1
         key_of: dict[int, Hashable] = {}
-        for block in [*self._cached, *self.holders]:
+        for block in [*self._in_order(), *self.holders]:
             key = self.key_of.get(block)
             if key is not None and self._block_of.get(key) == block and keeps_key(key):
                 key_of[block] = key
         self.key_of, self._block_of = key_of, {key: block for block, key in key_of.items()}
         self._cached = OrderedDict.fromkeys(block for block in key_of if block not in references)
         self._wanted &= key_of.keys()
-        self._spent = set()
+        self._spent, self._passed = set(), OrderedDict()
         known = references.keys() | key_of.keys()
         self._free = FreeBlocks(self._stretch)
         self._free.add(range(self.first, self._num_blocks), known)

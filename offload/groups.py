@@ -59,6 +59,11 @@ class KVGroup:
         """Return `first_needed` of each position."""
         return positions * 0 if self.window is None else np.maximum(positions - self.window + 1, 0) // self.block_size
 
+    def num_filled(self, begin: int, ends: np.ndarray | int) -> np.ndarray:
+        """Return for each end how many blocks become full from `begin` on that later tokens see."""
+        first = np.maximum(self.first_needed_by(np.asarray(ends)), begin // self.block_size)
+        return np.maximum(ends // self.block_size - first, 0)
+
     def num_blocks(self, num_tokens: int) -> int:
         """Return the blocks of a row of so many tokens."""
         return -(-num_tokens // self.block_size) - self.first_needed(num_tokens)
@@ -76,6 +81,11 @@ class KVGroup:
         """Return how many of them are full at most, or were needed a token before."""
         num_full = num_tokens // self.block_size
         return num_full if self.window is None else min(num_full, self._in_window + 1)
+
+    def chunk_blocks(self, num_tokens: int, num_rows: int = 1) -> int:
+        """Return the most blocks that so many tokens of so many rows take, beside the one that each may be in."""
+        num_rows = min(num_rows, num_tokens)
+        return (num_tokens - num_rows) // self.block_size + num_rows
 
     @cached_property
     def _in_window(self) -> int:
@@ -158,11 +168,7 @@ class KVGroups(tuple[KVGroup, ...]):
 
     def chunk_blocks(self, num_tokens: int) -> int:
         """Return the blocks of so many tokens that are computed together."""
-        return sum(-(-num_tokens // group.block_size) for group in self)
-
-    def num_windowed_chunk(self, num_tokens: int) -> int:
-        """Return those of them that lie behind a window afterwards, or may."""
-        return sum(-(-num_tokens // group.block_size) for group in self if group.window is not None)
+        return sum(group.chunk_blocks(num_tokens) for group in self)
 
     def most_tokens(self, num_blocks: int, full_alone: bool = False) -> int:
         """Return the most tokens of a row that so many blocks hold; `UNBOUNDED` where windows bound what any row holds.

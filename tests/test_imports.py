@@ -12,7 +12,7 @@ from arrows import MODULES, ROOT, imports, names_imported
 # From the ground up. Files at the root of the package count singly.
 LAYERS = (
     "offload offload.blocks offload.engine offload.free_blocks offload.groups offload.host_blocks offload.layout "
-    "offload.lifetimes offload.memory offload.plan offload.ring offload.runtime",
+    "offload.lifetimes offload.memory offload.plan offload.reserve offload.ring offload.runtime",
     "nanoinfer.common",
     "nanoinfer.devices",
     "nanoinfer.structured_outputs",

@@ -83,6 +83,7 @@ class Scheduler:
     def schedule(self) -> Batch[Sequence] | None:
         """Return the next step, with the blocks that it writes to already allocated; None when nothing can run."""
         transfers = self._mover.transfers
+        self._kv_cache.coming.clear()
         if transfers.groups:
             transfers.end_step()
         for sequence in self.running:
@@ -90,7 +91,9 @@ class Scheduler:
                 sequence.state = _state(sequence)
         batch = self._next_batch()
         if self._may_send_down:
-            self._may_send_down = self._mover.send_down()
+            self._may_send_down = self._mover.send_down(
+                self._admission.reserve(self.running, num_growing=len(self.running))
+            )
         if transfers.groups:
             transfers.advance()
         return batch

@@ -291,7 +291,7 @@ def kv_side(config: EngineConfig, executor: Executor, end_ids: Iterable[int] = (
     spills = may_spill(config, plan, tables)
     mover = Mover(kv_cache, executor, spills)
     switch = Switch(kv_cache, mover, executor)
-    sizes = dict(max_splits=plan.max_splits, chunk_blocks=groups.num_windowed_chunk(plan.max_num_batched_tokens))
+    sizes = dict(max_splits=plan.max_splits, reserve=plan.step_reserve)
     admission = Admission(kv_cache, mover, switch.tell, may_spill=spills, step_unit=plan.step_unit, **sizes)
     return dict(kv_cache=kv_cache, admission=admission, mover=mover, switch=switch)
 

@@ -12,8 +12,9 @@ import numpy as np
 from nanoinfer.kv.cache import KVCache
 from nanoinfer.kv.mover import Mover
 from nanoinfer.kv.prefix_cache import Hits, taken
-from nanoinfer.requests.sequence import Sequence
+from nanoinfer.requests.sequence import Sequence, SequenceState
 from nanoinfer.step.plan import NO_BLOCK
+from offload.reserve import Prompt, StepReserve
 
 # A waiting sequence is held back for at most as many tries as it has so many tokens to compute. Prefill of some 150 to
 # 200 tokens takes as long as a decode step that reads the weights once (a GPU's operations per byte of its memory), so
@@ -22,9 +23,6 @@ TOKENS_PER_TRY = 64
 # Sequences at the head of the queue that may be held back at a time, while others pass.
 MAX_HELD = 4
 NO_HITS = Hits(0, [], [], [])
-# Of a pool, the most that is left to a step's blocks that lie behind a window when it has run: one in so many. Where
-# there are fewer than it wants, prompts are computed in smaller steps.
-PASSING_SHARE = 16
 
 
 class Verdict(enum.Enum):
@@ -63,7 +61,7 @@ class Admission:
     Args:
         tell: warns if offload mode has less host memory than was planned.
         max_splits: blocks that all rows together may attend to; a shared block counts once for each of its rows.
-        chunk_blocks: blocks that a prefill step may want beside those that it leaves its rows with.
+        reserve: what is kept for prefill steps.
         may_spill: whether the engine may enter offload mode by itself, where each sequence finds room that finds it in
             resident mode.
         step_unit: tokens of the smallest chunk that a prompt moves on by, but for its last; 0: one.
@@ -79,11 +77,11 @@ class Admission:
         tell: Callable[[], None],
         *,
         max_splits: int,
-        chunk_blocks: int,
+        reserve: StepReserve,
         may_spill: bool,
         step_unit: int = 0,
     ) -> None:
-        self.max_splits, self.chunk_blocks, self.may_spill, self._tell = max_splits, chunk_blocks, may_spill, tell
+        self.max_splits, self.may_spill, self._tell, self._reserve = max_splits, may_spill, tell, reserve
         self._cache, self._tables, self._mover = cache, cache.tables, mover
         groups = cache.tables.groups
         # What the smallest chunk wants beside the tails that all rows hold.
@@ -124,8 +122,9 @@ class Admission:
         if self._cache.num_free_rows < len(waiting) or self._cache.num_reserved_splits + num_splits > self.max_splits:
             return Verdict.REFUSED
         num_tails = (len(running) + len(waiting)) * len(self._tables.groups)
-        if running and self._unit_blocks and num_tails + self._unit_blocks > self._tables.gpu_blocks.num_blocks:
-            return Verdict.REFUSED  # with one row more no prompt might find room for a chunk
+        num_kept = self._num_kept(sequence, running) if running else 0
+        if num_kept and num_tails + num_kept > self._tables.gpu_blocks.num_blocks:
+            return Verdict.REFUSED  # with one row more prompts might not find room for a chunk
         wanted = self.wanted.get(sequence)
         if wanted is not None and (wanted.next_key is None or self._tables.home[1].published(wanted.next_key) is None):
             verdict = self._verdict(sequence, wanted, running, held, passed)
@@ -185,11 +184,10 @@ class Admission:
         first = (*held, *passed)
         num_promised = sum(self._tables.groups.most_full(one.max_num_tokens) for one in first)
         blocks = self._tables.lifetimes.host_blocks
-        # Whoever runs finds room for the blocks of a step that lie behind a window when it has run.
-        passing = min(self.chunk_blocks, self._tables.home[1].num_blocks // PASSING_SHARE) if running else 0
+        reserve = self._lacking_reserve(sequence, wanted, running) if running else 0
         if self._tables.is_offload:
             # Whoever runs goes on while memory is pinned for a newcomer, which is asked again in the next step.
-            num_room, num_tails = wanted.num_room + num_promised + passing, len(self._tables.groups) * (len(first) + 1)
+            num_room, num_tails = wanted.num_room + num_promised + reserve, len(self._tables.groups) * (len(first) + 1)
             blocks.wait_for(self._cache.num_promised_host + num_room, may_wait=not running)
             self._tell()
             if self._cache.copies.num_obtainable < num_tails or num_room > self._room:
@@ -197,7 +195,7 @@ class Admission:
             if self._keeps_throughput(wanted.num_own, len(running)):
                 return Verdict.ADMITTED
             return Verdict.HELD_BACK if first or self._is_held(sequence, wanted) else Verdict.ADMITTED
-        num_lacking = wanted.num_room + self._num_room_of(passed, len(running)) + passing - self._room
+        num_lacking = wanted.num_room + self._num_room_of(passed, len(running)) + reserve - self._room
         has_room = num_lacking <= 0
         if has_room and not held:
             return Verdict.ADMITTED
@@ -212,6 +210,43 @@ class Admission:
         if has_room:
             return Verdict.ADMITTED
         return Verdict.HELD_BACK if first or self._is_held(sequence, wanted) else Verdict.SPILL
+
+    def _lacking_reserve(self, sequence: Sequence, wanted: _Wanted, running: Several[Sequence]) -> int:
+        """Return what is to be left of the reserve: steps have it, but for what the one that is being planned took."""
+        newcomer = Prompt(sequence.num_tokens - wanted.num_tokens, sequence.num_tokens, sequence.max_num_tokens)
+        num_growing = len(running) + 1 if sequence.kept_blocks is None else 0  # who comes back leaves some to spare
+        cache, is_offload = self._cache, self._tables.is_offload
+        num_beyond = cache.num_beyond_host if is_offload else cache.num_beyond_gpu
+        return max(0, self.reserve(running, newcomer, num_growing) - num_beyond)
+
+    def _num_kept(self, sequence: Sequence, running: Several[Sequence]) -> int:
+        """Return how many GPU blocks rows leave for chunks beside those into which their next tokens go."""
+        if not self._tables.is_offload:
+            return self._unit_blocks
+        newcomer = Prompt(sequence.num_computed, sequence.num_tokens, sequence.max_num_tokens)
+        num_blocks = self._tables.gpu_blocks.num_blocks
+        return max(self._unit_blocks, self._reserve.on_gpu(self._prompts(running, newcomer), num_blocks))
+
+    def reserve(self, running: Several[Sequence], newcomer: Prompt | None = None, num_growing: int = 0) -> int:
+        """Return how many blocks of the home tier are left to the steps of the prompts that run, and of a newcomer.
+
+        Whoever is let in beside others leaves them so many, so no step is shorter for want of blocks. One alone has
+        what there is.
+        """
+        prompts, num_blocks = self._prompts(running, newcomer), self._tables.home[1].num_blocks
+        if self._tables.is_offload:
+            return self._reserve.on_host(prompts, num_blocks)
+        return self._reserve.resident(prompts, num_blocks, num_growing)
+
+    def _prompts(self, running: Several[Sequence], newcomer: Prompt | None = None) -> list[Prompt]:
+        """Return what is still to be computed of those that run, in the step that is being planned and behind it."""
+        coming, decodes = self._cache.coming, SequenceState.DECODE
+        prompts = [
+            Prompt(one.num_computed, one.num_tokens, one.max_num_tokens)
+            for one in running
+            if one.state is not decodes or one in coming
+        ]
+        return prompts if newcomer is None else [*prompts, newcomer]
 
     def _num_room_of(self, passed: Several[Sequence], num_running: int) -> int:
         """Return how many GPU blocks those who are passed want in resident mode, even if nothing of them is found.

@@ -17,6 +17,7 @@ until their room is wanted, for the next sequence with the same beginning.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,6 +26,17 @@ from nanoinfer.kv.prefix_cache import PrefixCache
 from nanoinfer.kv.tables import BlockTables, num_alone, present
 from nanoinfer.requests.sequence import Sequence
 from nanoinfer.step.plan import NO_BLOCK
+
+
+class _Coming(NamedTuple):
+    """Of a sequence in a step that is being planned.
+
+    on_host: blocks that become full and that later tokens see, which have host blocks in offload mode. beyond: GPU
+    blocks in groups with a window that it was not promised in resident mode.
+    """
+
+    on_host: int
+    beyond: int
 
 
 class KVCache:
@@ -44,6 +56,7 @@ class KVCache:
         num_promised_host: host blocks that are promised and not handed out yet.
         num_reserved_splits: blocks that all rows together can ever attend to.
         block_unit: the tokens of the smallest block of any group, of which those of the others are multiples.
+        coming: of each sequence of the step that is being planned, what it takes for what it computes.
     """
 
     def __init__(
@@ -61,12 +74,25 @@ class KVCache:
         self.slots = tables.lifetimes.slots
         self.num_promised_host = self.num_reserved_splits = 0
         self.block_unit = min(group.block_size for group in tables.groups)
+        self.coming: dict[Sequence, _Coming] = {}
 
     @property
     def num_unpromised_host(self) -> int:
-        """Number of host blocks that are free, or will be once copies have run, and promised to no sequence."""
+        """Number of host blocks that are free, or will be once copies have run, and promised to no sequence, nor coming
+        beside what was."""
         lifetimes = self.tables.lifetimes
-        return lifetimes.host_blocks.num_free + lifetimes.num_deferred_host - self.num_promised_host
+        num_free = lifetimes.host_blocks.num_free + lifetimes.num_deferred_host
+        return num_free - self.num_promised_host - self.num_beyond_host
+
+    @property
+    def num_beyond_host(self) -> int:
+        """Number of host blocks that the step which is planned takes beside what was promised, in offload mode."""
+        return sum(max(0, coming.on_host - one.num_promised_host) for one, coming in self.coming.items())
+
+    @property
+    def num_beyond_gpu(self) -> int:
+        """As `num_beyond_host`, GPU blocks in resident mode."""
+        return sum(coming.beyond for coming in self.coming.values())
 
     def promise_host(self, sequence: Sequence) -> None:
         """Promise the sequence what it needs of host blocks to become as long as it may, beside those that it has."""
@@ -146,7 +172,7 @@ class KVCache:
         lacking, on_host = np.zeros((2, len(ends)), dtype=np.int64)
         for number, group in enumerate(tables.groups):
             first, last = begin // group.block_size, -(-int(ends[-1]) // group.block_size)
-            on_host += np.maximum(ends // group.block_size - np.maximum(group.first_needed_by(ends), first), 0)
+            on_host += group.num_filled(begin, ends)
             missing = np.cumsum(tables.gpu[number, row, first:last] == NO_BLOCK)
             of_ends = missing[(ends - 1) // group.block_size - first]
             lacking += np.maximum(of_ends - tables.promised[number, row], 0)
@@ -176,6 +202,10 @@ class KVCache:
         for number, group in enumerate(tables.groups):
             first, last = sequence.num_computed // group.block_size, -(-end // group.block_size)
             missing.append(first + np.flatnonzero(tables.gpu[number, row, first:last] == NO_BLOCK))
+        if tables.windowed:
+            on_host = sum(int(group.num_filled(sequence.num_computed, end)) for group in tables.groups)
+            beyond = sum(max(0, len(missing[at]) - int(tables.promised[at, row])) for at in tables.windowed)
+            self.coming[sequence] = _Coming(on_host, beyond)
         if not (count := sum(map(len, missing))):
             return
         tables.promised[:, row] = np.maximum(tables.promised[:, row] - [len(places) for places in missing], 0)
@@ -187,8 +217,8 @@ class KVCache:
     def take_promised(self, sequence: Sequence, end: int) -> list[list[tuple[int, int]]]:
         """Take a host block for each block that becomes full when `end` tokens are computed, in offload mode.
 
-        Those that no later token sees get one only where that is at the cost of nothing that is cached; or, if the next
-        turn sees them, of nothing that was promised.
+        Those that no later token sees get one only where that is at the cost of nothing that is cached but such as they
+        are, the oldest first; or, if the next turn sees them, of nothing that was promised.
 
         Returns:
             For each group (GPU block, host block) pairs to write through.
@@ -199,6 +229,7 @@ class KVCache:
             first = group.first_needed(end)
             of_next = min(first, self.prefixes.end_blocks(sequence, number).start)  # where the next turn begins to see
             places_of.append((full, *(range(max(full.start, place), full.stop) for place in (first, of_next))))
+        self.coming.pop(sequence, None)
         num_unpromised = max(0, self.num_unpromised_host)
         room = sequence.num_promised_host + num_unpromised
         has_room = sum(len(of_next) for *_, of_next in places_of) <= room  # else what this turn sees alone
@@ -225,6 +256,7 @@ class KVCache:
         has_filled = was // self.block_unit != end // self.block_unit
         if not (has_filled or tables.windowed):
             return  # each row of each step comes here
+        self.coming.pop(sequence, None)
         if has_filled:
             self.prefixes.publish(sequence)
         has_left = self.leave_windows(sequence)
@@ -328,6 +360,7 @@ class KVCache:
         others: sequences that wait or have ended. What has no kept blocks is computed anew.
         """
         self.num_promised_host = 0
+        self.coming.clear()
         self.num_reserved_splits = sum(self.tables.num_splits(sequence.max_num_tokens) for sequence in running)
         for sequence in [*running, *others]:
             sequence.num_promised_host, sequence.draft_slots = 0, []

@@ -261,16 +261,19 @@ class Mover:
         num_filled = sum(self._tables.groups.most_full(sequence.max_num_tokens) for sequence in running)
         num_shared = self._tables.gpu_blocks.num_shared - self.transfers.num_shared
         num_shared = 0 if self._tables.windowed else num_shared  # one may leave what another one goes on to hold
+        num_filled += sum(coming.on_host for coming in self._cache.coming.values())
         return max(num_filled - num_shared, max(map(self.num_to_fill, self.away), default=0))
 
     # Down a tier
 
-    def send_down(self) -> bool:
+    def send_down(self, num_left: int = 0) -> bool:
         """Have the host have what the GPU will evict next in resident mode, where there is room for it and nothing else
         moves: what a prompt computed is brought back then, and not computed again. Nobody waits for it.
 
         It takes host blocks that hold nothing, or what only the host has, which is older. Return whether more may be
         sent soon.
+
+        num_left: GPU blocks that steps may take meanwhile, beside what rows were promised.
         """
         tables, host = self._tables, self._blocks
         gpu = tables.gpu_blocks
@@ -280,7 +283,7 @@ class Mover:
             return True
         oldest = [block for block in gpu.next_evicted(MAX_LOOKED_AT) if host.published(gpu.key(block)) is None]
         # It holds them meanwhile, so there must be as many that nobody was promised.
-        oldest = oldest[: min(MAX_GROUP, max(0, self._copies.gpu_room))]
+        oldest = oldest[: min(MAX_GROUP, max(0, self._copies.gpu_room - num_left))]
         if not oldest:
             return False
         if self._may_spill:

@@ -276,8 +276,9 @@ class Forecaster:
                 sizes = [format_size(number * layout.block_bytes) for number in (num_all, room)]
                 needed = f"{batch} x {context} tokens need a KV cache of {sizes[0]}"
                 return replace(asked, problem=f"{needed}, {sizes[1]} fit on the GPU")
-            # Some windows see one block more on the way there, for which nobody is let in without room.
-            most_full = batch * self.spec.kv_groups.most_full(context)
+            # Nobody is let in without room for the block more that some windows see on the way there, and for steps.
+            steps = memory.step_reserve.on_host_beside(context, batch, memory.num_host_blocks)
+            most_full = batch * self.spec.kv_groups.most_full(context) + steps
             if most_full > memory.num_host_blocks:
                 gib, limit = format_gib(most_full * layout.block_bytes), format_gib(memory.host_bytes)
                 needed = f"{batch} x {context} tokens need {gib} GiB of host memory for their KV cache"

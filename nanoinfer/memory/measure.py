@@ -9,6 +9,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.memory.floors import sparse_layers_seconds
 from nanoinfer.memory.rates import Rates
 from nanoinfer.models.base import ModelSpec
+from offload.reserve import StepReserve
 
 ANSWER_TOKENS = 256
 DEFAULT_CONTEXT = 32_768
@@ -99,7 +100,12 @@ class Measure:
         """Return how many sequences of this length run at once, in each mode that there is."""
         config, groups, on_gpu = self.config, self._groups, plan.num_gpu_blocks - 1
         blocks, full = self._counted(context).most, max(1, self._counted(context).most_full)
-        on_host = min(plan.num_host_blocks / full, plan.max_splits / self._counted(context).splits)
+        # Steps have a reserve beside the rows; one row alone has what there is.
+        reserve, num_host = StepReserve(groups, plan.max_num_batched_tokens), plan.num_host_blocks
+        beside = num_host - reserve.on_host_beside(context, 2, num_host)
+        on_host = min(max(min(num_host, full), beside) / full, plan.max_splits / self._counted(context).splits)
+        beside = on_gpu - reserve.resident_beside(context, 2, on_gpu)
+        resident = max(min(on_gpu, blocks), beside) / blocks
         if config.enable_cpu_offload is True:
             return [on_host]
         # Offload mode must hold whatever resident mode holds, or is not entered.
@@ -107,7 +113,7 @@ class Measure:
             self._counted(plan.max_model_len).most_full <= plan.num_host_blocks
             or groups.most_full(min(plan.max_model_len, groups.most_tokens(on_gpu))) <= plan.num_host_blocks
         )
-        return [on_gpu / blocks, on_host] if may_spill else [on_gpu / blocks]
+        return [resident, on_host] if may_spill else [resident]
 
     def _kv_blocks(self, plan: Spent, rows: float, context: int) -> float:
         """Return the full blocks that stay in host memory alone; of whole rows these are `num_streamed`."""

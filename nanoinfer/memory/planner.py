@@ -16,6 +16,7 @@ from nanoinfer.memory.sized import most_blocks, sized_plan
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.models.streamed import spread
 from nanoinfer.step.memory_plan import MemoryPlan
+from offload.groups import UNBOUNDED
 
 DEFAULT_RING_SLOT_BYTES = 32 * 2**20
 # Share of the budget for the partials and tables of more splits than two for each block: 16 questions about one
@@ -259,7 +260,8 @@ class Planner:
             # A pool larger than all rows can fill is of no use: on the CPU it would take the user's own memory, and in
             # offload mode the host holds what does not fit.
             rows = (groups.most_blocks(sized.max_model_len) + len(groups)) * self.num_sequences
-            useful = rows + groups.num_windowed_chunk(sized.max_num_batched_tokens) + 2
+            longest = sized.max_model_len, self.num_sequences
+            useful = rows + sized.step_reserve.resident_beside(*longest, UNBOUNDED) + 2
             most = min(most, max(useful, least))
         return min(most, config.num_gpu_blocks_override or most)
 
@@ -271,7 +273,7 @@ class Planner:
         if limit is None:
             groups = self.spec.kv_groups
             most = groups.most_blocks(sized.max_model_len) * self.num_sequences
-            most += groups.num_windowed_chunk(sized.max_num_batched_tokens)
+            most += sized.step_reserve.on_host_beside(sized.max_model_len, self.num_sequences, UNBOUNDED)
             return max(1, min(int((available - weights) * KV_SHARE) // sized.block_bytes, most)), None
         if weights and limit > available:
             return 0, "limit"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from nanoinfer.common.units import format_gib, format_size
 from offload import KVGroups
+from offload.reserve import StepReserve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +90,11 @@ class MemoryPlan:
     def num_slots(self) -> int:
         """Slots for states."""
         return self.num_state_slots + self.num_draft_slots
+
+    @property
+    def step_reserve(self) -> StepReserve:
+        """What is kept of a pool of KV blocks for prefill steps."""
+        return StepReserve(self.groups, self.max_num_batched_tokens)
 
     @property
     def fixed_bytes(self) -> int:

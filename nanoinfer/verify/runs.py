@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from nanoinfer.kv.admission import PASSING_SHARE
 from nanoinfer.models.base import SparseSpec
 from nanoinfer.step.memory_plan import MemoryPlan
 from nanoinfer.verify.workload import Workload
+from offload.reserve import StepReserve
 
 Stats = dict[str, Any]
 WIDE_ROWS = 24
@@ -188,8 +189,17 @@ def _smallest_pool(workload: Workload) -> int:
     """Return the blocks of a GPU pool, with the scratch block, that two prompts fill: it overflows when one grows."""
     groups = workload.groups
     smallest = groups.most_blocks(workload.max_model_len) + len(groups) + 1  # the smallest pool that an engine accepts
-    blocks, passing = workload.first_blocks, groups.num_windowed_chunk(workload.prefill_tokens)
+    blocks = workload.first_blocks
     sums = [one + other for one, other in zip(blocks, blocks[1:], strict=False)]
     sums = sums[1:] or sums  # the first request ends too early to grow
-    counts = (1 + blocks + min(passing, blocks // (PASSING_SHARE - 1)) for blocks in sums)
-    return min((count for count in counts if count >= smallest), default=smallest)
+
+    reserve = StepReserve(groups, workload.prefill_tokens)
+    prompts = reserve.longest(workload.max_model_len, 2)
+
+    def lets_in(num_blocks: int, size: int) -> bool:
+        return num_blocks + reserve.resident(prompts, size, num_growing=2) <= size
+
+    counts = (
+        1 + next(size for size in itertools.count(num_blocks) if lets_in(num_blocks, size)) for num_blocks in sums
+    )
+    return min((size for size in counts if size >= smallest), default=smallest)

@@ -17,6 +17,7 @@ from engines import (
 from hollow import hollow
 from kv_models import MODELS, KVModel, registered, write_model
 from references import check_references
+from request_helpers import play_at_random
 from simulated import SimulatedRuntime
 from tiny_models import make_checkpoint
 
@@ -171,6 +172,68 @@ def test_rows_have_room_on_the_host_for_when_they_share_no_more_what_their_windo
     assert_pools_as_before(engine)
 
 
+@pytest.mark.parametrize("mode", [False, "auto", True])
+@pytest.mark.parametrize("seed", range(80))
+@pytest.mark.sampled("14-False", "78-False", "1-True")
+def test_no_step_is_shorter_than_was_planned_where_pools_have_a_reserve(path, seed, mode):
+    """Whoever is let in leaves it to others' steps, and rows that grow do not use it up while prompts are computed."""
+    generator, short = random.Random(seed), []
+    limits = dict(num_gpu_blocks_override=generator.choice([360, 420]))
+    limits |= dict(host_memory_limit=generator.choice([300, 400]) * LAYER_BLOCK_BYTES, max_model_len=320)
+    sizes = dict(max_num_batched_tokens=generator.choice([128, 160]), max_num_seqs=24, capture_num_tokens=[])
+    engine, params = hollow(make_engine(path, enable_cpu_offload=mode, **limits, **sizes)), random.Random(seed)
+    max_chunk, requests = engine.kv_cache.max_chunk, random_prompts(24, 30, 300, seed=seed)
+    requests = [(prompt, SamplingParams(max_tokens=params.randint(1, 60), ignore_eos=True)) for prompt in requests]
+
+    def seen(sequence, wanted):
+        found = max_chunk(sequence, wanted)
+        if found < wanted and sequence.num_computed < len(sequence.prompt_token_ids):
+            short.append((engine.mode, wanted, found))
+        return found
+
+    engine.kv_cache.max_chunk = seen
+    play_at_random(engine, requests, generator, comes=generator.choice([0.3, 1.0]), is_aborted=0.02, is_switched=0)
+    assert not short
+    assert_pools_as_before(engine)
+
+
+def test_prompts_of_one_step_do_not_count_on_the_same_host_blocks(path):
+    """Each wants nine that it was not promised, and there are fewer than for both: a step failed."""
+    documents = [prompt + [5] for prompt in random_prompts(2, 112, 112, seed=1)]
+    prompts = [document[:112] + end for document, end in zip(documents, random_prompts(2, 88, 88, seed=2), strict=True)]
+    for num_more in (4, 6, 8):
+        limits = dict(host_memory_limit=(48 + num_more) * LAYER_BLOCK_BYTES, max_model_len=208)
+        engine = hollow(make_engine(path, enable_cpu_offload=True, max_num_batched_tokens=192, **limits))
+        assert 2 * engine.kv_cache.tables.groups.most_full(202) == 48
+        for batch in (documents[:1], documents[1:], prompts):
+            requests = [
+                engine.add_request(str(len(prompt) + batch.index(prompt)), prompt, greedy(2)) for prompt in batch
+            ]
+            while engine.has_work:
+                engine.step()
+                check_references(engine)
+        assert all(request.sequences[0].num_cached == 112 and request.error is None for request in requests)
+        assert_pools_as_before(engine)
+
+
+@pytest.mark.parametrize("mode", [False, True])
+def test_what_a_prompt_leaves_behind_takes_the_place_of_what_older_ones_left(path, mode):
+    """So one that parts from it in the middle finds that, however much is cached already; and ends are kept."""
+    limits = dict(num_gpu_blocks_override=61 if mode else 141, host_memory_limit=140 * LAYER_BLOCK_BYTES)
+    engine = hollow(make_engine(path, enable_cpu_offload=mode, max_model_len=320, **limits))
+    prompts = random_prompts(3, 290, 290, seed=12)
+    for prompt in prompts:
+        run(engine, [prompt], [greedy(4)])
+    pool = engine.kv_cache.tables.home[1]
+    assert pool.num_free - pool.num_cached <= len(engine.kv_cache.tables.groups), "it is not full"
+    before = engine.stats()["prefix_cache_hit_tokens"]
+    run(engine, [prompts[-1][:150] + [5] * 9], [greedy(4)])
+    assert engine.stats()["prefix_cache_hit_tokens"] - before == 144
+    run(engine, [prompts[-2] + [5] * 9], [greedy(4)])
+    assert engine.stats()["prefix_cache_hit_tokens"] - before == 144 + 288
+    assert_pools_as_before(engine)
+
+
 @pytest.fixture(scope="module")
 def paths(path, tmp_path_factory):
     """Model -> its path: one shape, and two with blocks of other sizes, whose layers without a window have the larger
@@ -187,7 +250,7 @@ def test_blocks_that_decode_fills_stream_in_runs(path, stretch, monkeypatch):
         monkeypatch.setattr(
             "nanoinfer.engine.start.HostBlocks", lambda memory, count, stretch: HostBlocks(memory, count)
         )
-    engine, lengths = make_engine(path, enable_cpu_offload=True, host_memory_limit="1MiB"), []
+    engine, lengths = hollow(make_engine(path, enable_cpu_offload=True, host_memory_limit="1MiB")), []
 
     def at_step(engine, step):
         numbers = sorted(present(engine.kv_cache.tables.host[0]))  # of the group without a window

@@ -241,8 +241,20 @@ def test_what_holds_fewer_tokens_than_are_planned_for_says_so():
 
 
 def test_what_fits_has_room_for_all_that_a_window_sees_on_the_way():
-    """More blocks than at the very end: nobody is let in without them."""
-    made = forecast_of("gemma3-12b", "7.1GiB", "66.8GiB", batch=6, max_model_len=131_072)
-    groups = made.spec.kv_groups
-    assert groups.most_full(131_072) > groups.num_full(131_072)
-    assert not made.fits(131_072) and "need 50.34 GiB" in made.step(131_072).problem
+    """More blocks than at the very end, and beside others what steps take: nobody is let in without them."""
+    context, given = 131_072, INT4 | dict(max_model_len=131_072, cpu_offload_gb=0)
+    spec = forecast_of("gemma3-12b", "12GiB", "32GiB", batch=1, **given).spec
+
+    def step(num_blocks: int, batch: int, tokens: int | None = 4096):
+        host = num_blocks * spec.layout.block_bytes
+        made = forecast_of("gemma3-12b", "12GiB", host, batch=batch, max_num_batched_tokens=tokens, **given)
+        return made.step(context)
+
+    assert spec.kv_groups.most_full(context) > spec.kv_groups.num_full(context)
+    for batch in (1, 6):
+        most = batch * spec.kv_groups.most_full(context)
+        reserve = step(2 * most, batch).memory.step_reserve.on_host_beside(context, batch, 2 * most)
+        assert (reserve > 0) == (batch > 1)
+        assert [step(most + reserve + more, batch).fits for more in (-1, 0)] == [False, True]
+    smaller = step(most + reserve - 1, batch, None)
+    assert smaller.fits and smaller.memory.max_num_batched_tokens < 4096

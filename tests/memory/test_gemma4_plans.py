@@ -3,6 +3,8 @@
 import pytest
 
 from nanoinfer.memory.forecaster import forecaster
+from offload.groups import UNBOUNDED
+from offload.reserve import StepReserve
 
 GIB = 2**30
 LEAST = dict(quantization="int4", head_quantization="int8")
@@ -65,4 +67,5 @@ def test_the_blocks_of_a_step_count_where_its_size_is_chosen(shape, formats):
             assert memory.total_bytes <= gib * GIB
             # What the host alone has room for does not take the GPU's: few rows of such lengths run at once.
             assert memory.max_splits * memory.split_bytes <= 0.041 * gib * GIB
-    assert memory.groups.num_windowed_chunk(8192) * memory.block_bytes > 1.5 * GIB
+    reserve = StepReserve(memory.groups, 8192).resident_beside(32_768, 2, UNBOUNDED)
+    assert reserve * memory.block_bytes > 1.5 * GIB
