@@ -123,8 +123,7 @@ FIGURES = tuple(Figure(*row) for row in (
     ("state_slots_total", GAUGE, "sequences", "Sequences that may have states beside attention; 0: no layer keeps any.",
      lambda r: r.plan.num_state_slots if r.cache.tables.blocks_of_state else 0),
     ("state_slots_used", GAUGE, "sequences", "Sequences that have such states.",
-     lambda r: (r.cache.slots.num_used - sum(len(one.draft_slots) for one in r.scheduler.running))
-     if r.cache.tables.blocks_of_state else 0),
+     lambda r: len(r.scheduler.running) if r.cache.tables.blocks_of_state else 0),
     ("num_snapshots", COUNTER, "times", "States of beginnings that were kept on the host.",
      lambda r: getattr(r.cache.prefixes.snapshots, "num_kept", 0)),
     ("streamed_bytes", COUNTER, "bytes", "Bytes of KV blocks, weights and experts that came from the host to the GPU.",

@@ -217,4 +217,5 @@ def _prompt_chunk(chunk: PrefillChunk[Sequence]) -> PromptChunk:
         behind = sequence.prompt_token_ids[begin + 1 : end + 1]  # behind the last one comes what is sampled
         scored = dict(next_token_ids=np.array(behind, dtype=np.int32), num_logprobs=top)
     token_ids = np.array(sequence.token_ids[begin:end], dtype=np.int32)
-    return PromptChunk(sequence.row, begin, end, token_ids, chunk.is_last, state_slot=sequence.state_slot, **scored)
+    states = dict(state_slot=sequence.state_slot, passed=chunk.passed)
+    return PromptChunk(sequence.row, begin, end, token_ids, chunk.is_last, **states, **scored)

@@ -223,8 +223,9 @@ class Scheduler:
 
     def _add_chunk(self, sequence: Sequence, budget: int, chunks: list[PrefillChunk[Sequence]]) -> int:
         """Append the sequence's next chunk if there is room for one; return the chunk's number of tokens, or 0."""
-        begin = sequence.num_computed
-        until = sequence.snapshot_ends[0] if sequence.snapshot_ends else sequence.num_tokens
+        begin, ends = sequence.num_computed, sequence.snapshot_ends
+        num_slots = self._kv_cache.num_spare_slots(len(self.waiting)) if ends else 0
+        until = ends[num_slots] if num_slots < len(ends) else sequence.num_tokens
         end = begin + self._kv_cache.max_chunk(sequence, min(budget, until - begin))
         unit = self._step_unit or 1
         if end < sequence.num_tokens:
@@ -235,15 +236,18 @@ class Scheduler:
         if end <= begin:
             return 0
         self._kv_cache.grow(sequence, end)
-        chunks.append(PrefillChunk(sequence, begin, end, is_last=end == sequence.num_tokens))
-        if chunks[-1].is_last:
+        passed = [one for one in ends if one < end]
+        slots = self._kv_cache.slots.allocate(len(passed))
+        is_last = end == sequence.num_tokens
+        chunks.append(PrefillChunk(sequence, begin, end, is_last, tuple(zip(passed, slots, strict=True))))
+        if is_last:
             sequence.state = SequenceState.DECODE  # from this step on: if it fails, `recover` looks again
         return end - begin
 
     def keep_snapshots(self, batch: Batch[Sequence]) -> None:
         """Have the states copied to the host that others may begin with, behind a step that was launched."""
         for chunk in batch.chunks:
-            if chunk.sequence.snapshot_ends and self._mover.keep_snapshot(chunk.sequence):
+            if chunk.sequence.snapshot_ends and self._mover.keep_snapshots(chunk.sequence, chunk.passed):
                 chunk.sequence.state = SequenceState.MOVING
 
     def _make_room(self, wanting: list[Sequence]) -> list[Sequence]:
@@ -349,9 +353,10 @@ def _is_prompt(sequence: Sequence) -> bool:
 
 
 def _computes_prompt(sequence: Sequence) -> bool:
-    """Whether a sequence computes its prompt, be it that it waits for a copy first."""
+    """Whether a sequence computes its prompt, be it that it waits for a copy first, or that the step which is being
+    planned ends the prompt and passes a state that others may go on from."""
     is_left = sequence.num_computed < len(sequence.prompt_token_ids)
-    return _is_prompt(sequence) or sequence.state is SequenceState.MOVING and is_left
+    return _is_prompt(sequence) or is_left and (sequence.state is SequenceState.MOVING or bool(sequence.snapshot_ends))
 
 
 def _wants_token(sequence: Sequence) -> bool:

@@ -36,6 +36,9 @@ class StateTables:
         ends = np.cumsum(lengths)
         begins = ends - lengths
         columns = np.repeat(np.stack([slots, begins, ends]), lengths, axis=1)
+        for chunk, begin in zip(chunks, begins, strict=False):
+            for end, slot in chunk.passed:
+                columns[0, begin + end - chunk.begin - 1] = slot
         num_live = columns.shape[1]
         padding = np.full((3, count - num_live), self.padding_slot)
         pairs = zip(begins[: len(chunks)], ends[: len(chunks)], strict=True)

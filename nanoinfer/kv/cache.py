@@ -122,7 +122,13 @@ class KVCache:
     @property
     def num_free_rows(self) -> int:
         """How many sequences more may have a row, and a slot for states."""
-        return min(len(self.free_rows), self.slots.num_free - self.tables.num_draft_slots)
+        num_running = self.tables.num_rows - len(self.free_rows)
+        most = self.slots.num_blocks - self.tables.num_draft_slots - num_running
+        return min(len(self.free_rows), self.slots.num_free, most)
+
+    def num_spare_slots(self, num_waiting: int) -> int:
+        """How many slots for states no sequence has, nor is any to have that one of so many others may take next."""
+        return self.slots.num_free - min(num_waiting, self.num_free_rows)
 
     # States of drafted tokens
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import takewhile
 
 import numpy as np
@@ -219,24 +220,37 @@ class Mover:
         if self._cache.prefixes.snapshots is not None and not self._tables.is_offload:
             self._ask_for(self._tables.blocks_of_state)
 
-    def keep_snapshot(self, sequence: Sequence) -> bool:
-        """Have the state of a sequence copied to the host if it is to be kept for others, and there is room. Return
-        whether the sequence has to wait for that."""
-        if sequence.row is None or not self._cache.prefixes.is_state_wanted(sequence):
+    def keep_snapshots(self, sequence: Sequence, passed: Iterable[tuple[int, int]]) -> bool:
+        """Have states copied to the host that are to be kept for others, where there is room, behind a step that was
+        launched: those that it has left in slots of their own, (end, slot) each, which nobody else has, and the
+        sequence's own. Return whether the sequence has to wait for that."""
+        for end, slot in passed:
+            self._keep_snapshot(sequence, end, slot)
+            self._tables.lifetimes.release_slots([slot])  # the transfer holds it
+        if sequence.row is None or not self._cache.prefixes.snapshots.take_due(sequence):
             return False
+        numbers = self._keep_snapshot(sequence, sequence.num_computed, sequence.state_slot)
+        self._await(sequence, numbers)
+        return bool(numbers)
+
+    def _keep_snapshot(self, sequence: Sequence, end: int, slot: int) -> set[int]:
+        """Have the state in a slot, which is behind the tokens up to `end`, copied to the host and found there. Return
+        the numbers of the groups that do it; none: it is known, or there is no room."""
         num_wanted, blocks = self._tables.blocks_of_state, self._blocks
+        if self._cache.prefixes.has_state(sequence, end):
+            return set()
         if self._tables.is_offload and num_wanted > min(self._cache.num_unpromised_host, blocks.num_free):
-            return False
+            return set()
         self._cache.prefixes.snapshots.make_room()  # before memory is asked for
         if not self._tables.is_offload:
             self._ask_for(num_wanted)
             if num_wanted > blocks.num_free:
-                return False
-        taken = self._blocks.allocate(num_wanted)
-        self._await(sequence, self.transfers.store_state(sequence.state_slot, taken))
-        self._cache.prefixes.publish_state(sequence, taken)
-        self._blocks.release(taken)  # the transfer holds them
-        return True
+                return set()
+        taken = blocks.allocate(num_wanted)
+        numbers = self.transfers.store_state(slot, taken)
+        self._cache.prefixes.publish_state(sequence, end, taken)
+        blocks.release(taken)  # the transfer holds them
+        return numbers
 
     def forget(self, sequence: Sequence) -> None:
         """Give back what lies on the host of a sequence that gave way, if anything: it has its row, or has ended."""

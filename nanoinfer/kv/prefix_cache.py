@@ -130,7 +130,7 @@ class PrefixCache:
             end = next((end - largest for end in ends if lacks(end)), len(ends) * largest)
         num_known = end
         while end:
-            if not self._has_state(sequence, end):
+            if not self.has_state(sequence, end):
                 end -= largest
                 continue
             lacking = [
@@ -144,7 +144,7 @@ class PrefixCache:
             end = max(lacking) // largest * largest  # an end between needs the missing block, too
         return 0, num_known
 
-    def _has_state(self, sequence: Sequence, end: int) -> bool:
+    def has_state(self, sequence: Sequence, end: int) -> bool:
         """Whether the states behind a beginning are known, or none are needed."""
         if self.snapshots is None:
             return True
@@ -210,15 +210,9 @@ class PrefixCache:
         """Return how many tokens of a sequence prefill has computed, for others to find."""
         return min(sequence.num_computed, len(sequence.prompt_token_ids)) if self._is_enabled else 0
 
-    def publish_state(self, sequence: Sequence, blocks: list[int]) -> None:
-        """Publish the state behind the tokens that prefill has computed of a sequence, which held blocks will have."""
-        self.snapshots.publish(self._digest(sequence, sequence.num_computed), blocks)
-
-    def is_state_wanted(self, sequence: Sequence) -> bool:
-        """Whether the state of an admitted sequence is to be kept for others as it is now, and is not yet."""
-        if self.snapshots is None or not sequence.snapshot_ends or not self.snapshots.take_due(sequence):
-            return False
-        return not self.snapshots.is_known(self._digest(sequence, sequence.num_computed))
+    def publish_state(self, sequence: Sequence, end: int, blocks: list[int]) -> None:
+        """Publish the state behind tokens that prefill has computed of a sequence, which held blocks will have."""
+        self.snapshots.publish(self._digest(sequence, end), blocks)
 
     def renew_states(self, sequence: Sequence) -> None:
         """Have the states behind a sequence's beginnings evicted after its blocks, which it gives back."""

@@ -2,8 +2,9 @@
 
 The blocks of a beginning do not hold the states of layers without attention, so whoever goes on behind it needs a copy
 of these, too. A snapshot is such a copy: some blocks of the host pool, published under the digest of the beginning's
-tokens, and evicted as others are. A prefill step ends where one is to be kept (`Snapshots.plan`), and its sequence
-waits until the state was copied; no other does.
+tokens, and evicted as others are. A prefill step that passes an end where one is to be kept (`Snapshots.plan`) leaves
+the state there in a slot of its own, and nobody waits for the copy. Where no slot is spare the step ends there, and its
+sequence waits until its own state was copied; no other does.
 """
 
 from __future__ import annotations

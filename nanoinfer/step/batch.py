@@ -17,12 +17,14 @@ class PrefillChunk(Generic[S]):
 
     Attributes:
         is_last: whether the next token can be sampled after this chunk.
+        passed: (end, slot) of each end before its own behind which the state is to be kept: in a slot taken for that.
     """
 
     sequence: S
     begin: int
     end: int
     is_last: bool
+    passed: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)

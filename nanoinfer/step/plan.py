@@ -26,6 +26,8 @@ class PromptChunk:
         next_token_ids: [m] int32, the tokens behind the first m of these, whose log-probabilities are wanted.
         num_logprobs: how many log-probabilities of the likeliest tokens are wanted with each of them.
         state_slot: where its layers keep states.
+        passed: (end, state slot) of each end before its own, a multiple of `CHUNK`, behind which the states are left in
+            that slot, too.
     """
 
     row: int
@@ -36,6 +38,7 @@ class PromptChunk:
     next_token_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     num_logprobs: int = 0
     state_slot: int = 0
+    passed: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,7 +41,7 @@ def test_arrays_come_back_in_their_types_and_shapes():
 
 def test_a_step_comes_back():
     ids = np.arange(4, dtype=np.int32)
-    chunk = PromptChunk(1, 0, 4, ids, True)
+    chunk = PromptChunk(1, 0, 4, ids, True, passed=((2, 5), (3, 7)))
     tables = np.zeros((2, 1, 3), dtype=np.int32)
     sampling = RowSampling(banned_token_ids=(4,))
     plan = StepPlan(
@@ -53,6 +53,7 @@ def test_a_step_comes_back():
     found = decode(encode(plan))
     assert str(found) == str(plan) and found.sampling == plan.sampling and found.num_logprobs == plan.num_logprobs
     assert found.write_through == plan.write_through and np.array_equal(found.chunks[0].token_ids, ids)
+    assert found.chunks[0].passed == chunk.passed
 
 
 def test_exceptions_come_back_with_what_they_say():

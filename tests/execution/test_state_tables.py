@@ -9,8 +9,8 @@ from nanoinfer.execution.state_tables import StateTables, most_chunks
 from nanoinfer.kernels.layer.state_runs import StateRuns
 
 
-def prompt(slot, begin, end):
-    return SimpleNamespace(state_slot=slot, begin=begin, end=end)
+def prompt(slot, begin, end, passed=()):
+    return SimpleNamespace(state_slot=slot, begin=begin, end=end, passed=passed)
 
 
 def tables(chunks, decoding, count, **how):
@@ -23,6 +23,12 @@ def test_runs_of_prompts_are_cut_at_multiples_of_64_and_rows_that_decode_are_nam
     assert found.begins[:133] == [0] * 130 + [130, 131, 132]
     assert found.ends[:133] == [130] * 130 + [131, 132, 133]
     assert found.chunks == [0, 64, 128, 130] and found.rows == [131, 132]
+
+
+def test_of_ends_that_a_prompt_passes_the_last_token_before_each_names_its_slot():
+    found = tables([prompt(3, 64, 70), prompt(5, 128, 330, passed=((192, 6), (320, 8)))], [2], 220, is_fixed=True)
+    assert found.slots == [3] * 6 + [5] * 63 + [6] + [5] * 127 + [8] + [5] * 10 + [2] + [9] * 11
+    assert found.begins[6:208] == [6] * 202 and found.ends[6:208] == [208] * 202
 
 
 def test_prompts_alone_have_no_rows_that_decode():

@@ -9,7 +9,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 
 from delta_cases import SHARED, drawn, error, inputs, runs_of, scan, state_of
-from delta_checks import check_against_a_scan, check_bits, check_lines, check_rows, whole
+from delta_checks import check_against_a_scan, check_bits, check_lines, check_passed, check_rows, whole
 
 from nanoinfer.kernels import reference
 from nanoinfer.kernels.delta.heads import DeltaHeads
@@ -48,6 +48,7 @@ def test_bits_depend_on_a_runs_own_tokens_alone(heads, dtype, fused):
     check_bits(fused, heads, dtype, "cuda")
     check_rows(fused, heads, dtype, "cuda", num_rows=65)
     check_lines(fused, heads, dtype, "cuda")
+    check_passed(fused, heads, dtype, "cuda")
 
 
 @pytest.mark.parametrize("heads, dtype", [(REAL, torch.bfloat16), (DeltaHeads(1, 1, 128, 128), torch.float32)], ids=str)
@@ -83,8 +84,9 @@ def test_a_captured_step_takes_other_runs_from_its_tables(fused):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = fused.gated_delta(*padded, state, runs, num_live, REAL)
-    for prompts, decoding in (([(4, 70), (2, 1)], [1, 6]), ([(0, 64), (3, 5), (5, 7)], []), ([], [3, 2, 0]), ([], [])):
-        count, before = sum(length for _, length in prompts) + len(decoding), state.clone()
+    steps = ([(4, 70), (2, 1)], [1, 6]), ([(0, 80, {64: 5}), (3, 5)], [1]), ([(0, 64), (3, 5), (5, 7)], [])
+    for prompts, decoding in (*steps, ([], [3, 2, 0]), ([], [])):
+        count, before = sum(length for _, length, *_ in prompts) + len(decoding), state.clone()
         exact, live = runs_of(prompts, decoding, padding=96 - count, device="cuda")
         wanted = fused.gated_delta(*given, state, exact, live, REAL)
         left = state.clone()

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from delta_cases import ONE_TO_ONE, SHARED, TILED, drawn, error, inputs, runs_of, scan, state_of
-from delta_checks import check_against_a_scan, check_bits, check_lines, check_rows, whole
+from delta_checks import check_against_a_scan, check_bits, check_lines, check_passed, check_rows, whole
 
 from nanoinfer.common import exact
 from nanoinfer.kernels import reference
@@ -25,6 +25,7 @@ def test_bits_depend_on_a_runs_own_tokens_alone(heads, dtype):
     check_bits(reference, heads, dtype)
     check_rows(reference, heads, dtype)
     check_lines(reference, heads, dtype)
+    check_passed(reference, heads, dtype)
 
 
 def test_threads_change_no_bit():

@@ -18,14 +18,19 @@ from nanoinfer.kernels import fused
 
 
 def test_an_engine_with_the_kernels_answers_as_one_without_and_alone_as_in_a_crowd(path_of, monkeypatch):
-    """Prompts of a chunk and a cut one, one shorter, and one that arrives while the others decode, in small steps."""
-    path, prompts = path_of("qwen3_5", **SMALL), random_prompts(3, 3, 70)
-    options = dict(enforce_eager=True, max_num_batched_tokens=64, max_num_seqs=3)
+    """Prompts of a chunk and a cut one, shorter ones, and one that goes on from the state that a step has left behind
+    the first chunk, while the others decode."""
+    path, prompts = path_of("qwen3_5", **SMALL), random_prompts(1, 70, 70) + random_prompts(2, 3, 50, seed=1)
+    prompts.append(prompts[0][:64] + [5, 6])
+    options = dict(enforce_eager=True, max_num_batched_tokens=128, max_num_seqs=5)
 
     params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=2)
 
     def answers(some):
-        return run(make_engine(path, SimulatedRuntime(), **options), some, [params] * len(some))
+        engine = make_engine(path, SimulatedRuntime(), **options)
+        found = run(engine, some, [params] * len(some))
+        assert engine.kv_cache.prefixes.num_hit_tokens == 64 * (some is prompts)
+        return found
 
     plain, kernels = answers(prompts), []
     for name in ("gated_delta", "gated_norm", "causal_conv"):
@@ -37,4 +42,4 @@ def test_an_engine_with_the_kernels_answers_as_one_without_and_alone_as_in_a_cro
     assert [answers([prompt])[0] for prompt in prompts] == crowd
     drafting = make_engine(path, speculative_config=dict(method="suffix", num_speculative_tokens=2), **options)
     drafting.drafts.drafter = Guessing(Right(), [prompt + tokens for prompt, ((tokens, *_),) in zip(prompts, crowd)])
-    assert run(drafting, prompts, [params] * 3) == crowd and drafting.drafts.num_accepted > 0
+    assert run(drafting, prompts, [params] * 4) == crowd and drafting.drafts.num_accepted > 0

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from delta_cases import ONE_TO_ONE, SHARED, TILED, drawn, error, inputs, runs_of, scan, state_of
-from delta_checks import LENGTHS, check_against_a_scan, check_bits, check_lines, check_rows, whole
+from delta_checks import LENGTHS, check_against_a_scan, check_bits, check_lines, check_passed, check_rows, whole
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
@@ -80,6 +80,7 @@ def test_bits_depend_on_a_runs_own_tokens_alone(heads):
     check_bits(fused, heads, torch.float32, lengths=(1, 65), cuts=([128, 192, 200],))
     check_rows(fused, heads, torch.float32, num_rows=5)
     check_lines(fused, heads, torch.float32)
+    check_passed(fused, heads, torch.float32, steps=[(64, 193)])
 
 
 def test_pieces_of_any_size_have_the_same_bits(monkeypatch):
@@ -88,6 +89,8 @@ def test_pieces_of_any_size_have_the_same_bits(monkeypatch):
     for piece in (1, 3):
         monkeypatch.setattr(gated_delta, "PIECE", piece)
         assert all(torch.equal(*pair) for pair in zip(whole(fused, given, ONE_TO_ONE), wanted, strict=True))
+    monkeypatch.setattr(gated_delta, "PIECE", 1)
+    check_passed(fused, ONE_TO_ONE, torch.float32, steps=[(0, 130)])
 
 
 def test_decays_that_forget_all_or_nothing_are_those_of_the_reference():

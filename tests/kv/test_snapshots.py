@@ -1,4 +1,5 @@
-"""States of beginnings are kept on the host, found with their blocks, and change no bit; only their sequence waits."""
+"""States of beginnings are kept on the host, found with their blocks, and change no bit; nobody waits where a slot is
+spare, and else their sequence alone."""
 
 import random
 
@@ -6,6 +7,7 @@ import pytest
 import state_family
 from engines import BLOCK_BYTES, LAYER_BLOCK_BYTES, assert_pools_as_before, make_engine, outcome, random_prompts, run
 from guessing import Guessing
+from references import check_references
 from request_helpers import play_at_random
 from simulated import RaceError, SimulatedRuntime
 
@@ -16,7 +18,7 @@ from nanoinfer.kv.snapshots import StateKey
 UNIT = 64
 STATE_BYTES = 5 * BLOCK_BYTES // 2  # three blocks, of which the last is not full
 OFFLOAD = dict(enable_cpu_offload=True, num_ring_slots=2, ring_slot_bytes=2 * LAYER_BLOCK_BYTES)
-COMMON = dict(max_num_seqs=3, capture_num_tokens=[8, 24], max_model_len=352)
+COMMON = dict(max_num_seqs=3, capture_num_tokens=[8, 24], max_model_len=352, max_num_batched_tokens=200)
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
 
 
@@ -59,7 +61,34 @@ def kept(engine):
     }
 
 
-@pytest.mark.parametrize("arguments", [{}, OFFLOAD], ids=["resident", "offload"])
+def watched(engine):
+    """The chunks that an engine computes from now on."""
+    chunks, execute = [], engine.runner.execute
+    engine.runner.execute = lambda plan, *more: (chunks.extend(plan.chunks), execute(plan, *more))[1]
+    return chunks
+
+
+MODES = pytest.mark.parametrize("arguments", [{}, OFFLOAD], ids=["resident", "offload"])
+
+
+@MODES
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_a_second_turn_takes_one_step_where_a_slot_is_spare_and_the_third_goes_on_behind_it(
+    path, alone, arguments, num_slots
+):
+    engine = engine_of(path, max_num_batched_tokens=352, state_slots=num_slots, **arguments)
+    chunks, history, said = watched(engine), [], random_prompts(3, 300, 300, seed=6)
+    for turn, (length, num_found) in enumerate([(UNIT + 6, 0), (4 * UNIT + 5, UNIT), (5 * UNIT + 5, 4 * UNIT)]):
+        prompt, before = (history + said[turn])[:length], len(chunks)
+        assert (last := add(engine, prompt)) == (alone(prompt, GREEDY), num_found)
+        of_turn, end = [(one.begin, one.end) for one in chunks[before:]], length // UNIT * UNIT
+        assert of_turn == ([(num_found, length)] if num_slots > 1 else [(num_found, end), (end, length)])
+        history = prompt + last[0][0][0]
+    assert [end for chunk in chunks for end, _ in chunk.passed] == [UNIT, 4 * UNIT, 5 * UNIT] * (num_slots > 1)
+    assert_pools_as_before(engine)
+
+
+@MODES
 def test_turns_of_a_chat_go_on_from_the_end_of_the_turn_before(path, alone, arguments):
     engine, history, last = engine_of(path, **arguments), [], 0
     for turn, said in enumerate(random_prompts(6, 20, 75, seed=1)):
@@ -73,7 +102,7 @@ def test_turns_of_a_chat_go_on_from_the_end_of_the_turn_before(path, alone, argu
 
 
 @pytest.mark.parametrize("family", ["lfm2_moe", "qwen3_5", "qwen3_next"])
-@pytest.mark.parametrize("arguments", [{}, OFFLOAD], ids=["resident", "offload"])
+@MODES
 @pytest.mark.sampled("resident-lfm2_moe", "offload-lfm2_moe", "resident-qwen3_5", "offload-qwen3_next")
 def test_ten_turns_of_a_family_are_those_of_cold_chats(path_of, arguments, family):
     path = path_of(family)
@@ -111,25 +140,27 @@ def test_ends_of_messages_and_one_in_so_many_tokens_are_kept(path, monkeypatch):
     for place in (70, 330, 600, 630):  # the last three count, two of which lie in one unit
         prompt[place] = end_token
     request = engine.add_request("0", prompt, GREEDY)
-    engine.step()
-    (sequence,) = request.sequences
-    spaced, of_messages, of_prompt = range(128, 900, 128), (320, 576), (896,)
-    ends = sorted({*spaced, *of_messages, *of_prompt})
-    assert [sequence.num_computed, *sequence.snapshot_ends] == ends or sequence.snapshot_ends == ends[1:]
     while engine.has_work:
         engine.step()
-    assert len(kept(engine)) == len(ends)
+    spaced, of_messages, of_prompt = range(128, 900, 128), (320, 576), (896,)
+    ends = {*spaced, *of_messages, *of_prompt}
+    digests = request.sequences[0].digests  # of each block
+    assert kept(engine) == {digests[end // engine.kv_cache.tables.block_size - 1] for end in ends}
 
 
-def test_completions_of_one_prompt_compute_it_once(path, alone):
-    (prompt,), engine = random_prompts(1, 150, 150), engine_of(path)
+@pytest.mark.parametrize("max_num_seqs", [3, 5])  # with and without a slot to spare
+def test_completions_of_one_prompt_compute_it_once(path, alone, max_num_seqs):
+    (prompt,), engine = (
+        random_prompts(1, 150, 150),
+        engine_of(path, max_num_seqs=max_num_seqs, state_slots=max_num_seqs),
+    )
+    chunks = watched(engine)
     params = SamplingParams(temperature=1, seed=3, n=3, max_tokens=9, logprobs=1, ignore_eos=True)
-    chunks, execute = [], engine.runner.execute
-    engine.runner.execute = lambda plan, *more: (chunks.extend(plan.chunks), execute(plan, *more))[1]
     found, _ = add(engine, prompt, params)
     each = [SamplingParams(temperature=1, seed=3 + i, max_tokens=9, logprobs=1, ignore_eos=True) for i in range(3)]
     assert found == [alone(prompt, one)[0] for one in each]
     assert sum(chunk.end - chunk.begin for chunk in chunks) == 150 + 2 * (150 - 2 * UNIT)
+    assert any(chunk.passed for chunk in chunks) == (max_num_seqs > 3)
 
 
 def test_snapshots_take_no_more_than_their_share_and_those_found_last_stay(path, alone):
@@ -158,7 +189,7 @@ def test_without_host_memory_nothing_is_kept_and_nothing_fails(path, alone):
 
 def test_others_go_on_while_a_snapshot_is_made(path, alone):
     """Its copy takes as long as it likes: only the sequence waits whose next step would change the state."""
-    engine = engine_of(path, SimulatedRuntime(3))
+    engine = engine_of(path, SimulatedRuntime(3), state_slots=2)
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, logprobs=2)
     (short,), (long,) = random_prompts(1, 10, 10), random_prompts(1, 250, 250, seed=1)
     first = engine.add_request("first", short, params)
@@ -173,6 +204,26 @@ def test_others_go_on_while_a_snapshot_is_made(path, alone):
     while engine.has_work:
         engine.step()
     assert (outcome(first), outcome(second)) == (alone(short, params), alone(long, GREEDY))
+    assert_pools_as_before(engine)
+
+
+def test_a_slot_that_is_copied_is_nobody_elses_and_steps_end_where_none_is_spare(path, alone):
+    engine, prompts = engine_of(path, SimulatedRuntime(3), max_num_seqs=2), random_prompts(2, 150, 150, seed=3)
+    have_run, engine.executor.has_run = engine.executor.has_run, lambda *_: False  # no copy has run, as far as is known
+    first = engine.add_request("first", prompts[0], GREEDY)
+    while not first.is_finished:  # it waits for nothing
+        engine.step()
+    assert engine.kv_cache.slots.num_free == 1
+    second = engine.add_request("second", prompts[1], GREEDY)
+    for _ in range(20):
+        engine.step()
+        assert check_references(engine) == 0
+    assert second.sequences[0].num_computed == 2 * UNIT and engine.stats()["state_slots_used"] == 1
+    engine.executor.has_run = have_run
+    while engine.has_work:
+        engine.step()
+    assert [outcome(first), outcome(second)] == [alone(prompt, GREEDY) for prompt in prompts]
+    assert [add(engine, prompt) for prompt in prompts] == [(alone(prompt, GREEDY), 2 * UNIT) for prompt in prompts]
     assert_pools_as_before(engine)
 
 
@@ -225,15 +276,16 @@ def draw_requests(generator, seed):
     return requests
 
 
-def draw_engine(generator, path, seed, runtime):
+def draw_engine(generator, path, seed, runtime, **arguments):
     is_tight, mode, rows = generator.random() < 0.4, generator.choice(["auto", True, False]), generator.randint(1, 4)
     tight = dict(enable_cpu_offload=False, max_num_seqs=6, state_slots=6, num_gpu_blocks_override=26)
+    num_tokens = generator.choice([70, 200, 330])
     drawn = dict(
         enable_cpu_offload=mode,
         max_num_seqs=rows,
-        max_num_batched_tokens=generator.choice([64, 100, 200]),
+        max_num_batched_tokens=num_tokens,
         state_slots=generator.choice([None, 1, 2]),
-        capture_num_tokens=generator.choice([[], [8, 24]]),
+        capture_num_tokens=generator.choice([[], [8, num_tokens]]),
         num_gpu_blocks_override=generator.choice([26, 27, 29, 50]),
         host_memory_limit=generator.choice([30, 60, 200]) * BLOCK_BYTES,
         ring_slot_bytes=generator.choice([1, 2, 3]) * LAYER_BLOCK_BYTES,
@@ -241,18 +293,21 @@ def draw_engine(generator, path, seed, runtime):
         resident_kv_limit=generator.choice([None, 0, 9 * BLOCK_BYTES]),
     )
     drafts = dict(speculative_config=dict(method="suffix", num_speculative_tokens=4)) if seed % 2 else {}
-    return engine_of(path, runtime, **drafts | drawn | (tight if is_tight else {}))
+    return engine_of(path, runtime, **drafts | drawn | (tight if is_tight else {}) | arguments)
 
 
-def play_random(path, alone, seed, dropped_rule=None):
-    """Play a random workload; return how many tokens were found, how many sequences gave way, and how many
-    requests failed as the host had no room for what they would have given way. With odd seeds tokens are drafted."""
+def play_random(path, alone, seed, dropped_rule=None, **arguments):
+    """Play a random workload; return how many tokens were found, how many sequences gave way, how many requests failed
+    as the host had no room for what they would have given way, how many drafted tokens were right, and how many ends
+    steps passed. With odd seeds tokens are drafted."""
     generator = random.Random(seed)
     requests = draw_requests(generator, seed)
-    engine = draw_engine(generator, path, seed, SimulatedRuntime(generator.choice([None, seed, seed]), dropped_rule))
+    runtime = SimulatedRuntime(generator.choice([None, seed, seed]), dropped_rule)
+    engine = draw_engine(generator, path, seed, runtime, **arguments)
     if engine.drafts:
         answers = [(prompt, alone(prompt, one)[0][0]) for prompt, params in requests for one in completions(params)]
         engine.drafts.drafter = Guessing(random.Random(seed), [prompt + tokens for prompt, tokens in answers])
+    chunks = watched(engine)
     added, aborted = play_at_random(engine, requests, generator, comes=0.3, is_aborted=0.02, is_switched=0.03)
     num_failed, is_short = 0, not engine.config.may_offload and engine.plan.num_host_blocks < 100
     for number, (request, pair) in enumerate(zip(added, requests, strict=True)):
@@ -263,7 +318,9 @@ def play_random(path, alone, seed, dropped_rule=None):
             assert outcome(request) == wanted, f"seed {seed}, request {number}"
     assert_pools_as_before(engine)
     num_accepted = engine.drafts.num_accepted if engine.drafts else 0
-    return engine.kv_cache.prefixes.num_hit_tokens, engine.scheduler.num_preemptions, num_failed, num_accepted
+    num_passed = sum(len(chunk.passed) for chunk in chunks)
+    num_found, num_preempted = engine.kv_cache.prefixes.num_hit_tokens, engine.scheduler.num_preemptions
+    return num_found, num_preempted, num_failed, num_accepted, num_passed
 
 
 def completions(params):
@@ -281,17 +338,17 @@ SOME = {0: (0, 12, 24, 36), 3: (3, 15, 27)}  # without drafts, and with them
 def test_random_workloads_get_what_each_request_gets_alone(path, alone, group, fuzz):
     seeds = range(group, 1000, NUM_GROUPS) if fuzz else SOME[group]
     found = [play_random(path, alone, seed) for seed in seeds]
-    num_found, num_preempted, _, num_accepted = map(sum, zip(*found, strict=True))
-    assert num_found and num_preempted and bool(num_accepted) == group % 2
+    num_found, num_preempted, _, num_accepted, num_passed = map(sum, zip(*found, strict=True))
+    assert num_found and num_preempted and num_passed and bool(num_accepted) == group % 2
 
 
 def test_who_cannot_give_way_fails_alone_where_another_comes_in_its_place(path, alone):
-    assert play_random(path, alone, seed=142)[2]
+    assert play_random(path, alone, seed=34, host_memory_limit=20 * BLOCK_BYTES)[2]
 
 
 # A workload in which each shows: it is tried first.
 NOTICED_BY = {
-    "moved_blocks.reuse_after_store": 10,
+    "moved_blocks.reuse_after_store": 11,
     "moved_blocks.read_after_load": 2,
     "load.fill_after_store": 16,
     "load.fill_after_compute": 15,
@@ -308,3 +365,24 @@ def test_each_wait_removed_is_noticed(path, alone, rule):
         except (RaceError, AssertionError, IndexError, ValueError, OverflowError):
             return
     pytest.fail(f"200 workloads ran without {rule!r} and nothing went wrong")
+
+
+def found_again(path, alone, runtime):
+    """Have prompts computed in one step each, side by side, and again: of states only those are copied that steps left
+    behind ends that they passed."""
+    engine = engine_of(path, runtime, max_num_seqs=8, state_slots=8, max_num_batched_tokens=1024)
+    prompts = random_prompts(4, 70, 190, seed=8)
+    chunks, wanted = watched(engine), [alone(prompt, GREEDY) for prompt in prompts]
+    for _ in range(2):
+        assert run(engine, prompts, [GREEDY] * len(prompts)) == wanted
+    assert all(chunk.is_last for chunk in chunks) and any(chunk.passed for chunk in chunks)
+    assert engine.kv_cache.prefixes.num_hit_tokens > 4 * UNIT
+
+
+def test_each_wait_of_a_state_that_was_passed_is_noticed(path, alone):
+    for seed in range(3):
+        found_again(path, alone, SimulatedRuntime(seed))
+    for rule in ("write_through.after_kv_is_written", "moved_blocks.reuse_after_store"):
+        with pytest.raises((RaceError, AssertionError, IndexError, ValueError, OverflowError)):
+            for seed in range(20):
+                found_again(path, alone, SimulatedRuntime(seed, rule))

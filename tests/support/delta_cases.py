@@ -48,14 +48,16 @@ def inputs(num_tokens: int, heads: DeltaHeads, dtype=torch.float32, seed=0, devi
 
 
 def runs_of(prompts, decoding=(), padding=0, num_slots=8, spare=0, device="cpu"):
-    """The runs of a step and how many rows are live: prompts' runs, (slot, length) each, then slots of decoding rows:
-    one each, or a list of them, of the row and of what is drafted behind it.
+    """The runs of a step and how many rows are live: prompts' runs, (slot, length) each, or with a dict of ends that
+    are passed and the slot for each; then slots of decoding rows: one each, or a list of them, of the row and of what
+    is drafted behind it.
 
     spare: entries of the lists that name nothing, as a captured graph has them.
     """
     columns, chunks, begin = [], [], 0
-    for slot, length in prompts:
-        columns += [(slot, begin, begin + length)] * length
+    for slot, length, *passed in prompts:
+        slots = {end - 1: one for ends in passed for end, one in ends.items()}
+        columns += [(slots.get(token, slot), begin, begin + length) for token in range(length)]
         chunks += range(begin, begin + length, CHUNK)
         begin += length
     end = begin

@@ -70,6 +70,36 @@ def check_bits(operations, heads, dtype, device="cpu", lengths=LENGTHS, cuts=CUT
         assert torch.equal(outs, wanted[0][:length])
 
 
+def check_passed(operations, heads, dtype, device="cpu", steps=((0, 200), (64, 193), (128, 256))):
+    """Ends that a step passes, all within it or the last, beside other runs: the state behind each is left in its slot,
+    and nothing else has other bits. steps: tokens of a sequence, of which those before are computed before."""
+    given, others = (inputs(256, heads, dtype, seed=seed, device=device) for seed in (0, 5))
+    for begin, end in steps:
+        fresh = state_of(heads, 12, device=device)
+        if begin:
+            fresh[3] = whole(operations, given.rows(slice(0, begin)), heads, state=fresh.clone())[1]
+        length, inside = end - begin, range(64, end - begin, 64)
+        behind = {
+            place: whole(operations, given.rows(slice(begin, begin + place)), heads, state=fresh.clone())[1]
+            for place in inside
+        }
+        # Behind another prompt, with an end of its own, before a decoding row with a drafted token, and padding.
+        step = [torch.cat(pair) for pair in zip(others.rows(slice(0, 66))[:3], given.rows(slice(begin, end))[:3])]
+        step = [torch.cat(pair) for pair in zip(step, others.rows(slice(66, 68), 2)[:3], strict=True)]
+        found = []
+        for places in ([], inside, inside[-1:]):
+            state, slots = fresh.clone(), {place: 5 + number for number, place in enumerate(places)}
+            how = runs_of([(4, 66, {64: 9}), (3, length, slots)], [[1, 2]], 2, 12, spare=2, device=device)
+            found.append((operations.gated_delta(*step, *given[3:], state, *how, heads)[:-2], state))
+            for place, slot in slots.items():
+                assert torch.equal(state[slot], behind[place])
+            left = [slot for slot in range(11) if slot not in slots.values()]
+            assert torch.equal(found[0][0], found[-1][0]) and torch.equal(found[0][1][left], state[left])
+        wanted = whole(operations, given.rows(slice(begin, end)), heads, state=fresh.clone())
+        assert torch.equal(found[0][0][66 : 66 + length], wanted[0]) and torch.equal(state[3], wanted[1])
+        assert not torch.equal(state[9], fresh[9])
+
+
 def check_rows(operations, heads, dtype, device="cpu", num_rows=9):
     """Decoding rows beside each other, some of them no rows, each as if it were alone."""
     given, state = inputs(num_rows, heads, dtype, device=device), state_of(heads, 2 * num_rows, device=device)

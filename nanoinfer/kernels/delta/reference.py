@@ -36,7 +36,7 @@ def gated_delta(
         q_chunk, k_chunk, *others = (_of_heads(one[rows]) for one in (q, k, v, *gates))
         made, left = _chunk(query(q_chunk), normed(k_chunk), *others, state[slot])
         out[rows] = made[:, : rows.stop - begin].transpose(0, 1).to(out.dtype)
-        state[slot] = left
+        state[slot] = state[int(runs.slots[rows.stop - 1])] = left
     rows = runs.rows[(runs.rows >= 0) & (runs.rows < num_live)].long()
     rows = rows[runs.begins[rows] == rows]
     before = state[runs.slots[rows].long()]

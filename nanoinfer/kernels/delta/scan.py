@@ -46,8 +46,9 @@ def delta_scan_kernel(
     end = tl.load(ends + begin)
     key, value, order = tl.arange(0, BLOCK_K), tile * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, CHUNK)
     has_key, has_value = key < KEY_SIZE, value < VALUE_SIZE
-    place = state + tl.load(slots + begin).to(tl.int64) * state_stride + head * KEY_SIZE * VALUE_SIZE
-    place += key[:, None] * VALUE_SIZE + value[None, :]
+    own_slot = tl.load(slots + begin)
+    state += head * KEY_SIZE * VALUE_SIZE
+    place = state + own_slot.to(tl.int64) * state_stride + key[:, None] * VALUE_SIZE + value[None, :]
     now = tl.load(place, mask=has_key[:, None] & has_value[None, :], other=0.0)
     key_head = key_head_of(head, KEY_HEADS, VALUE_HEADS, IS_TILED)
     # Places within a chunk, and pointers to its begin: that many pointers would fill the registers.
@@ -59,6 +60,7 @@ def delta_scan_kernel(
     for number in range(min((end - begin + CHUNK - 1) // CHUNK, num_chunks - first)):
         token = begin + number * CHUNK
         is_live = (token + order < end)[:, None]
+        slot = tl.load(slots + min(token + CHUNK, end) - 1)
         here = mixed + token.to(tl.int64) * mixed_stride
         inside, has_out = is_live & has_key[None, :], is_live & has_value[None, :]
         q = tl.load(here + at_key, mask=inside, other=0.0)
@@ -91,5 +93,8 @@ def delta_scan_kernel(
         # The sum is rounded as others are; matrix units, adding to it, would cut it off.
         one, two, three = parts_of(written * tl.load(at_factor + 2 * CHUNK)[:, None])
         now = now * tl.load(factors + (index * 5 + 4) * CHUNK - 1) + product(k.T, one, two, three, WIDENS)
+        if slot != own_slot:  # what is behind this chunk is kept, too
+            target = state + slot.to(tl.int64) * state_stride + key[:, None] * VALUE_SIZE + value[None, :]
+            tl.store(target, now, mask=has_key[:, None] & has_value[None, :])
     tl.debug_barrier()  # a late thread may not have read what another one writes
     tl.store(place, now, mask=has_key[:, None] & has_value[None, :])

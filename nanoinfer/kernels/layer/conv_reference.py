@@ -44,8 +44,10 @@ def _convolved(
     total = inputs.new_zeros((), dtype=torch.float32) if bias is None else bias.float()
     for tap, factor in enumerate(weight.to(wide).unbind(1)):
         total = (at(index - num_before + tap).to(wide) * factor + total.to(wide)).float()
-    # Of tokens with one slot the last alone writes; the others write to the last slot, which is padding's.
-    is_last = ((index == ends - 1) | (slots != slots.roll(-1))) & (index < num_live)
+    # A run's own slot gets what its last token leaves, or, if that names another one, its first token. Others name
+    # slots that no other token does. Who is not to write writes to the last slot, which is padding's.
+    returns = slots[(ends - 1).clamp(0, len(inputs) - 1)] == firsts
+    is_last = ((slots != firsts) | (index == torch.where(returns, ends - 1, begins))) & (index < num_live)
     kept = torch.stack([at(index + 1 - num_before + place) for place in range(num_before)], dim=1)
     state.index_copy_(0, slots.where(is_last, len(state) - 1), kept)
     return total.to(inputs.dtype)

@@ -107,7 +107,7 @@ def short_conv_kernel(
     if index >= begin + TAPS - 1:  # its taps reach tokens of this step alone
         convolved(x, stride, weight, bias, own_state, out, index, begin, column, inside, SIZE, TAPS, GATED)
         slot = tl.load(slots + index)
-        if slot != own_slot:  # a drafted token's
+        if slot != own_slot:  # what is behind this token is kept, too
             target = state + slot.to(tl.int64) * state_stride
             keep_inputs(x, stride, own_state, target, index + 1, begin, column, inside, SIZE, TAPS, GATED)
         return
@@ -142,7 +142,7 @@ def short_conv(
         projected: [N, 3 * size], B, C and z.
         weight, bias: [size, taps] and [size], in the same dtype; the last tap is the token's own.
         state: [slots, taps - 1, size], the inputs before each run, the newest last; changed in place.
-        runs: as in `StateRuns`; of rows with drafted tokens each slot gets the inputs up to its own token.
+        runs: as in `StateRuns`; each slot gets the inputs up to the last token of the run that names it.
         num_live: [1] int32: rows from this number on are left as they are.
 
     Returns:

@@ -19,9 +19,10 @@ class StateRuns(NamedTuple):
     one token, which is in no chunk, or of several, where tokens are drafted behind it. All are int32 on the device.
 
     Attributes:
-        slots: [N], where the state behind the token is kept: of prompts that of the sequence, which the last token of
-            the run leaves; of decoding rows a slot for each. The state before a run lies in the slot of its first
-            token. Padding names the last slot, whose content does not matter.
+        slots: [N], where the state behind the token is kept, if no later one of its run names the same slot: of
+            prompts that of the sequence, but for some tokens that end a chunk, not the run, which have slots of their
+            own; of decoding rows a slot for each. The state before a run lies in the slot of its first token. Padding
+            names the last slot, whose content does not matter.
         begins, ends: [N], index in the step of the run's first token, and of the one behind its last; of padding
             anything.
         chunks: [n] first tokens of chunks, those of a run in ascending order, and -1, which is none, behind them.
