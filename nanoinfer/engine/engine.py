@@ -245,7 +245,7 @@ class LLMEngine:
             plan = self.planner.begin_step(batch)
             of_members, streamed_bytes = self.executor.execute(plan, timeline)
             launched = LaunchedStep(batch, plan.number, begin, streamed_bytes, timeline)
-            if not (self.samples_late or any(sequence.needs_mask for sequence in batch.sampled)):
+            if not (self.samples_late or self.masks.are_wanted(batch.sampled)):
                 self._sample(launched)
             self.planner.end_step(batch, plan)
             self.scheduler.keep_snapshots(batch)

@@ -37,6 +37,11 @@ class MaskMaker:
         self._executor: Any = None
         self._aside: ThreadPoolExecutor | None = None
 
+    def are_wanted(self, sequences: Iterable[Sequence]) -> bool:
+        """Whether a mask is to be made for one of these before it samples."""
+        # With many rows a call for each would count.
+        return any((one.matcher is not None or one.thinking is not None) and one.needs_mask for one in sequences)
+
     def make(self, sequences: list[Sequence]) -> tuple[np.ndarray | None, list[tuple[Sequence, Exception]]]:
         """Return the masks of the sequences that need one and have not ended, whose tokens were all read.
 
