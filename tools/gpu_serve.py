@@ -1,0 +1,190 @@
+"""Cases of `make gpu-bench` with what a user waits for: a server that was started without options, whose experts come
+one by one, and the next turn of a long chat with layers that keep states."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from gpu_common import Bench
+
+import nanoinfer
+from nanoinfer import SamplingParams
+from nanoinfer.measure.report import table
+from nanoinfer.measure.run import random_prompts, release
+from nanoinfer.memory.floors import bytes_read_per_step, measure_floors, sparse_layers_seconds
+from nanoinfer.memory.setup import Specs
+from nanoinfer.memory.streamed import missed_bytes
+from nanoinfer.models.shapes import SHAPES, write_shape
+from nanoinfer.weights.load import read_checkpoint
+
+ROOT = Path(__file__).resolve().parent.parent
+START_SECONDS = 150
+PROMPT, ANSWER = 3840, 257
+HISTORY, TURN = 24_800, 400
+SERVED = (
+    ("gpt-oss-20b", "11GiB", {}), ("qwen3-30b-a3b", "8GiB", dict(quantization="int4")),
+    ("qwen3-30b-a3b", "11GiB", dict(quantization="int4")), ("gpt-oss-120b", "22GiB", {}),
+)  # fmt: skip
+COLUMNS = {
+    "case": "{case}",
+    "slots": "{num_expert_slots}",
+    "hits": "{expert_hit_rate:.0%}",
+    "ms a token": "{seconds_per_token!m:,.2f}",
+    "forecast": "{forecast_seconds!m:,.2f}",
+    "as if all were chosen alike": "{worst_seconds!m:,.2f}",
+    "x forecast": "{ratio_to_forecast:.3f}",
+    "turn, ms": "{turn_seconds!m:,.1f}",
+    "cold, ms": "{cold_seconds!m:,.1f}",
+    "snapshot, ms": "{snapshot_seconds!m:,.2f}",
+    "cached": "{num_cached_tokens:,}",
+    "steps": "{num_steps}",
+    "x cold": "{ratio_to_cold:.3f}",
+}
+
+
+def served(bench: Bench) -> dict:
+    """One client's gaps between tokens, from `nanoinfer serve` with a memory limit alone, beside the forecast at the
+    share of experts that was found in slots."""
+    result = {}
+    for shape, limit, options in SERVED if bench.is_cuda else [("tiny-sparse", "1GiB", dict(expert_slots=8))]:
+        with tempfile.TemporaryDirectory() as directory:
+            write_shape(shape, directory)
+            result[f"{shape}, {limit}"] = _served(bench, directory, limit, options, SHAPES[shape]["vocab_size"])
+    return result
+
+
+def turns(bench: Bench) -> dict:
+    """The second turn of a chat of 25k tokens: to its first token, beside a cold prompt of what was not found and a
+    snapshot's way over the link. Medians of three, behind two that have memory pinned."""
+    result, link = {}, measure_floors(bench.device).link
+    shapes = ("lfm2-24b-a2b", "qwen3.5-9b", "qwen3.6-27b") if bench.is_cuda else (bench.small,)
+    for shape in shapes:
+        history, limits = bench.tokens(HISTORY), dict(gpu_memory_limit=bench.limit(60))
+        options = (
+            {} if not bench.is_cuda or shape == "qwen3.5-9b" else dict(quantization="int4", head_quantization="int8")
+        )
+        limits |= dict(host_memory_limit="24GiB") if bench.is_cuda else {}
+        # A state behind an end that a step passes lies in a slot that no sequence has.
+        sizes = dict(
+            max_model_len=history + 2000, max_num_seqs=2, cuda_graph_batch_sizes=[1], enable_prefix_caching=True
+        )
+        llm = bench.llm(shape, **sizes, **limits, **options)
+        rows = [_turn(llm, history, seed) for seed in range(5)][2:]
+        found = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+        found["snapshot_seconds"] = llm.engine.executor.spec.state_bytes / link
+        found["ratio_to_cold"] = found["turn_seconds"] / (found["cold_seconds"] + found["snapshot_seconds"])
+        result[f"{shape}, {history:,} tokens"] = found
+        release(llm)
+    return result
+
+
+CASES = {case.__name__: case for case in (served, turns)}
+
+
+def _turn(llm: nanoinfer.LLM, history: int, seed: int) -> dict:
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    first, new, other = random_prompts(llm.engine.vocab_size, [history, TURN, history], seed)
+
+    def ask(prompt: list[int]) -> tuple[object, int]:
+        before = llm.stats()["num_prefill_steps"]
+        (output,) = llm.generate([dict(prompt_token_ids=prompt)], params, use_tqdm=False)
+        return output, llm.stats()["num_prefill_steps"] - before
+
+    answer, _ = ask(first)
+    second = [*first, *answer.outputs[0].token_ids, *new]
+    turn, num_steps = ask(second)
+    cached = turn.metrics.num_cached_tokens
+    cold, _ = ask(other[: len(second) - cached])
+    return dict(
+        turn_seconds=turn.metrics.time_to_first_token, cold_seconds=cold.metrics.time_to_first_token,
+        num_cached_tokens=cached, num_steps=num_steps,
+    )  # fmt: skip
+
+
+def _served(bench: Bench, directory: str, limit: str, options: dict, vocab_size: int) -> dict:
+    floors = measure_floors(bench.device)
+    prompt, answer = bench.tokens(PROMPT), ANSWER if bench.is_cuda else 20
+    with _server(bench, directory, limit, options) as port:
+        _gaps(port, prompt, 24, vocab_size, 0)
+        before = _figures(port)
+        gaps = statistics.fmean(gap for seed in (1, 2) for gap in _gaps(port, prompt, answer, vocab_size, seed))
+        after = _figures(port)
+    hits, fetches = (after[name] - before[name] for name in ("expert_hits", "expert_fetches"))
+    plan = nanoinfer.plan(directory, gpu_memory_limit=limit, load_format="dummy", **options).memory
+    config = nanoinfer.EngineConfig(model=directory, load_format="dummy", **options)
+    spec = Specs(read_checkpoint(directory)).of(config)
+    computed = bytes_read_per_step(spec, [prompt + answer // 2]) / floors.device + sparse_layers_seconds(spec)
+    found = dict(num_expert_slots=after["num_expert_slots"], expert_hit_rate=hits / max(1, hits + fetches))
+    forecast = computed + missed_bytes(spec, plan, 1, found["expert_hit_rate"]) / floors.link
+    found |= dict(seconds_per_token=gaps, forecast_seconds=forecast, ratio_to_forecast=gaps / forecast)
+    return found | dict(worst_seconds=computed + missed_bytes(spec, plan, 1) / floors.link)
+
+
+@contextlib.contextmanager
+def _server(bench: Bench, directory: str, limit: str, options: dict) -> Iterator[int]:
+    """Start a server, yield its port, and end it."""
+    given = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    given += ["--gpu-memory-limit", limit] + (
+        [] if bench.is_cuda else ["--device", "cpu", "--host-memory-limit", "1GiB"]
+    )
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "nanoinfer.commands.main", "serve", directory, "--load-format", "dummy", "--port", "0",
+         "--skip-tokenizer-init", "--served-model-name", "model", *given],
+        stderr=subprocess.PIPE, text=True, env=os.environ | dict(PYTHONPATH=os.pathsep.join(paths)),
+    )  # fmt: skip
+    try:
+        lines, end = [], time.monotonic() + START_SECONDS
+        for line in process.stderr:
+            lines.append(line)
+            if found := re.search(r"serving on http://[^:]*:(\d+)", line):
+                break
+            if time.monotonic() > end:
+                raise TimeoutError("the server takes long to start")
+        else:
+            raise OSError("the server did not start:\n" + "".join(lines[-12:]))
+        yield int(found[1])
+    finally:
+        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=30)  # what it still writes would fill the pipe
+        process.kill()
+
+
+def _figures(port: int) -> dict:
+    time.sleep(1.2)  # they are published now and then
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("GET", "/engine")
+    (replica,) = json.loads(connection.getresponse().read())["replicas"]
+    return replica["facts"] | replica["figures"]
+
+
+def _gaps(port: int, prompt: int, answer: int, vocab_size: int, seed: int) -> list[float]:
+    """Return the seconds between the tokens of one answer, drawn at random, of a prompt of random tokens."""
+    generator = random.Random(seed)
+    body = dict(model="model", prompt=[generator.randrange(10, vocab_size - 10) for _ in range(prompt)], stream=True)
+    body |= dict(max_tokens=answer, ignore_eos=True, temperature=1.0, seed=seed)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    times = [time.perf_counter() for line in connection.getresponse() if line.startswith(b"data: {")]
+    return [after - before for before, after in zip(times, times[1:], strict=False)]
+
+
+def report(cases: dict) -> str:
+    """Return the rows of one or more cases as a table."""
+    rows = [{"case": name} | case for name, case in cases.items() if isinstance(case, dict)]
+    empty = dict.fromkeys(name for text in COLUMNS.values() for name in re.findall(r"\{(\w+)", text))
+    return table([empty | row for row in rows], COLUMNS.items())
