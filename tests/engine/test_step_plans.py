@@ -16,7 +16,7 @@ from nanoinfer.engine.planner import StepPlanner
 
 MODES = {
     "resident": dict(),
-    "preempted": dict(num_gpu_blocks_override=18),
+    "preempted": dict(num_gpu_blocks_override=19),
     "offload": dict(enable_cpu_offload=True, num_gpu_blocks_override=14, enable_prefix_caching=True),
     "auto": dict(enable_cpu_offload="auto", num_gpu_blocks_override=14),
     "mixed": dict(enable_cpu_offload=True, capture_num_tokens=[64], max_num_batched_tokens=80),

@@ -40,10 +40,10 @@ def saying(tokenizer, *texts: str) -> Iterator[None]:
     """Every request's completions say these texts, one each; the end token comes behind. "" says it at once."""
     scripts = [[*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in texts]
 
-    def take(request, sequence, token_id, logprobs, now, made, *rest):
+    def take(request, sequence, sampled, times):
         if not sequence.finish_reason:
-            token_id = scripts[sequence.index][sequence.num_generated]
-        return original(request, sequence, token_id, logprobs, now, made, *rest)
+            sampled = scripts[sequence.index][sequence.num_generated], *sampled[1:]
+        return original(request, sequence, sampled, times)
 
     original = Request.take
     with pytest.MonkeyPatch.context() as patch:

@@ -34,7 +34,7 @@ class AnswersByHeart:
         self.prompts: list[list[int]] = []
         self.meter = SimpleNamespace(snapshot=DecodeTimes, times=DecodeTimes())
         self.plan, self.config = SimpleNamespace(max_model_len=4096), SimpleNamespace(block_size=256)
-        self.live, self.has_work = SimpleNamespace(requests={}), False
+        self.live, self.has_work, self.drafts = SimpleNamespace(requests={}), False, None
         self._tokenizer, self._answers = tokenizer, answers
 
     @property
