@@ -52,17 +52,20 @@ def best_plan(planner: Planner) -> MemoryPlan:
 
 
 def _with_drafts(planner: Planner) -> Iterator[dict[str, Any]]:
-    """Yield the options of plans that are worth a try, the best ones first."""
-    config, drafts = planner.config, [planner.config.speculative_config]
-    if drafts == ["auto"]:
-        drafts = [dict(method="suffix", num_speculative_tokens=count) for count in UNASKED_DRAFTS]
+    """Yield the options of plans that are worth a try beside that without them, the best ones first."""
+    config = planner.config
+    if config.speculative_config is None:
+        return
     # In resident mode the KV cache would lose what the ring takes.
     is_open = config.enable_cpu_offload is True and config.num_ring_slots is None and config.ring_slot_bytes is None
     fits = not planner.device.is_host and planner.spec.layout.part_bytes <= DEEP_RING["ring_slot_bytes"]
-    rings = [DEEP_RING, {}] if is_open and fits else [{}]
-    for one in drafts:
-        if one is not None:
-            yield from (dict(speculative_config=one, **ring) for ring in rings)
+    rings = [DEEP_RING] if is_open and fits else []
+    if config.speculative_config != "auto":
+        yield from rings
+        return
+    for count in UNASKED_DRAFTS:
+        drafts = dict(speculative_config=dict(method="suffix", num_speculative_tokens=count))
+        yield from (drafts | ring for ring in (*rings, {}))
 
 
 def _is_as_fast(measure: Measure, found: MemoryPlan, plan: MemoryPlan) -> bool:
