@@ -1,5 +1,5 @@
 """Cases of `make gpu-bench` with what a user waits for: a server that was started without options, whose experts come
-one by one, and the next turn of a long chat with layers that keep states."""
+one by one, the next turn of a long chat with layers that keep states, and a step by its drafted tokens."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 150
 PROMPT, ANSWER = 3840, 257
 HISTORY, TURN = 24_800, 400
+DRAFTED, DRAFTED_PROMPT, DRAFTED_ANSWER = (1, 2, 4, 8), 1024, 433
 SERVED = (
     ("gpt-oss-20b", "11GiB", {}), ("qwen3-30b-a3b", "8GiB", dict(quantization="int4")),
     ("qwen3-30b-a3b", "11GiB", dict(quantization="int4")), ("gpt-oss-120b", "22GiB", {}),
@@ -52,6 +53,9 @@ COLUMNS = {
     "cached": "{num_cached_tokens:,}",
     "steps": "{num_steps}",
     "x cold": "{ratio_to_cold:.3f}",
+    "step, ms": "{step_seconds!m:,.3f}",
+    "x without": "{ratio_to_none:.3f}",
+    "ms more a draft": "{seconds_per_draft!m:,.3f}",
 }
 
 
@@ -91,7 +95,48 @@ def turns(bench: Bench) -> dict:
     return result
 
 
-CASES = {case.__name__: case for case in (served, turns)}
+def drafted(bench: Bench) -> dict:
+    """A step of one sequence by the tokens that are drafted in it, all of them right, beside one without: layers with
+    states compute a sequence's tokens one by one, others at once. Medians of three."""
+    result = {}
+    int4 = dict(quantization="int4", head_quantization="int8")
+    shapes = {"qwen3-8b": {}, "qwen3.5-9b": {}, "qwen3.6-27b": int4, "qwen3.6-35b-a3b": int4}
+    for shape, options in shapes.items() if bench.is_cuda else [(bench.small, {})]:
+        drafts = dict(method="suffix", num_speculative_tokens=max(DRAFTED))
+        sizes = dict(max_model_len=bench.tokens(DRAFTED_PROMPT) + 600, max_num_seqs=1, capture_num_tokens=[])
+        llm = bench.llm(shape, gpu_memory_limit=bench.limit(60), speculative_config=drafts, **sizes, **options)
+        (prompt,) = random_prompts(llm.engine.vocab_size, [bench.tokens(DRAFTED_PROMPT)], 0)
+        text, plain = prompt, 0.0
+        for count in (0, *DRAFTED):
+            _drafted_step(llm, prompt, text, count)  # compiles
+            steps, texts = zip(*(_drafted_step(llm, prompt, text, count) for _ in range(3)), strict=True)
+            step = statistics.median(steps)
+            if not count:
+                text, plain = texts[0], step
+            found = dict(step_seconds=step, ratio_to_none=step / plain, is_same_text=all(text == one for one in texts))
+            found |= dict(seconds_per_draft=(step - plain) / count) if count else {}
+            result[f"{shape}, {count} drafted"] = found
+        release(llm)
+    return result
+
+
+CASES = {case.__name__: case for case in (served, turns, drafted)}
+
+
+def _drafted_step(llm: nanoinfer.LLM, prompt: list[int], text: list[int], count: int) -> tuple[float, list[int]]:
+    """Return the seconds of a step, and prompt and answer, where drafts are what `text` goes on with."""
+
+    def propose(_: int, token_ids: list[int], most: int) -> list[int]:
+        return text[len(token_ids) :][: min(most, count)]
+
+    llm.engine.drafts.drafter.propose = propose
+    params = SamplingParams(temperature=0, max_tokens=DRAFTED_ANSWER, ignore_eos=True)
+    before = llm.stats()["num_decode_steps"]
+    (output,) = llm.generate([dict(prompt_token_ids=prompt)], params, use_tqdm=False)
+    num_steps = llm.stats()["num_decode_steps"] - before
+    return output.metrics.time_per_output_token * (DRAFTED_ANSWER - 1) / num_steps, [
+        *prompt, *output.outputs[0].token_ids
+    ]  # fmt: skip
 
 
 def _turn(llm: nanoinfer.LLM, history: int, seed: int) -> dict:
