@@ -18,8 +18,9 @@ from nanoinfer.layers.norm import Exchange, OwnPart, RMSNorm, add_and_norm
 class SparseMLP(nn.Module):
     """The sum of a row's experts, weighted by a router, and of a shared expert, if there is one.
 
-    `gate` is the router, [num_experts, hidden_size], and `shared_gate` a row of weights, both wide in every format;
-    `factors`, [num_experts], are those of the experts' weights.
+    `gate` is the router, [num_experts, hidden_size], and behind it, where a gate is before the shared expert, the row
+    of this one, `shared_gate`: both wide in every format, and one product. `factors`, [num_experts], are those of the
+    experts' weights.
     """
 
     wide_projections = ("gate", "shared_gate")
@@ -45,7 +46,11 @@ class SparseMLP(nn.Module):
         self.is_part = not shard.is_whole
         routing, options = sparse.routing, dict(dtype=dtype, device=device)
         self.routing, self.has_wide_logits = routing, sparse.has_wide_logits
-        self.gate = Linear(hidden_size, routing.num_experts, bias=sparse.router_bias, **options)
+        rows = {"gate": routing.num_experts}
+        if sparse.shared_gate and sparse.shared_size:
+            rows["shared_gate"] = 1
+        row_sizes = tuple(rows.values()) if len(rows) > 1 else ()
+        self.gate = Linear(hidden_size, rows, bias=sparse.router_bias, row_sizes=row_sizes, **options)
         self.choice_bias = None
         if sparse.choice_bias:
             bias = torch.empty(routing.num_experts, dtype=torch.float32, device=device)
@@ -61,7 +66,6 @@ class SparseMLP(nn.Module):
         self.shared_experts = None
         if sparse.shared_size:
             self.shared_experts = Experts(hidden_size, sparse, activation, is_shared=True, **of_experts)
-        self.shared_gate = Linear(hidden_size, 1, **options) if sparse.shared_gate and sparse.shared_size else None
 
     def add(
         self, x: Tensor, normed: Tensor, norm: RMSNorm | None, num_live: Tensor, behind: RMSNorm | None = None
@@ -73,16 +77,17 @@ class SparseMLP(nn.Module):
         return add_and_norm(x, self.sums(normed, self.logits(normed), num_live), norm, behind)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Compute what experts are chosen by: [N, hidden_size] -> [N, num_experts]."""
+        """Compute what experts are chosen by, and the shared one's gate, if it has one: [N, hidden_size] -> [N,
+        num_experts] or one column more."""
         return self.experts.operations.wide_linear(x, self.gate.weight) if self.has_wide_logits else self.gate(x)
 
     def sums(self, normed: Tensor, logits: Tensor, num_live: Tensor) -> Tensor | OwnPart:
-        """Compute the two sums of each row, [2, N, hidden_size] float32; of a rank its own one. logits: [N,
-        num_experts]."""
+        """Compute the two sums of each row, [2, N, hidden_size] float32; of a rank its own one. logits: as of
+        `logits`."""
         choose = self.experts.operations.choose_experts
         ids, weights = choose(logits, self.routing, self.choice_bias, num_live, normed.dtype, self.factors)
         shared = None if self.shared_experts is None else self.shared_experts.as_shared(normed)
-        gate = None if self.shared_gate is None else self.shared_gate(normed)
+        gate = logits[:, self.routing.num_experts :] if "shared_gate" in self.gate.merged else None
         if not self.is_part:
             return self.experts(normed, ids, weights, self.routing.first_half, shared, gate)
         own = self.experts(normed, ids, weights, self.experts.num_experts, shared, gate)[0]

@@ -63,6 +63,8 @@ def computed_in_halves(engine: LLMEngine) -> Iterator[Counter]:
         operations = module.operations
         if not module.row_sizes or (activation is not None and not operations.has_activation(activation, x)):
             return wanted  # without an activation it comes here again
+        if "gate" in (module.merged or {}):
+            return wanted  # routers are whole
         weight, found = matrix_of(module, x), None
         for rows in rows_of_halves(module, blocks.get(module)):
             own = torch.cat([torch.arange(one.start, one.stop) for one in rows]).to(x.device)

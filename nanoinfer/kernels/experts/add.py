@@ -18,7 +18,8 @@ def add_experts_kernel(
     weights,  # [N, CHOSEN] float32
     table,  # [EXPERTS]
     shared,  # [2, N, SIZE] float32, added last; None: none
-    shared_gate,  # [N, 1], whose sigmoid `shared` is multiplied by; None: it is added as it is
+    shared_gate,  # [N], whose sigmoid `shared` is multiplied by; None: it is added as it is
+    gate_stride,  # from one row's to the next
     out,  # [2, N, SIZE] float32
     experts_read,  # [1] int64, more by how many experts a single row has here; None: not counted
     first_column,  # of out, that column 0 of `products` belongs to
@@ -57,7 +58,7 @@ def add_experts_kernel(
         of_first = tl.load(shared + at, mask=inside, other=0.0)
         of_second = tl.load(shared + other + at, mask=inside, other=0.0)
         if shared_gate is not None:
-            gate = tl.sigmoid(tl.load(shared_gate + row).to(tl.float32))
+            gate = tl.sigmoid(tl.load(shared_gate + row * gate_stride).to(tl.float32))
             gate = gate.to(shared_gate.dtype.element_ty).to(tl.float32)
             of_first *= gate
             of_second *= gate
@@ -86,7 +87,8 @@ def add_experts(
     (num_rows, num_chosen), width = ids.shape, products.shape[1]
     tile = min(1024, next_power_of_2(width))
     add_experts_kernel[(num_rows, triton.cdiv(width, tile))](  # only the first size may exceed 65,535
-        products, ids, weights, table, shared, shared_gate, out, experts_read, first_column, width, SIZE=out.shape[-1],
+        products, ids, weights, table, shared, shared_gate, 0 if shared_gate is None else shared_gate.stride(0), out,
+        experts_read, first_column, width, SIZE=out.shape[-1],
         CHOSEN=num_chosen, CHOSEN_TILE=next_power_of_2(num_chosen), FIRST_HALF=first_half, TILE=tile,
         num_warps=max(1, tile // 256),
         **launch_options(products, fuses=False),

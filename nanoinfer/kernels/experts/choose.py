@@ -23,7 +23,7 @@ def best(key, expert, is_open):
 
 @triton.jit
 def choose_experts_kernel(
-    logits,  # [N, EXPERTS]
+    logits,  # [N, WIDTH], of which those of experts are the first
     bias,  # [EXPERTS] float32, counts for the choice alone; None: none
     num_live,  # [1] int32
     ids,  # [N, CHOSEN] int32
@@ -32,6 +32,7 @@ def choose_experts_kernel(
     factors,  # [EXPERTS] in that dtype, on the weight of each expert; None: none
     factor,
     least,
+    WIDTH: tl.constexpr,
     EXPERTS: tl.constexpr,
     CHOSEN: tl.constexpr,
     SCORES: tl.constexpr,  # 0: softmax, 1: sigmoid, 2: softmax of the chosen ones
@@ -57,7 +58,7 @@ def choose_experts_kernel(
         tl.store(ids + own, -1, mask=turn < CHOSEN)
         tl.store(weights + own, 0.0, mask=turn < CHOSEN)
         return
-    value = tl.load(logits + row.to(tl.int64) * EXPERTS + expert, mask=inside, other=float("-inf")).to(tl.float32)
+    value = tl.load(logits + row.to(tl.int64) * WIDTH + expert, mask=inside, other=float("-inf")).to(tl.float32)
     key = value
     score = value
     if SCORES == 0:
@@ -134,7 +135,7 @@ def choose_experts(
     """Choose the experts of each row. A NaN in a row changes what this row alone gets, and its experts exist.
 
     Args:
-        logits: [N, num_experts], in the model's dtype or float32.
+        logits: [N, num_experts], in the model's dtype or float32; columns behind these are not read.
         bias: [num_experts] float32, which with "sigmoid" counts for the choice and not for the weight.
         num_live: [1] int32: rows from this number on choose nothing.
         dtype: the model's.
@@ -152,7 +153,7 @@ def choose_experts(
         choose_experts_kernel[(num_rows,)](
             logits, bias, num_live, ids, weights, torch.empty(0, dtype=dtype, device=logits.device), factors,
             routing.factor, routing.least,
-            EXPERTS=routing.num_experts, CHOSEN=routing.num_chosen,
+            WIDTH=logits.shape[1], EXPERTS=routing.num_experts, CHOSEN=routing.num_chosen,
             SCORES={SOFTMAX: 0, SIGMOID: 1}.get(routing.scores, 2), NORMED=routing.is_normed,
             ROUNDED=routing.is_rounded, ROUNDS_SCORES=routing.rounds_scores,
             GROUPS=routing.num_groups, CHOSEN_GROUPS=routing.num_chosen_groups,

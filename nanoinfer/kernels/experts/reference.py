@@ -21,7 +21,7 @@ def choose_experts(
     factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Choose the experts of each row, as `choose.choose_experts` says."""
-    value = logits.float()
+    value = logits[:, : routing.num_experts].float().contiguous()
     score = key = value
     if routing.scores == SOFTMAX:
         score = value.softmax(-1)
