@@ -56,15 +56,19 @@ class Activations:
             some = torch.ones(16, 16, dtype=model.spec.dtype, device=device.torch_device)
             torch.nn.functional.linear(some, some)
             checks = check_products(model, plan.max_num_batched_tokens)
-        held = device.held_bytes() - self.memory_before  # weights, ring and workspace
+            # What the plan counts elsewhere, and what does not come out of the activations' segment.
+            block, states = self._block(), States(model.spec, 1, device.torch_device)
+        beside = block.nbytes + states.pool.nbytes
+        held = device.held_bytes() - self.memory_before - beside  # weights, ring and workspace
         self.reserve()
         device.forget_peak()
         what = "compiling kernels, measuring memory"
         with tqdm(total=1, desc=what, delay=2, disable=not progress_bar) as bar, compute.current():
-            self._run_prefill(padded_rows(plan.max_num_batched_tokens))
+            self._run_prefill(padded_rows(plan.max_num_batched_tokens), block, states)
             device.synchronize()
             bar.update()
-        peak = self.peak_bytes()
+        peak = self.peak_bytes() - beside
+        del block, states
         device.held_bytes()  # gives back the segment, and what came beside it
         # The plan's fixed bytes count buffers and graphs, too, which are allocated later.
         over = peak - (plan.fixed_bytes - plan.workspace_bytes - plan.graph_bytes)
@@ -84,7 +88,9 @@ class Activations:
         """Run prefill steps that together use all kernels of larger steps, and the products that are checked."""
         most = self.resources.memory_plan.max_num_batched_tokens
         for tokens in sorted({min(count, most) for count in (128, MAX_ROWS)}):
-            self._run_prefill(tokens)
+            self._run_prefill(
+                tokens, self._block(), States(self.resources.model.spec, 1, self.resources.runtime.device)
+            )
         if most > MAX_ROWS:
             run_ours(self.resources.model)
 
@@ -97,15 +103,19 @@ class Activations:
             size = self.resources.memory_plan.activation_bytes
             torch.empty(size, dtype=torch.uint8, device=self.resources.runtime.device)
 
-    def _run_prefill(self, tokens: int) -> None:
-        """Run a piece of each kind of a prefill step, and its head, on a pool of one block that all tokens share."""
+    def _block(self) -> torch.Tensor:
+        """A block of all layers, as the pool has many."""
+        shape = self.resources.layout.pool_shape(1)[1:]
+        return torch.zeros(shape, dtype=torch.uint8, device=self.resources.runtime.device)
+
+    def _run_prefill(self, tokens: int, block: torch.Tensor, states: States) -> None:
+        """Run a piece of each kind of a prefill step, and its head: all tokens share a block, and one state."""
         resources, model, plan = self.resources, self.resources.model, self.resources.memory_plan
         device, spec, layout = resources.runtime.device, model.spec, resources.layout
         resources.landing_buffers.clear()
-        memory = torch.zeros(layout.pool_shape(1)[1:], dtype=torch.uint8, device=device)
-        by_shape = [shape.part.view(memory) for shape in spec.attentions]
+        by_shape = [shape.part.view(block) for shape in spec.attentions]
         of_groups = [[by_shape[group.shape]] * layout.num_places for group in spec.kv_groups]
-        pieces = Pieces(model, DeviceState(of_groups, States(spec, 1, device).of_layer))
+        pieces = Pieces(model, DeviceState(of_groups, states.of_layer))
         numbers = torch.arange(tokens, device=device)
         slots = torch.stack([numbers % group.block_size for group in spec.kv_groups])
         inputs = torch.zeros_like(numbers), numbers % plan.max_model_len, slots

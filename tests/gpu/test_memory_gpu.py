@@ -34,10 +34,18 @@ def test_a_prefill_step_takes_what_is_planned(shape, quantization, tmp_path):
     if "layer_types" in config:
         config["layer_types"] = config["layer_types"][:4]
     path.write_text(json.dumps(config))
+    check_plan(tmp_path, "8GiB", quantization)
+
+
+def test_states_of_all_layers_are_no_part_of_what_a_step_takes(tmp_path):
+    check_plan(write_shape("qwen3.6-27b", tmp_path), "32GiB", "int4")
+
+
+def check_plan(path, limit, quantization):
     arguments = dict(load_format="dummy", skip_tokenizer_init=True, progress_bar=False, quantization=quantization)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="memory use is .* above the plan")
-        with LLM(str(tmp_path), max_model_len=32768, max_num_seqs=4, gpu_memory_limit="8GiB", **arguments) as llm:
+        with LLM(str(path), max_model_len=32768, max_num_seqs=4, gpu_memory_limit=limit, **arguments) as llm:
             plan, peak = llm.engine.plan, llm.engine.runner.peak_bytes()
     assert plan.max_num_batched_tokens >= 4096
     # The peak is that of torch's allocator, which has a part of what libraries take.
