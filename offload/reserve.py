@@ -16,9 +16,6 @@ from offload.groups import UNBOUNDED, KVGroup, KVGroups
 
 RESERVE_SHARE = 8
 """The most of a pool that is kept: one block in so many. Where that is too few, steps may be shorter."""
-SPARE_SHARE = 16
-"""Of a pool, what is kept though prompts are short: one block in so many, at most those of one chunk. Rows that
-share what their windows see may need some blocks more than they were promised while others hold these."""
 
 
 class Prompt(NamedTuple):
@@ -53,8 +50,7 @@ class StepReserve:
 
         wanted = self._wanted(prompts, excess)
         growing = num_growing * sum(group.window is None for group in self.groups)
-        wanted = min(wanted + growing, num_blocks // RESERVE_SHARE) if wanted else 0
-        return max(wanted, self._least(prompts, num_blocks))
+        return min(wanted + growing, num_blocks // RESERVE_SHARE) if wanted else 0
 
     def on_host(self, prompts: Sequence[Prompt], num_blocks: int) -> int:
         """Return the blocks of the host's pool that are kept in offload mode: of what a chunk fills, it gets what the
@@ -67,8 +63,7 @@ class StepReserve:
             held = one.end // group.block_size - group.first_needed(one.begin)
             return min(held - group.most_full(one.longest), group.most_full(UNBOUNDED))
 
-        wanted = min(2 * self._wanted(prompts, excess), num_blocks // RESERVE_SHARE)
-        return max(wanted, self._least(prompts, num_blocks))
+        return min(2 * self._wanted(prompts, excess), num_blocks // RESERVE_SHARE)
 
     def on_gpu(self, prompts: Sequence[Prompt], num_blocks: int) -> int:
         """Return the blocks of a GPU pool that are kept in offload mode: for chunks in all groups, beside one for each
@@ -97,10 +92,6 @@ class StepReserve:
     @property
     def _has_windows(self) -> bool:
         return any(group.window is not None for group in self.groups)
-
-    def _least(self, prompts: Sequence[Prompt], num_blocks: int) -> int:
-        chunk = sum(group.chunk_blocks(self.num_tokens) for group in self.groups if group.window is not None)
-        return min(chunk, num_blocks // SPARE_SHARE) if prompts else 0
 
     def _wanted(self, prompts: Sequence[Prompt], excess: Callable[[KVGroup, Prompt], int], of_all: bool = False) -> int:
         """Return what chunks take: no more than a step has tokens, nor than each prompt wants beside its promise."""

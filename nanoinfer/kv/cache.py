@@ -23,7 +23,7 @@ import numpy as np
 
 from nanoinfer.kv.gpu_copies import GPUCopies
 from nanoinfer.kv.prefix_cache import PrefixCache
-from nanoinfer.kv.tables import BlockTables, num_alone, present
+from nanoinfer.kv.tables import BlockTables, present
 from nanoinfer.requests.sequence import Sequence
 from nanoinfer.step.plan import NO_BLOCK
 
@@ -72,6 +72,7 @@ class KVCache:
         self.prefixes = PrefixCache(tables, enable_prefix_caching, end_token_ids)
         self.free_rows = list(range(tables.num_rows - 1, -1, -1))
         self.slots = tables.lifetimes.slots
+        self._of_row: dict[int, Sequence] = {}
         self.num_promised_host = self.num_reserved_splits = 0
         self.block_unit = min(group.block_size for group in tables.groups)
         self.coming: dict[Sequence, _Coming] = {}
@@ -99,10 +100,10 @@ class KVCache:
         self.cancel_promise(sequence)
         count, tables = 0, self.tables
         for number, (group, full) in enumerate(zip(tables.groups, tables.full(sequence), strict=True)):
-            held = tables.host[number, sequence.row, full.start : full.stop]
-            # What another row holds, too, does not become free when this one leaves it behind a window.
-            num_held = len(present(held)) if group.window is None else num_alone(tables.lifetimes.host_blocks, held)
-            num_coming = sequence.max_num_tokens // group.block_size - full.stop
+            there = np.flatnonzero(tables.host[number, sequence.row, full.start :] != NO_BLOCK)
+            end = max(full.stop, full.start + int(there[-1]) + 1) if len(there) else full.stop  # it may be computing
+            num_held = len(there) if group.window is None else tables.num_own(number, sequence.row)
+            num_coming = sequence.max_num_tokens // group.block_size - end
             count += max(0, min(group.most_full(sequence.max_num_tokens) - num_held, num_coming))
         sequence.num_promised_host = count
         self.num_promised_host += count
@@ -115,6 +116,7 @@ class KVCache:
     def take_row(self, sequence: Sequence) -> int:
         (sequence.state_slot,) = self.slots.allocate(1)
         sequence.row = self.free_rows.pop()
+        self._of_row[sequence.row] = sequence
         self.tables.gpu_versions[sequence.row] += 1
         self.num_reserved_splits += self.tables.num_splits(sequence.max_num_tokens)
         return sequence.row
@@ -290,7 +292,7 @@ class KVCache:
 
         The prompt's next turn wants those before its end; others are evicted before anything else that is cached.
         """
-        tables, row, has_left = self.tables, sequence.row, False
+        tables, row, has_left, others = self.tables, sequence.row, False, set()
         for number in tables.windowed:
             begin, first = int(tables.begins[number, row]), tables.groups[number].first_needed(sequence.num_computed)
             if first <= begin:
@@ -303,6 +305,7 @@ class KVCache:
                 content = self.prefixes.content(sequence, number, place)
                 if content is not None and (block := int(tables.gpu[number, row, place])) != NO_BLOCK:
                     tables.gpu_blocks.publish(block, content)
+            others |= tables.pass_on(number, row, slice(begin, first))
             passed = number, row, slice(begin, first)
             on_gpu, on_host = present(tables.gpu[passed]), present(tables.host[passed])
             tables.gpu[passed] = tables.host[passed] = NO_BLOCK
@@ -310,15 +313,20 @@ class KVCache:
             tables.gpu_versions[row] += 1  # what was prefetched of a host block is worthless, too
             tables.lifetimes.release_gpu(on_gpu)
             tables.lifetimes.release_host(on_host)
+        self._promise_again(others)
         return has_left
+
+    def _promise_again(self, rows: Iterable[int]) -> None:
+        """Promise rows less, which count blocks that others have left."""
+        for row in rows:
+            (self.promise_host if self.tables.is_offload else self.promise_windows)(self._of_row[row])
 
     def promise_windows(self, sequence: Sequence) -> None:
         """Promise the row GPU blocks, in resident mode, with which it can go on where a window bounds what it holds."""
         tables, row = self.tables, sequence.row
         for number in tables.windowed:
             most = tables.groups[number].most_blocks(sequence.max_num_tokens)
-            num_held = num_alone(tables.gpu_blocks, tables.gpu[number, row, tables.begins[number, row] :])
-            tables.promised[number, row] = max(0, most - num_held)
+            tables.promised[number, row] = max(0, most - tables.num_own(number, row))
 
     def release(self, sequence: Sequence, *, leave_copies: bool = False) -> None:
         """Give back the row, the slot and every block of an admitted sequence.
@@ -331,6 +339,7 @@ class KVCache:
         if leave_copies:
             self.copies.leave(row)
         tables = self.tables
+        others = {other for number in tables.windowed for other in tables.pass_on(number, row, slice(None))}
         self._renew_windows(sequence)
         self.prefixes.renew_states(sequence)
         for gpu, host in zip(tables.gpu[:, row], tables.host[:, row], strict=True):
@@ -343,11 +352,13 @@ class KVCache:
         tables.gpu_versions[row] += 1
         self.cancel_promise(sequence)
         self.num_reserved_splits -= tables.num_splits(sequence.max_num_tokens)
+        del self._of_row[row]
         slot, sequence.row, sequence.state_slot = sequence.state_slot, None, None
         tables.lifetimes.release_slots([slot])
         self.release_states(sequence)
         self.copies.clear(row)
         self.free_rows.append(row)
+        self._promise_again(others)
 
     def _renew_windows(self, sequence: Sequence) -> None:
         """Have what the sequence has given back and its next turn wants evicted no earlier than what it holds."""
@@ -366,6 +377,7 @@ class KVCache:
         others: sequences that wait or have ended. What has no kept blocks is computed anew.
         """
         self.num_promised_host = 0
+        self._of_row = {sequence.row: sequence for sequence in running}
         self.coming.clear()
         self.num_reserved_splits = sum(self.tables.num_splits(sequence.max_num_tokens) for sequence in running)
         for sequence in [*running, *others]:
@@ -379,6 +391,7 @@ class KVCache:
         tables.gpu[:, free] = tables.host[:, free] = NO_BLOCK
         tables.begins[:, free] = 0
         tables.promised[:] = 0
+        tables.owners.clear()
         self.free_rows = free[::-1].tolist()
         self.slots.rebuild([sequence.state_slot for sequence in running])
         for row in free.tolist():

@@ -57,6 +57,7 @@ class Switch:
             tables.host[at] = [host_blocks[block] for block in tables.gpu[at].tolist()]
         # From here on every full block lies on the host.
         self._tables.is_offload, self._tables.home = True, (self._tables.host, lifetimes.host_blocks)
+        self._tables.owners.clear()
         for line in full:
             for block in present(tables.host[line]):
                 lifetimes.host_blocks.hold(block)
@@ -147,6 +148,7 @@ class Switch:
             tables.gpu[:, row] = table
             tables.gpu_versions[row] += 1
         tables.is_offload, tables.home = False, (tables.gpu, tables.gpu_blocks)
+        tables.owners.clear()
         tables.promised[:] = 0
         for sequence in sequences:
             tables.lifetimes.release_host(present(tables.host[:, sequence.row]))

@@ -6,7 +6,7 @@ import numpy as np
 
 from nanoinfer.requests.sequence import Sequence
 from nanoinfer.step.plan import NO_BLOCK
-from offload import BlockLifetimes, BlockPool, KVGroups
+from offload import BlockLifetimes, KVGroups
 
 
 class BlockTables:
@@ -32,6 +32,9 @@ class BlockTables:
         gpu_blocks: who holds which block of the GPU pool.
         is_offload: whether the mode is offload mode.
         home: table and pool of the tier in which full blocks are published. Only `Switch` sets the two.
+        owners: of each block of the home tier in a group with a window, the row whose promise counts it. Rows that
+            share a block leave it behind at different times, and it is free when the last one does: so one of them
+            counts it at a time, and hands it on (`pass_on`).
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class BlockTables:
         self.gpu_versions = np.zeros(max_num_seqs, dtype=np.int64)
         self.lifetimes, self.gpu_blocks = lifetimes, lifetimes.gpu_blocks
         self.is_offload, self.home = False, (self.gpu, self.gpu_blocks)
+        self.owners: dict[int, int] = {}
         self.windowed = [number for number, group in enumerate(groups) if group.window is not None]
 
     @property
@@ -79,6 +83,31 @@ class BlockTables:
         """Return how many blocks a row of so many tokens attends to in a layer at most."""
         return max(group.most_blocks(num_tokens) for group in self.groups)
 
+    def num_own(self, number: int, row: int) -> int:
+        """Return how many of a row's blocks in a group with a window it counts as its own. What nobody counts, and
+        only rows hold, it counts from now on."""
+        (table, pool), begin, count = self.home, int(self.begins[number, row]), 0
+        for place, block in enumerate(table[number, row, begin:].tolist(), begin):
+            if block == NO_BLOCK:
+                continue
+            owner, holders = self.owners.get(block), pool.references(block)
+            if owner is None and holders in (1, np.count_nonzero(table[number, :, place] == block)):
+                self.owners[block] = owner = row
+            count += owner == row
+        return count
+
+    def pass_on(self, number: int, row: int, places: slice) -> set[int]:
+        """Have others count what a row counts of these places, which it is about to leave; return their rows."""
+        table, others = self.home[0], set()
+        for place, block in enumerate(table[number, row, places].tolist(), places.start or 0):
+            if block == NO_BLOCK or self.owners.get(block) != row:
+                continue
+            del self.owners[block]
+            if left := [other for other in np.flatnonzero(table[number, :, place] == block).tolist() if other != row]:
+                self.owners[block] = left[0]
+                others.add(left[0])
+        return others
+
     def full(self, sequence: Sequence) -> list[range]:
         """Return for each group the full blocks that an admitted sequence has, those behind the window left out."""
         ends = [sequence.num_computed // group.block_size for group in self.groups]
@@ -89,8 +118,3 @@ class BlockTables:
 def present(blocks: np.ndarray) -> list[int]:
     """Return the blocks in a part of a table."""
     return blocks[blocks != NO_BLOCK].tolist()
-
-
-def num_alone(pool: BlockPool, blocks: np.ndarray) -> int:
-    """Return how many blocks in a part of a table have no other holder."""
-    return sum(pool.references(block) == 1 for block in present(blocks))

@@ -8,28 +8,34 @@ import numpy as np
 
 from nanoinfer import LLMEngine
 from nanoinfer.kv.tables import present
+from nanoinfer.requests.sequence import Sequence
 from nanoinfer.step.plan import NO_BLOCK
 
 
-def num_needed(engine: LLMEngine) -> int:
-    """How many blocks the rows may need beside those that they hold: of the host in offload mode; else of the GPU, and
-    only where there are windows, as otherwise some give way."""
-    tables, running, num_needed = engine.kv_cache.tables, engine.scheduler.running, 0
-    table, _ = tables.home
+def needed(engine: LLMEngine) -> dict[tuple[int, Sequence], int]:
+    """How many blocks each row may need beside those that it holds, by group: of the host in offload mode; else of the
+    GPU, and only where there is a window, as otherwise some give way."""
+    tables, running, found = engine.kv_cache.tables, engine.scheduler.running, {}
+    table, pool = tables.home
     for number, group in enumerate(tables.groups):
         if not (tables.is_offload or group.window):
             continue
-        holders, each, together = Counter(present(table[number, [one.row for one in running]])), 0, 0
+        rows_of: dict[int, list[int]] = {}
+        for one in running:
+            for block in present(table[number, one.row]):
+                rows_of.setdefault(block, []).append(one.row)
+        for block in tables.owners.keys() & rows_of.keys():
+            assert tables.owners[block] in rows_of[block], "who counts a block holds it"
         for one in running:
             held, size, longest = present(table[number, one.row]), group.block_size, one.max_num_tokens
             most = group.most_full(longest) if tables.is_offload else group.most_blocks(longest)
             num_coming = longest // size - one.num_computed // size if tables.is_offload else most
-            # What others hold, too, does not become free when this one leaves it behind its window.
-            num_alone = sum(holders[block] == 1 for block in held) if group.window else len(held)
-            each += max(0, min(most - num_alone, num_coming))
-            together += min(most, len(held) + num_coming)
-        num_needed += min(each, max(0, together - len(holders))) if group.window else each
-    return num_needed
+            if group.window:  # of rows that share a block one counts it; nobody does as long as others hold it, too
+                alone = [block for block in held if pool.references(block) == len(rows_of[block])]
+                first = {block: min(rows_of[block]) for block in alone}
+                held = [block for block in held if tables.owners.get(block, first.get(block)) == one.row]
+            found[number, one] = max(0, min(most - len(held), num_coming))
+    return found
 
 
 def check_promises(engine: LLMEngine) -> None:
@@ -38,19 +44,21 @@ def check_promises(engine: LLMEngine) -> None:
     kv_cache, tables, running = engine.kv_cache, engine.kv_cache.tables, engine.scheduler.running
     assert kv_cache.num_reserved_splits == sum(tables.num_splits(one.max_num_tokens) for one in running)
     assert kv_cache.num_promised_host == sum(sequence.num_promised_host for sequence in running)
-    lifetimes, wanted = tables.lifetimes, np.zeros_like(tables.promised)
+    lifetimes, wanted, of_rows = tables.lifetimes, np.zeros_like(tables.promised), needed(engine)
     num_free = tables.gpu_blocks.num_free + lifetimes.num_deferred_gpu
     if tables.is_offload:
         num_free = lifetimes.host_blocks.num_free + lifetimes.num_deferred_host
         for number, group in enumerate(tables.groups):
             for one in running:
                 wanted[number, one.row] = tables.gpu[number, one.row, one.num_computed // group.block_size] == NO_BLOCK
+        for one in running:
+            assert one.num_promised_host == sum(of_rows[number, one] for number in range(len(tables.groups)))
         assert kv_cache.copies.num_obtainable >= 0
-    of_tails = (
-        range(len(tables.groups)) if tables.is_offload else np.setdiff1d(range(len(tables.groups)), tables.windowed)
-    )
-    assert np.array_equal(tables.promised[of_tails], wanted[of_tails])
-    assert num_free >= num_needed(engine), "promised twice"
+    else:
+        for (number, one), count in of_rows.items():
+            wanted[number, one.row] = count
+    assert np.array_equal(tables.promised, wanted)
+    assert num_free >= sum(of_rows.values()), "promised twice"
 
 
 def check_references(engine: LLMEngine) -> int:
