@@ -55,6 +55,7 @@ COLUMNS = {
     "x cold": "{ratio_to_cold:.3f}",
     "step, ms": "{step_seconds!m:,.3f}",
     "x without": "{ratio_to_none:.3f}",
+    "tokens": "{tokens_per_step:.2f}",
     "ms more a draft": "{seconds_per_draft!m:,.3f}",
 }
 
@@ -109,11 +110,13 @@ def drafted(bench: Bench) -> dict:
         text, plain = prompt, 0.0
         for count in (0, *DRAFTED):
             _drafted_step(llm, prompt, text, count)  # compiles
-            steps, texts = zip(*(_drafted_step(llm, prompt, text, count) for _ in range(3)), strict=True)
+            runs = [_drafted_step(llm, prompt, text, count) for _ in range(3)]
+            steps, tokens, texts = zip(*runs, strict=True)
             step = statistics.median(steps)
             if not count:
                 text, plain = texts[0], step
             found = dict(step_seconds=step, ratio_to_none=step / plain, is_same_text=all(text == one for one in texts))
+            found |= dict(tokens_per_step=statistics.median(tokens))  # fewer where drafts rested: they did not pay
             found |= dict(seconds_per_draft=(step - plain) / count) if count else {}
             result[f"{shape}, {count} drafted"] = found
         release(llm)
@@ -123,8 +126,8 @@ def drafted(bench: Bench) -> dict:
 CASES = {case.__name__: case for case in (served, turns, drafted)}
 
 
-def _drafted_step(llm: nanoinfer.LLM, prompt: list[int], text: list[int], count: int) -> tuple[float, list[int]]:
-    """Return the seconds of a step, and prompt and answer, where drafts are what `text` goes on with."""
+def _drafted_step(llm: nanoinfer.LLM, prompt: list[int], text: list[int], count: int) -> tuple[float, float, list[int]]:
+    """Return a step's seconds and tokens, and prompt and answer, where drafts are what `text` goes on with."""
 
     def propose(_: int, token_ids: list[int], most: int) -> list[int]:
         return text[len(token_ids) :][: min(most, count)]
@@ -134,9 +137,9 @@ def _drafted_step(llm: nanoinfer.LLM, prompt: list[int], text: list[int], count:
     before = llm.stats()["num_decode_steps"]
     (output,) = llm.generate([dict(prompt_token_ids=prompt)], params, use_tqdm=False)
     num_steps = llm.stats()["num_decode_steps"] - before
-    return output.metrics.time_per_output_token * (DRAFTED_ANSWER - 1) / num_steps, [
-        *prompt, *output.outputs[0].token_ids
-    ]  # fmt: skip
+    seconds = output.metrics.time_per_output_token * (DRAFTED_ANSWER - 1)
+    answer = output.outputs[0].token_ids
+    return seconds / num_steps, (DRAFTED_ANSWER - 1) / num_steps, [*prompt, *answer]
 
 
 def _turn(llm: nanoinfer.LLM, history: int, seed: int) -> dict:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "gpu_compare.py"
 
@@ -33,3 +35,16 @@ def test_a_server_that_was_started_without_options_has_its_forecast_beside(tmp_p
     assert (
         0 < row["forecast_seconds"] and row["ratio_to_forecast"] == row["seconds_per_token"] / row["forecast_seconds"]
     )
+
+
+def test_a_step_is_measured_by_its_drafted_tokens(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    import gpu_common
+    import gpu_serve
+
+    for name, value in dict(DRAFTED=(2,), DRAFTED_ANSWER=25).items():
+        monkeypatch.setattr(gpu_serve, name, value)
+    found = gpu_serve.drafted(gpu_common.Bench("tiny", 16, torch.device("cpu")))
+    plain, drafted = found["tiny, 0 drafted"], found["tiny, 2 drafted"]
+    assert plain["tokens_per_step"] == 1 < drafted["tokens_per_step"] <= 3
+    assert drafted["is_same_text"] and drafted["ratio_to_none"] == drafted["step_seconds"] / plain["step_seconds"]
