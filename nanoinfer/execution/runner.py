@@ -41,7 +41,9 @@ from offload import HostPool, LandingBuffers, OffloadEngine, Ring, Runtime, Stre
 from offload.memory.pinned import HostArena
 from offload.runtime.timeline import COMPUTE, NoTimeline
 
-SEGMENT_BYTES = GIB
+SEGMENT_BYTES, DEMAND_BYTES = GIB, 128 * 2**20
+"""Of the host pool, what is pinned at a time: at the start, and later, as it is wanted. Meanwhile the driver takes no
+call of anybody else. Four blocks are one at least, so that copies of them are long."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,8 @@ class ModelRunner:
         if max_bytes is not None:
             self.num_host_blocks = min(plan.num_host_blocks, max_bytes // layout.block_bytes)
         (self.num_host_blocks,) = group.minimum(self.num_host_blocks)
-        blocks_per_segment = max(1, min(self.num_host_blocks, SEGMENT_BYTES // layout.block_bytes))
+        segment = SEGMENT_BYTES if config.enable_cpu_offload is True else max(DEMAND_BYTES, 4 * layout.block_bytes)
+        blocks_per_segment = max(1, min(self.num_host_blocks, segment // layout.block_bytes))
         host = HostPool(layout, self.num_host_blocks, blocks_per_segment, max_bytes=max_bytes)
         self.decode_program, self.prefill_program = self._programs(self.gpu_kv, states)
         cuts = self.decode_program.resources.pieces.cuts

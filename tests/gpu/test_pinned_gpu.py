@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 
+from nanoinfer.execution.runner import DEMAND_BYTES
 from offload.memory.pinned import HostArena
 from offload.runtime.cuda import CudaPinner
 
@@ -68,3 +69,24 @@ def test_a_refusal_states_both_speeds_and_pageable_segments_work():
     arena.segment(1).fill_(3)
     assert bool((arena.segment(1).to("cuda", non_blocking=True) == 3).all())
     arena.close()
+
+
+@pytest.mark.alone
+def test_a_step_hardly_waits_while_memory_is_pinned_on_demand():
+    """The driver takes one call at a time: a kernel that is launched waits until a segment is registered."""
+    x, stream, longest = torch.zeros(1024, device="cuda"), torch.cuda.Stream(), {}
+    x.add_(1)  # loads the kernel
+    for num_bytes in (1024 * MIB, DEMAND_BYTES):
+        with (
+            HostArena(2**32 // num_bytes, num_bytes, pinner=PINNER, on_demand=True) as arena,
+            torch.cuda.stream(stream),
+        ):
+            arena.want(arena.num_segments)
+            longest[num_bytes] = 0.0
+            while arena.num_ready < arena.num_segments:
+                begin = time.perf_counter()
+                x.add_(1)
+                stream.synchronize()
+                longest[num_bytes] = max(longest[num_bytes], time.perf_counter() - begin)
+    print("; ".join(f"{num_bytes // MIB} MiB at a time: {s * 1e3:.1f} ms" for num_bytes, s in longest.items()))
+    assert longest[DEMAND_BYTES] < 0.025

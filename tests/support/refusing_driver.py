@@ -82,5 +82,6 @@ def refuse_pinning(monkeypatch, num_pinned: int, **how: bool) -> RefusingDriver:
     """Give engines a host pool of which `num_pinned` segments, of `BLOCKS_PER_SEGMENT` blocks each, become usable."""
     driver = RefusingDriver(num_pinned, **how)
     monkeypatch.setattr(nanoinfer.execution.runner, "HostArena", driver.arena)
-    monkeypatch.setattr(nanoinfer.execution.runner, "SEGMENT_BYTES", BLOCKS_PER_SEGMENT * BLOCK_BYTES)
+    for name in ("SEGMENT_BYTES", "DEMAND_BYTES"):
+        monkeypatch.setattr(nanoinfer.execution.runner, name, BLOCKS_PER_SEGMENT * BLOCK_BYTES)
     return driver
