@@ -260,6 +260,10 @@ class BlockPool:
         """Return the reference count of the block."""
         return self.holders.get(block, 0)
 
+    def num_staying(self, block: int) -> int:
+        """Return how many hold the block and are not about to give it back."""
+        return self.holders.get(block, 0) - self._returning.get(block, 0)
+
     def rebuild(self, held: Iterable[int], keeps_key: Callable[[Hashable], bool] = lambda key: False) -> None:
         """Rebuild the pool after an exception at any point.
 

@@ -102,9 +102,10 @@ class KVCache:
         for number, (group, full) in enumerate(zip(tables.groups, tables.full(sequence), strict=True)):
             there = np.flatnonzero(tables.host[number, sequence.row, full.start :] != NO_BLOCK)
             end = max(full.stop, full.start + int(there[-1]) + 1) if len(there) else full.stop  # it may be computing
-            num_held = len(there) if group.window is None else tables.num_own(number, sequence.row)
-            num_coming = sequence.max_num_tokens // group.block_size - end
-            count += max(0, min(group.most_full(sequence.max_num_tokens) - num_held, num_coming))
+            num_own = len(there) if group.window is None else tables.num_own(number, sequence.row)
+            # What others count of its blocks may become its own, too.
+            num_coming = sequence.max_num_tokens // group.block_size - end + len(there) - num_own
+            count += max(0, min(group.most_full(sequence.max_num_tokens) - num_own, num_coming))
         sequence.num_promised_host = count
         self.num_promised_host += count
 

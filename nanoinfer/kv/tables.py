@@ -90,7 +90,7 @@ class BlockTables:
         for place, block in enumerate(table[number, row, begin:].tolist(), begin):
             if block == NO_BLOCK:
                 continue
-            owner, holders = self.owners.get(block), pool.references(block)
+            owner, holders = self.owners.get(block), pool.num_staying(block)
             if owner is None and holders in (1, np.count_nonzero(table[number, :, place] == block)):
                 self.owners[block] = owner = row
             count += owner == row

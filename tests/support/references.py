@@ -31,9 +31,10 @@ def needed(engine: LLMEngine) -> dict[tuple[int, Sequence], int]:
             most = group.most_full(longest) if tables.is_offload else group.most_blocks(longest)
             num_coming = longest // size - one.num_computed // size if tables.is_offload else most
             if group.window:  # of rows that share a block one counts it; nobody does as long as others hold it, too
-                alone = [block for block in held if pool.references(block) == len(rows_of[block])]
+                alone = [block for block in held if pool.num_staying(block) == len(rows_of[block])]
                 first = {block: min(rows_of[block]) for block in alone}
-                held = [block for block in held if tables.owners.get(block, first.get(block)) == one.row]
+                own = [block for block in held if tables.owners.get(block, first.get(block)) == one.row]
+                held, num_coming = own, num_coming + len(held) - len(own)  # which may become its own
             found[number, one] = max(0, min(most - len(held), num_coming))
     return found
 
