@@ -42,8 +42,8 @@ from offload.memory.pinned import HostArena
 from offload.runtime.timeline import COMPUTE, NoTimeline
 
 SEGMENT_BYTES, DEMAND_BYTES = GIB, 128 * 2**20
-"""Of the host pool, what is pinned at a time: at the start, and later, as it is wanted. Meanwhile the driver takes no
-call of anybody else. Four blocks are one at least, so that copies of them are long."""
+"""Of the host pool, what is pinned at a time: at the start, and later, as it is wanted, until there is as much ahead.
+Meanwhile the driver takes no call of anybody else. Four blocks are one at least, so that copies of them are long."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +182,7 @@ class ModelRunner:
         if host.arena is not None or not host.num_blocks:
             return
         num_segments = -(-host.num_blocks // host.blocks_per_segment)
+        host.num_ahead = max(0, SEGMENT_BYTES // (host.blocks_per_segment * self.layout.block_bytes) - 1)
         num_last = host.num_blocks - (num_segments - 1) * host.blocks_per_segment
         host.arena = HostArena(
             num_segments,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from contextlib import suppress
 
 import torch
 
@@ -28,6 +29,7 @@ class HostPool:
 
     Attributes:
         arena: the memory; None until the pool is needed for the first time.
+        num_ahead: segments that are pinned beside those that are wanted, once more are wanted than ever before.
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class HostPool:
         self.layout = layout
         self.num_blocks = num_blocks
         self.blocks_per_segment = blocks_per_segment
-        self.arena, self.max_bytes = arena, max_bytes
+        self.arena, self.max_bytes, self.num_ahead = arena, max_bytes, 0
         self._segments: dict[int, torch.Tensor] = {}
         self._borrowed: dict[int, set[int]] = {}  # segment -> those of its blocks that were not given back
 
@@ -68,7 +70,11 @@ class HostPool:
             return 0, None
         failure, num_segments = None, -(-num_blocks // self.blocks_per_segment)
         try:
+            is_more = num_segments > self.arena.num_wanted
             self.arena.want(num_segments)
+            if is_more:
+                with suppress(MemoryError):
+                    self.arena.want(min(num_segments + self.num_ahead, self.arena.num_segments))
         except MemoryError as error:  # there may be more when it is asked for again
             failure = error if may_wait else None
         if failure is not None or not (may_wait or self.arena.has_failed):

@@ -137,6 +137,11 @@ class HostArena:
         return sum(self._span(index) for index in range(self.num_segments))
 
     @property
+    def num_wanted(self) -> int:
+        """Segments that were asked for."""
+        return self._num_wanted
+
+    @property
     def num_ready(self) -> int:
         """Segments 0 to num_ready - 1 can be used."""
         return next((i for i, is_done in enumerate(self._is_done) if not is_done), self.num_segments)

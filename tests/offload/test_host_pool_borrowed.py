@@ -68,3 +68,11 @@ def test_memory_on_demand_is_checked_against_what_is_available():
     assert pool.wait_for(2, may_wait=False) == (0, None)
     num_usable, failure = pool.wait_for(2)
     assert num_usable == 0 and isinstance(failure, MemoryError) and "are available" in str(failure)
+
+
+def test_who_wants_more_than_ever_before_has_some_pinned_ahead_as_long_as_there_is_memory():
+    pool = opened(9, 1)
+    blocks, pool.num_ahead = HostBlocks(pool, 9), 3
+    for num_unused, num_wanted in ((1, 4), (3, 4), (4, 4), (5, 8), (9, 9)):
+        blocks.wait_for(num_unused, may_wait=False)
+        assert pool.arena.num_wanted == blocks.num_blocks == num_wanted
