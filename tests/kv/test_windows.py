@@ -216,6 +216,27 @@ def test_prompts_of_one_step_do_not_count_on_the_same_host_blocks(path):
         assert_pools_as_before(engine)
 
 
+def test_a_row_does_not_count_a_block_that_something_else_holds(path):
+    """It is not free when the row leaves it, so the row is promised another one beside it."""
+    engine = hollow(make_engine(path))
+    engine.add_request("0", [5] * 100, greedy(30))
+    engine.step()
+    (sequence,), tables = engine.scheduler.running, engine.kv_cache.tables
+    number = tables.windowed[0]
+    before, block = tables.promised[number, sequence.row], present(tables.gpu[number, sequence.row])[0]
+    for is_held in (True, False):
+        tables.owners.clear()
+        if is_held:
+            tables.gpu_blocks.hold(block)
+        else:
+            tables.gpu_blocks.release([block])
+        engine.kv_cache.promise_windows(sequence)
+        assert tables.promised[number, sequence.row] == before + is_held
+    while engine.has_work:
+        engine.step()
+    assert_pools_as_before(engine)
+
+
 @pytest.mark.parametrize("mode", [False, True])
 def test_what_a_prompt_leaves_behind_takes_the_place_of_what_older_ones_left(path, mode):
     """So one that parts from it in the middle finds that, however much is cached already; and ends are kept."""

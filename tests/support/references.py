@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
+from hollow import AllHaveRun
 
 from nanoinfer import LLMEngine
 from nanoinfer.kv.tables import present
@@ -46,6 +47,8 @@ def check_promises(engine: LLMEngine) -> None:
     assert kv_cache.num_reserved_splits == sum(tables.num_splits(one.max_num_tokens) for one in running)
     assert kv_cache.num_promised_host == sum(sequence.num_promised_host for sequence in running)
     lifetimes, wanted, of_rows = tables.lifetimes, np.zeros_like(tables.promised), needed(engine)
+    # What a copy on its way has held, too, may be counted by a row later only, which was promised more until then.
+    is_exact = isinstance(lifetimes.acknowledgements, AllHaveRun)
     num_free = tables.gpu_blocks.num_free + lifetimes.num_deferred_gpu
     if tables.is_offload:
         num_free = lifetimes.host_blocks.num_free + lifetimes.num_deferred_host
@@ -53,12 +56,13 @@ def check_promises(engine: LLMEngine) -> None:
             for one in running:
                 wanted[number, one.row] = tables.gpu[number, one.row, one.num_computed // group.block_size] == NO_BLOCK
         for one in running:
-            assert one.num_promised_host == sum(of_rows[number, one] for number in range(len(tables.groups)))
+            least = sum(of_rows[number, one] for number in range(len(tables.groups)))
+            assert one.num_promised_host == least or one.num_promised_host > least and not is_exact
         assert kv_cache.copies.num_obtainable >= 0
     else:
         for (number, one), count in of_rows.items():
             wanted[number, one.row] = count
-    assert np.array_equal(tables.promised, wanted)
+    assert np.all(tables.promised >= wanted) and (not is_exact or np.array_equal(tables.promised, wanted))
     assert num_free >= sum(of_rows.values()), "promised twice"
 
 
