@@ -320,7 +320,7 @@ class KVCache:
     def _promise_again(self, rows: Iterable[int]) -> None:
         """Promise rows less, which count blocks that others have left."""
         for row in rows:
-            (self.promise_host if self.tables.is_offload else self.promise_windows)(self._of_row[row])
+            (self.promise_host if present(self.tables.host[:, row]) else self.promise_windows)(self._of_row[row])
 
     def promise_windows(self, sequence: Sequence) -> None:
         """Promise the row GPU blocks, in resident mode, with which it can go on where a window bounds what it holds."""
