@@ -300,6 +300,11 @@ class EngineConfig:
         return self.enable_cpu_offload in (True, "auto")
 
     @property
+    def pins_at_start(self) -> bool:
+        """Whether all host memory is pinned at the start, and not as it is wanted."""
+        return self.enable_cpu_offload is True
+
+    @property
     def caches_prefixes(self) -> bool:
         """Whether prompts are found by others that begin alike."""
         return self.enable_prefix_caching is not False

@@ -169,5 +169,5 @@ class Modes:
         """Map the host pool, if it is needed for the first time and has room for these sequences."""
         self._switch.check_host_room(running)  # first: a switch that is refused takes no memory
         self._executor.check_offload()
-        self._executor.open_host_pool(self._config.enable_cpu_offload is True)
+        self._executor.open_host_pool(self._config.pins_at_start)
         self._host_blocks.wait_for(0)

@@ -121,7 +121,7 @@ class ModelRunner:
         if max_bytes is not None:
             self.num_host_blocks = min(plan.num_host_blocks, max_bytes // layout.block_bytes)
         (self.num_host_blocks,) = group.minimum(self.num_host_blocks)
-        segment = SEGMENT_BYTES if config.enable_cpu_offload is True else max(DEMAND_BYTES, 4 * layout.block_bytes)
+        segment = SEGMENT_BYTES if config.pins_at_start else max(DEMAND_BYTES, 4 * layout.block_bytes)
         blocks_per_segment = max(1, min(self.num_host_blocks, segment // layout.block_bytes))
         host = HostPool(layout, self.num_host_blocks, blocks_per_segment, max_bytes=max_bytes)
         self.decode_program, self.prefill_program = self._programs(self.gpu_kv, states)
