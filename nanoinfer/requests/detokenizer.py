@@ -102,7 +102,7 @@ class Detokenizer:
             if self.stop_hit is not None:
                 break
             self.num_tokens += 1
-            self.offsets.append(self.num_chars)
+            self.offsets.append(self._num_chars + self._num_waiting_chars)
             if self._tokenizer is not None:
                 self._window.append(token_id)
                 self._release(self._read_window(), search=self.num_tokens > self._min_tokens)

@@ -95,7 +95,7 @@ class Request:
         sequence.token_ids.append(token_id)
         if logprobs is not None:
             self._take_logprobs(sequence, token_id, logprobs)
-        params, num_generated = self.params, sequence.num_generated
+        params, num_generated = self.params, len(sequence.token_ids) - len(self.prompt_token_ids)
         finish_reason: FinishReason | None = None
         stop_reason: int | str | None = None
         # Where there is a grammar, what ends comes only where the grammar may end, and too early only where it must.
@@ -226,23 +226,25 @@ class Request:
 
     def stream_output(self, sequence: Sequence, *, is_whole: bool = False) -> StreamOutput:
         """Return what the completion gained since the last call, or all of it."""
+        # Each row of each step comes here, and a call of a function counts.
         begin = 0 if is_whole else sequence.num_streamed
         delta = sequence.detokenizer.text if is_whole else sequence.text_delta
-        finished = sequence.finish_reason is not None
+        token_ids = sequence.token_ids[len(self.prompt_token_ids) + begin :]
+        finished, has_logprobs = sequence.finish_reason is not None, self.params.logprobs is not None
         output = StreamOutput(
             request_id=self.request_id,
             index=sequence.index,
             text_delta=delta,
-            token_ids_delta=sequence.token_ids[len(self.prompt_token_ids) + begin :],
-            logprobs_delta=sequence.logprobs[begin:] if self.params.logprobs is not None else None,
-            text_offsets_delta=self._text_offsets(sequence, begin) if self.params.logprobs is not None else None,
+            token_ids_delta=token_ids,
+            logprobs_delta=sequence.logprobs[begin:] if has_logprobs else None,
+            text_offsets_delta=self._text_offsets(sequence, begin) if has_logprobs else None,
             prompt_logprobs=None if begin or sequence.index else self._known_prompt_logprobs(),
             finished=finished,
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
             metrics=self._known_metrics() if finished else None,
         )
-        sequence.num_streamed, sequence.text_delta = sequence.num_generated, ""
+        sequence.num_streamed, sequence.text_delta = begin + len(token_ids), ""
         return output
 
     def _text_offsets(self, sequence: Sequence, begin: int) -> list[int]:
