@@ -98,7 +98,30 @@ def slots_budgets(bench: Bench) -> dict:
     return result
 
 
-SLOTS = {case.__name__: case for case in (slots_steps, slots_budgets)}
+def slots_hybrid(bench: Bench) -> dict:
+    """A sparse model whose other layers keep states, within small budgets, experts chosen as published: beside the
+    step with all experts there, and the rate of the kernels that bring them."""
+    context = bench.tokens(32_768)
+    shape, options = ("qwen3.6-35b-a3b", INT4) if bench.scale == 1 else ("tiny-sparse", {})
+    sizes = dict(max_model_len=context + 256, max_num_seqs=1, cuda_graph_batch_sizes=[1], **options)
+    llm = bench.llm(shape, gpu_memory_limit=bench.limit(40), expert_slots=256 if bench.scale == 1 else 16, **sizes)
+    _bring_all(llm)
+    result, full, gather = {}, _step(bench, llm, 1, PUBLISHED, context), _gather_rate(llm)
+    result["rates"] = {"gather_gbps": gather / 1e9}
+    result[f"{shape}, all in slots, 1 x 32k"] = full
+    release(llm)
+    for gib in (12, 8):
+        reset_peak(bench)
+        some = {} if bench.scale == 1 else dict(expert_slots=8)
+        llm = bench.llm(shape, gpu_memory_limit=bench.limit(gib), **sizes, **some)
+        found = _beside(_step(bench, llm, 1, PUBLISHED, context), full, gather)
+        found |= peak(llm) | {"slots": llm.engine.plan.num_expert_slots}
+        result[f"{shape}, {gib} GiB, {found['slots']} slots, 1 x 32k, as published"] = found
+        release(llm)
+    return result
+
+
+SLOTS = {case.__name__: case for case in (slots_steps, slots_budgets, slots_hybrid)}
 
 
 def _engine(bench: Bench, **options) -> LLM:
