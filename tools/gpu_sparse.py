@@ -30,6 +30,12 @@ from nanoinfer.models.base import ModelSpec  # noqa: E402
 from nanoinfer.models.shapes import UNLIMITED, write_shape  # noqa: E402
 
 INT4 = dict(quantization="int4", head_quantization="int8")
+# Of shapes without their experts: Gemma's MLP stands beside eight experts, LFM2's layers take four of them.
+WITHOUT_EXPERTS = {
+    "gemma-4-26b-a4b": dict(enable_moe_block=False, intermediate_size=2112 + 8 * 704),
+    "lfm2-8b-a1b": dict(num_dense_layers=24, intermediate_size=4 * 1792),
+    "lfm2-24b-a2b": dict(num_dense_layers=40, intermediate_size=4 * 1536),
+}
 # Beside Qwen3-30B-A3B: a dense model that reads as many bytes for a token.
 DENSE = UNLIMITED | dict(num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, tie_word_embeddings=False)
 CONTEXT, PREFILL = 1024, 8192
@@ -67,6 +73,20 @@ def sparse_steps(bench: Bench, quick: bool = False) -> dict:
             bench.release(llm)
             found["time_per_flop_ratio"] = found["seconds_per_flop"] / beside["seconds_per_flop"]
             result |= {f"qwen3-30b-a3b, {name}, prefill of 8k": found, f"qwen3-4b, {name}, prefill of 8k": beside}
+    return result
+
+
+def sparse_families(bench: Bench) -> dict:
+    """Decode steps of other sparse shapes in int4, each beside itself without experts: its MLPs have as many columns as
+    a token's experts, and the MLP beside them, have together."""
+    result = {}
+    for shape, dense in WITHOUT_EXPERTS.items() if bench.scale == 1 else [("tiny-sparse", {})]:
+        one, case = (
+            steps(bench, engine(bench, shape, tiny, 24, [1], **INT4, **overrides), [1])[0]
+            for tiny, overrides in (("tiny", dict(hf_overrides=dense) if dense else {}), ("tiny-sparse", {}))
+        )
+        case["more_than_dense"] = case["microseconds_per_layer"] - one["microseconds_per_layer"]
+        result |= {f"{shape} without experts, int4, 1 x 1k": one, f"{shape}, int4, 1 x 1k": case}
     return result
 
 
@@ -154,7 +174,10 @@ def sparse_planner(bench: Bench) -> dict:
     return result
 
 
-SPARSE = {case.__name__: case for case in (sparse_steps, sparse_gpt_oss, sparse_streamed, sparse_hf, sparse_planner)}
+SPARSE = {
+    case.__name__: case
+    for case in (sparse_steps, sparse_families, sparse_gpt_oss, sparse_streamed, sparse_hf, sparse_planner)
+}
 
 
 def engine(bench: Bench, shape: str, tiny: str, gib: float, batches: list[int], **options) -> LLM:
