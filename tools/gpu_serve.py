@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from gpu_common import Bench
@@ -57,6 +58,8 @@ COLUMNS = {
     "x without": "{ratio_to_none:.3f}",
     "tokens": "{tokens_per_step:.2f}",
     "ms more a draft": "{seconds_per_draft!m:,.3f}",
+    "longest gap, ms": "{gap_seconds!m:,.2f}",
+    "more than else": "{seconds_more!m:+,.2f}",
 }
 
 
@@ -123,7 +126,44 @@ def drafted(bench: Bench) -> dict:
     return result
 
 
-CASES = {case.__name__: case for case in (served, turns, drafted)}
+def state_gaps(bench: Bench) -> dict:
+    """The longest time between two tokens of a sequence while states of another one's prompt are kept, 151 MB each,
+    beside the same where none is: a copy that somebody waits for would show. Least of three."""
+    shape = "qwen3.6-27b" if bench.is_cuda else bench.small
+    options = dict(quantization="int4", head_quantization="int8") if bench.is_cuda else {}
+    history, result = bench.tokens(HISTORY), {}
+    for name, is_kept in (("kept", True), ("not kept", False)):
+        sizes = dict(max_model_len=history + 600, max_num_seqs=4, enable_prefix_caching=is_kept)
+        llm = bench.llm(shape, gpu_memory_limit=bench.limit(60), **sizes, **options)
+        gaps = [_longest_gap(llm, history, seed) for seed in range(5)][2:]
+        found = dict(gap_seconds=min(gaps), num_snapshots=llm.stats()["num_snapshots"])
+        result[f"{shape}, {history:,} tokens beside, states {name}"] = found
+        release(llm)
+    kept, plain = result.values()
+    kept["seconds_more"] = kept["gap_seconds"] - plain["gap_seconds"]
+    return result
+
+
+CASES = {case.__name__: case for case in (served, turns, drafted, state_gaps)}
+
+
+def _longest_gap(llm: nanoinfer.LLM, history: int, seed: int) -> float:
+    """Return the longest time between tokens of a sequence, from when another one's prompt comes until it is computed
+    and some tokens behind that."""
+    engine, params = llm.engine, SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+    short, long = random_prompts(engine.vocab_size, [64, history], seed)
+    engine.add_request("first", short, params)
+    times, num_behind, is_there = [], 0, False
+    while num_behind < 30:
+        if len(times) == 30 and not is_there:
+            engine.add_request("other", long, replace(params, max_tokens=40))
+            is_there = True
+        names = [output.request_id for output in engine.step()]
+        times += [time.perf_counter()] * ("first" in names)
+        num_behind += "other" in names
+    while engine.has_work:
+        engine.step()
+    return max(after - before for before, after in zip(times[29:], times[30:], strict=False))
 
 
 def _drafted_step(llm: nanoinfer.LLM, prompt: list[int], text: list[int], count: int) -> tuple[float, float, list[int]]:
@@ -234,5 +274,9 @@ def _gaps(port: int, prompt: int, answer: int, vocab_size: int, seed: int) -> li
 def report(cases: dict) -> str:
     """Return the rows of one or more cases as a table."""
     rows = [{"case": name} | case for name, case in cases.items() if isinstance(case, dict)]
-    empty = dict.fromkeys(name for text in COLUMNS.values() for name in re.findall(r"\{(\w+)", text))
-    return table([empty | row for row in rows], COLUMNS.items())
+    names = {title: re.findall(r"\{(\w+)", text) for title, text in COLUMNS.items()}
+    shown = {
+        title: text for title, text in COLUMNS.items() if any(name in row for row in rows for name in names[title])
+    }
+    empty = dict.fromkeys(name for title in shown for name in names[title])
+    return table([empty | row for row in rows], shown.items())
