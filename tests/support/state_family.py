@@ -42,16 +42,16 @@ class Remembering(torch.nn.Module):
     def recur(self, x, normed, runs, state, norm, num_live):
         sums, last = state["sums"], state["last"]
         number = torch.arange(sums.shape[1], dtype=sums.dtype, device=sums.device)[:, None]
+        added, weight = number % 11, number % 7 + 1
         values = (256 * self.proj(normed)).round().clamp(-100, 100)  # exact in 16 bits, too
+        found, slots, begins = [], runs.slots.tolist(), runs.begins.tolist()
         for i, value in enumerate(values):
-            slot, begin = runs.slots[i : i + 1].long(), int(runs.begins[i])
-            before = runs.slots[i - 1 : i].long() if i > begin else slot
-            own = 3 * sums.index_select(0, before) + number % 11 + 2 * last.index_select(0, before)[:, None] + value
-            own = own.remainder_(MODULUS)
-            sums.index_copy_(0, slot, own)
-            last.index_copy_(0, slot, value[None])
-            found = (own * (number % 7 + 1)).sum(1, dtype=torch.float64).remainder_(MODULUS)
-            x[i] += (found[0] / MODULUS - 0.5).to(x.dtype)
+            before = slots[i - 1] if i > begins[i] else slots[i]
+            own = torch.add(added, sums[before], alpha=3).add_(last[before], alpha=2).add_(value).remainder_(MODULUS)
+            sums[slots[i]], last[slots[i]] = own, value
+            found.append((own * weight).sum(0, dtype=torch.float64))
+        if found:
+            x[: len(found)] += (torch.stack(found).remainder_(MODULUS) / MODULUS - 0.5).to(x.dtype)
         return norm(x)
 
 
