@@ -125,7 +125,7 @@ class Admission:
         num_kept = self._num_kept(sequence, running) if running else 0
         if num_kept and num_tails + num_kept > self._tables.gpu_blocks.num_blocks:
             return Verdict.REFUSED  # with one row more prompts might not find room for a chunk
-        wanted = self.wanted.get(sequence)
+        wanted = self.wanted.get(sequence) if running else None
         if wanted is not None and (wanted.next_key is None or self._tables.home[1].published(wanted.next_key) is None):
             verdict = self._verdict(sequence, wanted, running, held, passed)
             if verdict is not Verdict.ADMITTED:
@@ -133,6 +133,10 @@ class Admission:
         self.wanted.pop(sequence, None)
         hits, wanted = self._look(sequence, running)
         verdict = self._verdict(sequence, wanted, running, held, passed)
+        if verdict is Verdict.REFUSED and hits.state and not running:
+            # What was found fits beside nothing, and nobody is there who would make room: it is computed anew.
+            hits, wanted = self._look(sequence, running, is_cold=True)
+            verdict = self._verdict(sequence, wanted, running, held, passed)
         if verdict is Verdict.ADMITTED:
             self._take(sequence, hits)
         elif sequence.kept_blocks is None:
@@ -141,8 +145,11 @@ class Admission:
             self.wanted[sequence] = wanted
         return verdict
 
-    def _look(self, sequence: Sequence, running: Several[Sequence]) -> tuple[Hits, _Wanted]:
-        """Return the blocks of its prefix that were found, held by nobody on its behalf, and what it needs."""
+    def _look(self, sequence: Sequence, running: Several[Sequence], is_cold: bool = False) -> tuple[Hits, _Wanted]:
+        """Return the blocks of its prefix that were found, held by nobody on its behalf, and what it needs.
+
+        is_cold: as of `PrefixCache.find`.
+        """
         tables, cache, groups = self._tables, self._cache, self._tables.groups
         table, pool = tables.home
         num_blocks, num_full = tables.num_to_begin(sequence), groups.most_full(sequence.max_num_tokens)
@@ -151,7 +158,7 @@ class Admission:
             num_host, num_spare = self._mover.num_to_fill(sequence), len(running) * len(groups)
             num_room = num_host if tables.is_offload else self._mover.num_missing(sequence) + num_spare
             return NO_HITS, _Wanted(num_room, num_host, num_blocks, sequence.num_tokens - sequence.num_computed, None)
-        room, hits = self._room, cache.prefixes.find(sequence)
+        room, hits = self._room, cache.prefixes.find(sequence, is_cold)
         end, needed, found, *_ = hits
         num_missing = (num_full if tables.is_offload else num_blocks) - sum(
             len(taken(blocks)) if groups[number].window is None else sum(pool.references(b) == 1 for b in taken(blocks))

@@ -76,9 +76,13 @@ class PrefixCache:
         self._largest, self._smallest = tables.block_size, min(group.block_size for group in tables.groups)
         self.num_queried_tokens = self.num_hit_tokens = 0
 
-    def find(self, sequence: Sequence) -> Hits:
-        """Take up and return the published blocks of the longest known prefix. At least one token stays to compute."""
-        (end, num_known), (_, pool), below = self._longest(sequence), self._tables.home, self._below
+    def find(self, sequence: Sequence, is_cold: bool = False) -> Hits:
+        """Take up and return the published blocks of the longest known prefix. At least one token stays to compute.
+
+        is_cold: find nothing.
+        """
+        (_, pool), below = self._tables.home, self._below
+        end, num_known = (0, 0) if is_cold else self._longest(sequence)
         places = [self.needs(number, end) for number in range(len(self._tables.groups))]
         keys = [[self._key(sequence, number, place) for place in needed] for number, needed in enumerate(places)]
         blocks = [[pool.lookup(key) for key in of_group] for of_group in keys]

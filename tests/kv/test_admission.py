@@ -198,7 +198,7 @@ def test_what_is_not_looked_up_again_would_have_been_refused_again(path, fuzz):
             if not arguments:
                 shrink_gpu_pool(engine, 14)
             looks, find = [], engine.kv_cache.prefixes.find
-            engine.kv_cache.prefixes.find = lambda sequence, looks=looks, find=find: looks.append(1) or find(sequence)
+            engine.kv_cache.prefixes.find = lambda *given, looks=looks, find=find: looks.append(1) or find(*given)
             found = record_batches(engine)
             run(engine, prompts, params, lambda engine, step, on=remembers: on or engine.admission.forget())
             batches.append(found)

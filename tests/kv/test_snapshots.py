@@ -101,6 +101,21 @@ def test_turns_of_a_chat_go_on_from_the_end_of_the_turn_before(path, alone, argu
     assert_pools_as_before(engine)
 
 
+@pytest.mark.parametrize("num_spare", [0, 2])
+def test_a_turn_that_fits_but_not_beside_the_state_that_was_found_is_computed_anew(path, alone, num_spare):
+    """Nobody runs who would make room, and the request would fail although the pool holds it."""
+    num_blocks = 22 + num_spare  # 352 tokens; the state behind a beginning takes three beside
+    engine, history = engine_of(path, host_memory_limit=num_blocks * BLOCK_BYTES, **OFFLOAD), []
+    found_by_turn = 0, UNIT, 2 * UNIT, 3 * UNIT * (num_spare > 0)
+    for said, num_found in zip(random_prompts(4, 76, 79, seed=1), found_by_turn, strict=True):
+        history = history + said
+        found, num_cached = add(engine, history)
+        assert found == alone(history, GREEDY) and num_cached == num_found
+        history = history + found[0][0]
+    assert len(history) > 330
+    assert_pools_as_before(engine)
+
+
 @pytest.mark.parametrize("family", ["lfm2_moe", "qwen3_5", "qwen3_next"])
 @MODES
 @pytest.mark.sampled("resident-lfm2_moe", "offload-lfm2_moe", "resident-qwen3_5", "offload-qwen3_next")
