@@ -62,9 +62,8 @@ class HostBlocks(BlockPool):
         if self.num_blocks == self.num_possible:
             return
         num_short = num_unused - (self.num_free - self.num_cached)
-        num_usable, failure = self._memory.wait_for(
-            min(self.num_blocks + max(0, num_short), self.num_planned), may_wait
-        )
+        num_wanted = min(max(0, self.num_blocks + num_short), self.num_planned)
+        num_usable, failure = self._memory.wait_for(num_wanted, may_wait)
         self.grow(num_usable - self.num_blocks)
         self.failure = failure  # only now: until then, there may be more than are counted
 

@@ -56,10 +56,12 @@ class Activations:
             some = torch.ones(16, 16, dtype=model.spec.dtype, device=device.torch_device)
             torch.nn.functional.linear(some, some)
             checks = check_products(model, plan.max_num_batched_tokens)
+        before = device.held_bytes()
+        with compute.current():
             # What the plan counts elsewhere, and what does not come out of the activations' segment.
             block, states = self._block(), States(model.spec, 1, device.torch_device)
-        beside = block.nbytes + states.pool.nbytes
-        held = device.held_bytes() - self.memory_before - beside  # weights, ring and workspace
+        beside = device.held_bytes() - before
+        held = before - self.memory_before  # weights, ring and workspace
         self.reserve()
         device.forget_peak()
         what = "compiling kernels, measuring memory"
@@ -104,7 +106,7 @@ class Activations:
             torch.empty(size, dtype=torch.uint8, device=self.resources.runtime.device)
 
     def _block(self) -> torch.Tensor:
-        """A block of all layers, as the pool has many."""
+        """A layer's part of a block, as the pool has many."""
         shape = self.resources.layout.pool_shape(1)[1:]
         return torch.zeros(shape, dtype=torch.uint8, device=self.resources.runtime.device)
 

@@ -306,7 +306,7 @@ class KVCache:
                 content = self.prefixes.content(sequence, number, place)
                 if content is not None and (block := int(tables.gpu[number, row, place])) != NO_BLOCK:
                     tables.gpu_blocks.publish(block, content)
-            others |= tables.pass_on(number, row, slice(begin, first))
+            others |= tables.pass_on(number, row, begin, first)
             passed = number, row, slice(begin, first)
             on_gpu, on_host = present(tables.gpu[passed]), present(tables.host[passed])
             tables.gpu[passed] = tables.host[passed] = NO_BLOCK
@@ -318,7 +318,7 @@ class KVCache:
         return has_left
 
     def _promise_again(self, rows: Iterable[int]) -> None:
-        """Promise rows less, which count blocks that others have left."""
+        """Promise rows less, which count blocks that others have left, or more, which count some no more."""
         for row in rows:
             (self.promise_host if present(self.tables.host[:, row]) else self.promise_windows)(self._of_row[row])
 
@@ -340,7 +340,7 @@ class KVCache:
         if leave_copies:
             self.copies.leave(row)
         tables = self.tables
-        others = {other for number in tables.windowed for other in tables.pass_on(number, row, slice(None))}
+        others = {other for number in tables.windowed for other in tables.pass_on(number, row, 0)}
         self._renew_windows(sequence)
         self.prefixes.renew_states(sequence)
         for gpu, host in zip(tables.gpu[:, row], tables.host[:, row], strict=True):

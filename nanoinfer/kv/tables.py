@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from nanoinfer.requests.sequence import Sequence
@@ -86,27 +88,42 @@ class BlockTables:
     def num_own(self, number: int, row: int) -> int:
         """Return how many of a row's blocks in a group with a window it counts as its own. What nobody counts, and
         only rows hold, it counts from now on."""
-        (table, pool), begin, count = self.home, int(self.begins[number, row]), 0
-        for place, block in enumerate(table[number, row, begin:].tolist(), begin):
-            if block == NO_BLOCK:
-                continue
-            owner, holders = self.owners.get(block), pool.num_staying(block)
-            if owner is None and holders in (1, np.count_nonzero(table[number, :, place] == block)):
-                self.owners[block] = owner = row
+        (table, pool), count = self.home, 0
+        for place, block in self._held(number, row, int(self.begins[number, row])):
+            owner = self.owners.get(block)
+            if owner is None:
+                holders = pool.num_staying(block)
+                if holders == 1 or holders == np.count_nonzero(table[number, :, place] == block):
+                    self.owners[block] = owner = row
             count += owner == row
         return count
 
-    def pass_on(self, number: int, row: int, places: slice) -> set[int]:
-        """Have others count what a row counts of these places, which it is about to leave; return their rows."""
-        table, others = self.home[0], set()
-        for place, block in enumerate(table[number, row, places].tolist(), places.start or 0):
-            if block == NO_BLOCK or self.owners.get(block) != row:
+    def pass_on(self, number: int, row: int, begin: int, end: int | None = None) -> set[int]:
+        """Have others count what a row counts of these places, which it is about to leave; return their rows.
+
+        end: None: it gives back all that it has. What a copy on its way holds, too, nobody counts then: it is not free
+        when the last row leaves it. So whoever counted it is promised another one, which the row itself needs no more.
+        """
+        (table, pool), others = self.home, set()
+        for place, block in self._held(number, row, begin, end):
+            if (owner := self.owners.get(block)) != row and (owner is None or end is not None):
                 continue
-            del self.owners[block]
-            if left := [other for other in np.flatnonzero(table[number, :, place] == block).tolist() if other != row]:
-                self.owners[block] = left[0]
-                others.add(left[0])
+            rows = np.flatnonzero(table[number, :, place] == block).tolist()
+            if end is None and pool.num_staying(block) > len(rows):
+                del self.owners[block]
+                others |= {owner} - {row}
+            elif owner == row:
+                del self.owners[block]
+                if left := [other for other in rows if other != row]:
+                    self.owners[block] = left[0]
+                    others.add(left[0])
         return others
+
+    def _held(self, number: int, row: int, begin: int, end: int | None = None) -> Iterator[tuple[int, int]]:
+        """Yield place and block of what a row holds between two places of the home tier's table."""
+        line = self.home[0][number, row, begin:end]
+        places = np.flatnonzero(line != NO_BLOCK)
+        yield from zip((places + begin).tolist(), line[places].tolist(), strict=True)
 
     def full(self, sequence: Sequence) -> list[range]:
         """Return for each group the full blocks that an admitted sequence has, those behind the window left out."""

@@ -48,6 +48,7 @@ class SparseMLP(nn.Module):
         self.routing, self.has_wide_logits = routing, sparse.has_wide_logits
         rows = {"gate": routing.num_experts}
         if sparse.shared_gate and sparse.shared_size:
+            assert not sparse.router_bias and not sparse.has_wide_logits, "the gate is computed as the router is"
             rows["shared_gate"] = 1
         row_sizes = tuple(rows.values()) if len(rows) > 1 else ()
         self.gate = Linear(hidden_size, rows, bias=sparse.router_bias, row_sizes=row_sizes, **options)

@@ -29,7 +29,7 @@ class HostPool:
 
     Attributes:
         arena: the memory; None until the pool is needed for the first time.
-        num_ahead: segments that are pinned beside those that are wanted, once more are wanted than ever before.
+        num_ahead: segments that are pinned beside the most that were ever wanted.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class HostPool:
         self.num_blocks = num_blocks
         self.blocks_per_segment = blocks_per_segment
         self.arena, self.max_bytes, self.num_ahead = arena, max_bytes, 0
+        self._num_wanted = 0  # the most segments that were wanted
         self._segments: dict[int, torch.Tensor] = {}
         self._borrowed: dict[int, set[int]] = {}  # segment -> those of its blocks that were not given back
 
@@ -70,9 +71,9 @@ class HostPool:
             return 0, None
         failure, num_segments = None, -(-num_blocks // self.blocks_per_segment)
         try:
-            is_more = num_segments > self.arena.num_wanted
             self.arena.want(num_segments)
-            if is_more:
+            if num_segments > self._num_wanted:
+                self._num_wanted = num_segments
                 with suppress(MemoryError):
                     self.arena.want(min(num_segments + self.num_ahead, self.arena.num_segments))
         except MemoryError as error:  # there may be more when it is asked for again

@@ -99,7 +99,7 @@ class HostArena:
         self._remedy = remedy
         self._available_bytes = available_bytes
         if not on_demand:
-            self._check_available(self.mapped_bytes)
+            self._check_available(self.mapped_bytes, self._available())
         try:
             self._map = mmap.mmap(-1, self.mapped_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
@@ -137,11 +137,6 @@ class HostArena:
         return sum(self._span(index) for index in range(self.num_segments))
 
     @property
-    def num_wanted(self) -> int:
-        """Segments that were asked for."""
-        return self._num_wanted
-
-    @property
     def num_ready(self) -> int:
         """Segments 0 to num_ready - 1 can be used."""
         return next((i for i, is_done in enumerate(self._is_done) if not is_done), self.num_segments)
@@ -177,13 +172,19 @@ class HostArena:
         Raises:
             MemoryError: less is available than they take; those that there is memory for are on their way.
         """
+        if num_segments <= self._num_wanted:
+            return
+        available = self._available()
+        coming = sum(self._span(i) for i in range(self._num_wanted) if not self._is_done[i])  # or a part of it
         for count in range(self._num_wanted + 1, num_segments + 1):
-            coming = sum(self._span(i) for i in range(count) if not self._is_done[i])  # not taken yet, or not all of it
-            self._check_available(coming)
+            self._check_available(coming + self._span(count - 1), available)
             self._begin(count)
+            coming += 0 if self._is_done[count - 1] else self._span(count - 1)
 
-    def _check_available(self, num_bytes: int) -> None:
-        available = memory_available_bytes() if self._available_bytes is None else self._available_bytes
+    def _available(self) -> int:
+        return memory_available_bytes() if self._available_bytes is None else self._available_bytes
+
+    def _check_available(self, num_bytes: int, available: int) -> None:
         if num_bytes > available:
             raise MemoryError(
                 f"{num_bytes / GIB:.2f} GiB of host memory wanted, {available / GIB:.2f} GiB are available: "

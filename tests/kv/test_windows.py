@@ -216,6 +216,38 @@ def test_prompts_of_one_step_do_not_count_on_the_same_host_blocks(path):
         assert_pools_as_before(engine)
 
 
+class Late:
+    """Copies that are acknowledged so many steps after somebody has first asked for them, or waits."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.num_steps, self.step, self.asked = num_steps, 0, {}
+
+    def has_run(self, kind: str, operation: int, rule: str) -> bool:
+        return self.step - self.asked.setdefault((kind, operation), self.step) >= self.num_steps
+
+    def wait(self, kind: str, operation: int, rule: str) -> None:
+        self.asked[kind, operation] = -self.num_steps
+
+
+@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.sampled("5", "20", "35")
+def test_rows_count_nothing_that_a_copy_on_its_way_holds_too(path, seed):
+    """Of who gave way: the block is not free when the last row leaves it, so what was promised would not be there."""
+    generator = random.Random(seed)
+    pools = dict(num_gpu_blocks_override=generator.choice([70, 80, 90, 110, 130]), max_num_seqs=12, max_model_len=320)
+    engine = hollow(make_engine(path, enable_cpu_offload=False, capture_num_tokens=[], **pools))
+    late = engine.kv_cache.tables.lifetimes.acknowledgements = Late(generator.choice([10, 20, 40, 80]))
+    documents = random_prompts(3, 64, 160, seed=seed)
+    for late.step in range(400):
+        if engine.intake.num_sequences < 40 and generator.random() < 0.5:
+            document, count = generator.choice(documents), generator.choice([1, 2, 3])
+            params = SamplingParams(n=count, max_tokens=generator.randint(20, 100), ignore_eos=True)
+            engine.add_request(str(late.step), document, params)
+        engine.step()
+        assert engine.kv_cache.copies.gpu_room >= 0, "promised twice"
+    assert engine.scheduler.num_preemptions
+
+
 def test_a_row_does_not_count_a_block_that_something_else_holds(path):
     """It is not free when the row leaves it, so the row is promised another one beside it."""
     engine = hollow(make_engine(path))
