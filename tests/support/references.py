@@ -48,7 +48,7 @@ def check_promises(engine: LLMEngine) -> None:
     assert kv_cache.num_promised_host == sum(sequence.num_promised_host for sequence in running)
     lifetimes, wanted, of_rows = tables.lifetimes, np.zeros_like(tables.promised), needed(engine)
     # What a copy on its way has held, too, may be counted by a row later only, which was promised more until then.
-    is_exact = isinstance(lifetimes.acknowledgements, AllHaveRun)
+    is_exact = isinstance(lifetimes.acknowledgements, AllHaveRun) and not engine.scheduler.num_preemptions
     num_free = tables.gpu_blocks.num_free + lifetimes.num_deferred_gpu
     if tables.is_offload:
         num_free = lifetimes.host_blocks.num_free + lifetimes.num_deferred_host
