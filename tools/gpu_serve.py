@@ -1,5 +1,6 @@
 """Cases of `make gpu-bench` with what a user waits for: a server that was started without options, whose experts come
-one by one, the next turn of a long chat with layers that keep states, and a step by its drafted tokens."""
+one by one, the next turn of a long chat with layers that keep states, a step by its drafted tokens, and others' tokens
+while states are kept."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ from offload.memory.pinned import HostArena
 from offload.runtime.timeline import COMPUTE, NoTimeline
 
 SEGMENT_BYTES, DEMAND_BYTES = GIB, 128 * 2**20
-"""Of the host pool, what is pinned at a time: at the start, and later, as it is wanted, until there is as much ahead.
-Meanwhile the driver takes no call of anybody else. Four blocks are one at least, so that copies of them are long."""
+"""Bytes of the host pool that are pinned at a time: at the start, and later, as they are wanted, with a GiB ahead.
+While it pins the driver takes no call of anybody else. A segment has four blocks at least, so that copies are long."""
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from nanoinfer.layers.norm import Exchange, OwnPart, RMSNorm, add_and_norm
 class SparseMLP(nn.Module):
     """The sum of a row's experts, weighted by a router, and of a shared expert, if there is one.
 
-    `gate` is the router, [num_experts, hidden_size], and behind it, where a gate is before the shared expert, the row
-    of this one, `shared_gate`: both wide in every format, and one product. `factors`, [num_experts], are those of the
-    experts' weights.
+    `gate` is the router, [num_experts, hidden_size], and behind it, where the shared expert has a gate, the one row of
+    that, `shared_gate`: wide in every format, and one product. `factors`, [num_experts], are those of the experts'
+    weights.
     """
 
     wide_projections = ("gate", "shared_gate")
