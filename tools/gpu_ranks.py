@@ -22,11 +22,14 @@ import torch
 
 from nanoinfer import LLM
 from nanoinfer.execution.group import WAY, Group
+from nanoinfer.kernels.layer.exchange_norm import exchange_norm
 from nanoinfer.kernels.layer.rms_norm import rms_norm
 from nanoinfer.measure.run import measure
+from nanoinfer.memory.floors import measure_floors
 from nanoinfer.models.shapes import UNLIMITED, write_shape
 
 GIB = 2**30
+NO_PEERS = {"NCCL_P2P_DISABLE": "1"}
 # name: shape, sequences, tokens of each, output tokens, engine arguments
 ROWS = {
     "4b 1x1k": ("qwen3-4b", 1, 1024, 60, {}),
@@ -51,8 +54,10 @@ def row(name: str, size: int) -> dict:
     started = time.perf_counter() - begin
     measure(llm, [context], 4, seed=1)
     found = measure(llm, [context] * batch, output_len + batch * context // 8192)
+    plan, peak = llm.engine.plan, llm.engine.executor.peak_bytes()
     llm.close()
     result = dict(
+        planned_to_peak=plan.total_bytes / peak,  # the most of any rank
         tokens_per_second=found.tokens_per_second,
         step_ms=1e3 * found.seconds_per_token,
         prefill=found.prefill_tokens_per_second,
@@ -61,7 +66,8 @@ def row(name: str, size: int) -> dict:
         answers=[one.token_ids[:16] for one in found.outputs[:2]],
     )
     print(f"{name:22} {size} GPU: {result['tokens_per_second']:9.1f} tok/s {result['step_ms']:8.3f} ms, prefill "
-          f"{result['prefill'] or 0:8.0f}, start {started:.0f} s", flush=True)  # fmt: skip
+          f"{result['prefill'] or 0:8.0f}, {found.streamed_bytes_per_step / 1e9:.3f} GB streamed, plan / peak "
+          f"{result['planned_to_peak']:.4f}, start {started:.0f} s", flush=True)  # fmt: skip
     return result
 
 
@@ -86,50 +92,59 @@ def graph_us(work: Callable[[], object], times: int = 50, repeats: int = 20) -> 
     return statistics.median(found)
 
 
-def exchange(rank: int, folder: Path) -> dict[str, float]:
-    """The exchange of each way, on one of two ranks: of parts with residual and norm, and of logits."""
+def exchange(rank: int, folder: Path, ways: list[str]) -> dict[str, float]:
+    """The exchange of each way, on one of two ranks: of parts with residual and norm, and of logits; and the links."""
     device = torch.device("cuda", 0)
     found: dict[str, float] = {}
     weight = torch.ones(2560, dtype=torch.bfloat16, device=device)
-    for way in ("peers", "nccl"):
+    for way in ways:
         os.environ[WAY] = way
         (folder / way).mkdir(exist_ok=True)
         group = Group(folder / way, rank, 2, device)
-        gather = group.gather
-        found[f"{group.way}: taken MiB"] = group.taken_bytes / 2**20
+        found["taken, MiB"] = group.taken_bytes / 2**20
+        mailbox = group.mailbox
         for rows in (1, 8, 64, 512, 4096):
             x = torch.randn(rows, 2560, device=device).bfloat16()
             part, times = torch.randn(rows, 2560, device=device), 50 if rows < 4096 else 5
-            found[f"{way}: {rows} rows, residual and norm"] = graph_us(
-                lambda: rms_norm(x, weight, 1e-6, offset=False, other=gather(part)), times
-            )
-            found[f"{way}: {rows} rows alone"] = graph_us(lambda: gather(part), times)
+            if mailbox is not None and rows <= mailbox.most_rows(2560):
+                options = dict(offset=False)
+                work = lambda: exchange_norm(x, weight, 1e-6, part, mailbox, **options)  # noqa: E731, B023
+            else:
+                work = lambda: rms_norm(x, weight, 1e-6, offset=False, other=group.gather(part))  # noqa: E731, B023
+            found[f"{rows} rows, residual and norm"] = graph_us(work, times)
         for rows in (1, 256):
             logits = torch.randn(rows, 75776, device=device).bfloat16()
-            found[f"{way}: logits of {rows} rows"] = graph_us(lambda: gather(logits), 10)
-    x = torch.randn(1, 2560, device=device).bfloat16()
-    parts = torch.randn(2, 1, 2560, device=device)
-    found["the norm of 1 row alone"] = graph_us(lambda: rms_norm(x, weight, 1e-6, offset=False, other=parts))
-    torch.cuda.synchronize()
-    group.minimum(0)
+            found[f"logits of {rows} rows"] = graph_us(lambda: group.gather(logits), 10)  # noqa: B023
+        torch.cuda.synchronize()
+        group.minimum(0)
+        if way == "peers":
+            found["link of each, both at once, GB/s"] = measure_floors(device, repeats=15).link / 1e9
+            group.minimum(0)
     return found
 
 
-def exchanges() -> dict[str, float]:
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "--rank", "1", "--folder", folder]
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
-        environment = os.environ | dict(CUDA_VISIBLE_DEVICES=",".join(reversed(visible)))
-        with subprocess.Popen(command, env=environment) as other:
+def exchanges() -> dict[str, dict[str, float]]:
+    """By way; NCCL once more where it may not reach the other's memory either."""
+    visible, result = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(","), {}
+    for name, extra in {way: {} for way in ("peers", "host", "nccl")} | {"nccl without peers": NO_PEERS}.items():
+        with tempfile.TemporaryDirectory() as folder:
+            processes = []
+            for rank in range(2):
+                order = visible if rank == 0 else [*reversed(visible)]
+                command = [sys.executable, __file__, "--rank", str(rank), "--folder", folder, "--way", name.split()[0]]
+                environment = os.environ | extra | dict(CUDA_VISIBLE_DEVICES=",".join(order))
+                processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
             try:
-                found = exchange(0, Path(folder))
-            finally:
-                if other.poll() is None:
-                    time.sleep(3)
-                    other.kill()
-    for name, value in found.items():
-        print(f"{name:40} {value:8.1f}", flush=True)
-    return found
+                texts = [process.communicate(timeout=60)[0] for process in processes]
+                result[name] = json.loads(texts[0].splitlines()[-1])
+            except (subprocess.TimeoutExpired, IndexError, ValueError) as error:
+                result[name] = {"failed": 1.0}
+                print(f"{name}: {error!r}", flush=True)
+            for process in processes:
+                process.kill()
+        for what, value in result[name].items():
+            print(f"{name:20} {what:40} {value:8.1f}", flush=True)
+    return result
 
 
 def main() -> None:
@@ -138,11 +153,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rank", type=int)
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--way", choices=["peers", "host", "nccl"])
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no row after so long")
     options = parser.parse_args()
     if options.rank is not None:
-        exchange(options.rank, options.folder)
-        return
+        print(json.dumps(exchange(options.rank, options.folder, [options.way])), flush=True)
+        os._exit(0)  # NCCL's threads are not waited for
     begin, wanted = time.perf_counter(), options.only.split(",") if options.only else ["exchange", *ROWS]
     result = dict(card=torch.cuda.get_device_name(0), way=os.environ.get(WAY, "peers"))
     for name in wanted:

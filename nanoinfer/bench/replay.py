@@ -157,7 +157,7 @@ class Case:
         of_pass = row.streamed_bytes_per_step - fetched, read_bytes, fetched
         row.least_bytes = tuple(one / row.tokens_per_pass for one in of_pass)  # of a token
         row.bound, row.kv_resident_share = times.bound, engine.meter.resident_share
-        row.peak_gpu_bytes, row.host_bytes = engine.runner.peak_bytes(), engine.runner.offload.host.num_bytes
+        row.peak_gpu_bytes, row.host_bytes = engine.executor.peak_bytes(), engine.runner.offload.host.num_bytes
         return row
 
 

@@ -1,13 +1,15 @@
 """What ranks say to each other while they compute and while they start: over `torch.distributed`'s process groups.
 
-NCCL carries what lies on GPUs, gloo what lies on the host. Everything here is collective: each rank makes the same
-calls in the same order, or the others wait for it.
+Kernels or NCCL carry what lies on GPUs, gloo what lies on the host. Everything here is collective: each rank makes the
+same calls in the same order, or the others wait for it.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import pickle
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -26,11 +28,18 @@ if TYPE_CHECKING:
     from nanoinfer.kernels.launch.exchange import Mailbox
 
 WAY = "NANOINFER_EXCHANGE"
-"""The environment variable with the `way` that is to be used: "nccl", though peers could be reached."""
-WAYS = {"peers": "by writing into each other's memory", "nccl": "through NCCL", "gloo": "through gloo"}
-"""What a user is told of each `way`."""
+"""The environment variable with the `way` that is to be used, of several GPUs, though a better one could be."""
+WAYS = {
+    "peers": "by writing into each other's memory",
+    "host": "through pinned memory of the host",
+    "nccl": "through NCCL",
+    "gloo": "through gloo",
+}
+"""What a user is told of each `way`, the best first."""
 MAILBOX_BYTES = 32 * 2**20
 """What all ranks may give in one exchange; of a rank's memory others write to twice as much."""
+HOST_MAILBOX_BYTES = 8 * 2**20
+"""The same where it is memory of the host."""
 # A server may be idle for weeks: who watches the ranks ends a call that nobody answers, not a limit of the library.
 _FOREVER = timedelta(days=365)
 # How long ranks wait for each other to meet. All of them are there by then.
@@ -58,9 +67,9 @@ class Group:
         device: where what is computed lies.
 
     Attributes:
-        way: how ranks exchange what is computed: "peers", each writes into the memory of the others; "nccl"; "gloo", on
-            the host.
-        mailbox: what peers write to; None: they do not.
+        way: how ranks exchange what is computed: "peers", each writes into the memory of the others; "host", into
+            pinned memory that all have mapped; "nccl"; "gloo", for what lies on the host.
+        mailbox: what ranks write to; None: they do not.
         taken_bytes: of the device's memory, for that.
         on_exchange: called where this process takes part in an exchange: a sign of life.
     """
@@ -76,20 +85,24 @@ class Group:
         self._own, self.way = self._host, "gloo"
         described = device_of(device)
         if described.has_nccl:
-            before = described.memory()[0]
-            if self._reaches_others(described):
-                self.mailbox, self.way = _mailbox(store, rank, size, device), "peers"
-            else:
+            before, self.way = described.memory()[0], self._best_way(described)
+            if self.way == "peers":
+                self.mailbox = _of_peers(store, rank, size, device)
+            elif self.way == "host":
+                self.mailbox, error = on_host(store, rank, size, device)
+                if not self.minimum(error is None)[0]:  # the system pins nothing more for some rank
+                    self.mailbox, self.way = None, "nccl"
+            if self.way == "nccl":
                 self._own = dist.ProcessGroupNCCL(dist.PrefixStore("device", store), rank, size, _FOREVER)
-                self.way = "nccl"
             self.gather(torch.zeros(1, dtype=torch.int32, device=device))  # it makes its channels now
             described.synchronize()
             self.taken_bytes = max(0, before - described.memory()[0])
 
-    def _reaches_others(self, device: Device) -> bool:
-        """Whether all ranks reach the memory of all others, and none is to exchange in another way."""
-        is_wanted = os.environ.get(WAY, "peers") == "peers"
-        return bool(self.minimum(is_wanted and device.reaches_others())[0])
+    def _best_way(self, device: Device) -> str:
+        """Return the best way that all ranks have, or the one that is wanted."""
+        own = ways_of(device)
+        has = self.minimum(*(way in own for way in WAYS))
+        return next(way for way, is_there in zip(WAYS, has, strict=True) if is_there)
 
     def minimum(self, *values: int) -> list[int]:
         found = torch.tensor(values, dtype=torch.int64)
@@ -130,12 +143,31 @@ class Group:
             self._own.abort()
 
 
-def _mailbox(store: dist.Store, rank: int, size: int, device: torch.device) -> Mailbox:
-    """Return the memory of all ranks that each writes to, mapped into this process."""
-    from nanoinfer.kernels.launch.exchange import BLOCK, Mailbox  # triton comes with CUDA builds of torch only
+def ways_of(device: Device) -> list[str]:
+    """Return how several such devices can exchange what they compute, the best first; one, if the user wants that."""
+    has_host = device.pinner is not None and device.target.has_instructions
+    there = {"peers": device.reaches_others(), "host": has_host, "nccl": device.has_nccl}
+    own = [way for way, is_there in there.items() if is_there]
+    wanted = os.environ.get(WAY)
+    if wanted is None:
+        return own
+    if wanted not in own:
+        raise ValueError(f"{WAY}={wanted!r}, but GPUs here can exchange by {', '.join(map(repr, own))}")
+    return [wanted]
 
-    programs = MAILBOX_BYTES // (size * 4 * BLOCK)
-    sizes = 2 * MAILBOX_BYTES // 4, size * programs
+
+def _sizes(num_bytes: int, num_ranks: int) -> tuple[int, int]:
+    """Return the words of a rank's memory, in which all may give so many bytes in an exchange, and of its signals."""
+    from nanoinfer.kernels.launch.exchange import BLOCK  # triton comes with CUDA builds of torch only
+
+    return 2 * num_bytes // 4, num_ranks * (num_bytes // (num_ranks * 4 * BLOCK))
+
+
+def _of_peers(store: dist.Store, rank: int, size: int, device: torch.device) -> Mailbox:
+    """Return the memory of all ranks that each writes to, mapped into this process."""
+    from nanoinfer.kernels.launch.exchange import Mailbox
+
+    sizes = _sizes(MAILBOX_BYTES, size)
     own = [torch.zeros(count, dtype=torch.int32, device=device) for count in sizes]
     device_of(device).synchronize()  # nobody writes there before the zeros
     store.set(f"memory of {rank}", pickle.dumps([reduce_tensor(one) for one in own]))
@@ -148,4 +180,30 @@ def _mailbox(store: dist.Store, rank: int, size: int, device: torch.device) -> M
         # Each process counts GPUs from its own on: what it maps is mapped to that one.
         mapped.append([rebuild(*arguments[:6], device.index or 0, *arguments[7:]) for rebuild, arguments in found])
     memories, signals = zip(*mapped, strict=True)
-    return Mailbox(rank, [*memories], [*signals])
+    return Mailbox(rank, [*memories], [*signals], device, is_on_host=False)
+
+
+def on_host(store: dist.Store, rank: int, size: int, device: torch.device) -> tuple[Mailbox, str | None]:
+    """Return memory of the host that all ranks have mapped and pinned, and why it could not be pinned, or None."""
+    from nanoinfer.kernels.launch.exchange import Mailbox
+
+    sizes = _sizes(HOST_MAILBOX_BYTES, size)
+    num_bytes = 4 * size * sum(sizes)
+    if rank == 0:  # it has no name that could stay behind
+        file = os.memfd_create("exchange")
+        os.ftruncate(file, num_bytes)
+        store.set("memory", f"/proc/{os.getpid()}/fd/{file}")
+    else:
+        file = os.open(store.get("memory").decode(), os.O_RDWR)
+    mapped = mmap.mmap(file, num_bytes)
+    words, pinner = torch.frombuffer(mapped, dtype=torch.int32), device_of(device).pinner
+    error = pinner.register(words.data_ptr(), num_bytes)
+    store.set(f"opened by {rank}", "")
+    store.wait([f"opened by {other}" for other in range(size)])
+    os.close(file)
+    parts = [one.split(sizes) for one in words.split(sum(sizes))]
+    memories, signals = zip(*parts, strict=True)
+    mailbox = Mailbox(rank, [*memories], [*signals], device, is_on_host=True)
+    if error is None:
+        weakref.finalize(mailbox, lambda: pinner.unregister(words.data_ptr())).atexit = False
+    return mailbox, error

@@ -141,6 +141,9 @@ class LocalExecutor(Executor):
         self._steps.clear()
         self.runner.forget()
 
+    def peak_bytes(self) -> int | None:
+        return self.runner.peak_bytes()
+
     def close(self) -> None:
         self._steps.clear()
         self.runner.close()

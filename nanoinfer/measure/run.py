@@ -217,7 +217,7 @@ def measure(
         row.problem = why_no_step(llm, lengths, output_len)
     row.bound = engine.meter.times.since(before).bound
     row.kv_resident_share = engine.meter.resident_share
-    row.peak_gpu_bytes = engine.runner.peak_bytes()
+    row.peak_gpu_bytes = engine.executor.peak_bytes()
     row.host_bytes = engine.runner.offload.host.num_bytes
     row.outputs = [answer_of(request.output().outputs[0]) for request in requests]
     return row

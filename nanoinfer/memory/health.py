@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 from nanoinfer.common.units import GIB, format_gib
 from nanoinfer.devices.machine import driver_version, pcie_lanes, torch_build, why_no_gpu
 from nanoinfer.devices.registry import accelerator, device_of
+from nanoinfer.execution.group import WAYS, ways_of
 from nanoinfer.kernels import reference
 from nanoinfer.kernels.operations import operations_of
 from nanoinfer.memory.floors import measure_floors
@@ -149,9 +150,7 @@ def _exchange(device: torch.device) -> Found:
     count = 0 if described.is_host else described.count()
     if count < 2:
         return "one GPU" if count else "none", None
-    if described.reaches_others():
-        return f"{count} GPUs, which write into each other's memory", None
-    return f"{count} GPUs, which exchange through NCCL: not all reach each other's memory", None
+    return f"{count} GPUs, which exchange {WAYS[ways_of(described)[0]]}", None
 
 
 def _pinning(device: torch.device) -> Found:

@@ -187,6 +187,10 @@ class ParallelExecutor(Executor):
     def forget(self) -> None:
         self._all("forget")
 
+    def peak_bytes(self) -> int | None:
+        found = self._of_each("peak_bytes")
+        return None if None in found else max(found)
+
     def close(self) -> None:
         if not self.ranks.has_ended:
             with suppress(RankError):  # one has just ended

@@ -209,5 +209,9 @@ class Executor(ABC):
         """Return what was counted so far. by_layer: with what takes longer, for each layer."""
 
     @abstractmethod
+    def peak_bytes(self) -> int | None:
+        """Return what `ModelRunner.peak_bytes` does, the most of any rank."""
+
+    @abstractmethod
     def close(self) -> None:
         """Give back all memory. Nothing can be asked afterwards."""

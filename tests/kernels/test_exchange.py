@@ -1,20 +1,33 @@
-"""The exchange of ranks that write into each other's memory: here two ranks in one process, one after the other."""
+"""The exchange of ranks that write into each other's memory, or into the host's: here two ranks in one process, one
+after the other."""
 
+import gc
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 pytest.importorskip("triton")
 
-from two_mailboxes import PROGRAMS, WORDS, mailboxes, say_for_the_second
+import two_mailboxes
+from two_mailboxes import PROGRAMS, WORDS, say_for_the_second
 
+from nanoinfer.execution import group
 from nanoinfer.kernels import fused
 from nanoinfer.kernels.launch.exchange import BLOCK, MOST_AHEAD, far_ahead
 
 
-def test_both_have_what_both_gave_however_many_exchanges_there_were():
+@pytest.fixture(params=[False, True], ids=["peers", "host"])
+def mailboxes(request):
+    """Makes the mailboxes of two ranks."""
+    return lambda: two_mailboxes.mailboxes(request.param)
+
+
+def test_both_have_what_both_gave_however_many_exchanges_there_were(mailboxes):
     boxes, memories, signals = mailboxes()
     for number, count in enumerate((1, 5, BLOCK + 3, 2 * BLOCK, 7), 1):
         gives = [torch.randint(-(2**31), 2**31 - 1, (count,), dtype=torch.int32) for _ in range(2)]
@@ -25,7 +38,7 @@ def test_both_have_what_both_gave_however_many_exchanges_there_were():
         assert signals[1][0] == signals[0][PROGRAMS] == number  # and no rank has said anything for another
 
 
-def test_the_count_of_exchanges_may_run_over():
+def test_the_count_of_exchanges_may_run_over(mailboxes):
     """After two thousand million of them, which are hours."""
     boxes, memories, signals = mailboxes()
     for box in boxes:
@@ -46,7 +59,7 @@ def test_who_is_released_takes_any_exchange_for_said(number):
     assert MOST_AHEAD.value > (far_ahead(here) - (here + 1)) > 2**19
 
 
-def test_what_has_no_room_in_a_slot_goes_in_several_exchanges():
+def test_what_has_no_room_in_a_slot_goes_in_several_exchanges(mailboxes):
     boxes, memories, signals = mailboxes()
     most = WORDS // 4
     gives = [torch.arange(most + 5, dtype=torch.int32) + 10**6 * rank for rank in range(2)]
@@ -57,7 +70,7 @@ def test_what_has_no_room_in_a_slot_goes_in_several_exchanges():
         assert box.addresses[2].tolist() == [2, 0]
 
 
-def test_a_slot_is_written_to_again_in_the_exchange_after_the_next():
+def test_a_slot_is_written_to_again_in_the_exchange_after_the_next(mailboxes):
     boxes, memories, signals = mailboxes()
     for number in (1, 2, 3):
         own = torch.full((4,), number, dtype=torch.int32)
@@ -67,7 +80,7 @@ def test_a_slot_is_written_to_again_in_the_exchange_after_the_next():
 
 
 @pytest.mark.parametrize("number, before", [(1, 0), (100 - 2**31, 5), (2**30, 0)])
-def test_who_is_first_waits_for_the_other(monkeypatch, number, before):
+def test_who_is_first_waits_for_the_other(mailboxes, monkeypatch, number, before):
     """However long ago that one has said something with as many programs."""
     monkeypatch.setattr("nanoinfer.kernels.launch.exchange.MOST_LOOKS", 10**5)  # some seconds here
     boxes, memories, signals = mailboxes()
@@ -86,7 +99,7 @@ def test_who_is_first_waits_for_the_other(monkeypatch, number, before):
         assert torch.equal(gathered.result(), torch.stack((own, other)))
 
 
-def test_who_hears_nothing_gives_up(monkeypatch):
+def test_who_hears_nothing_gives_up(mailboxes, monkeypatch):
     monkeypatch.setattr("nanoinfer.kernels.launch.exchange.MOST_LOOKS", 3)
     boxes, _, _ = mailboxes()
     boxes[0].gather(torch.zeros(4, dtype=torch.int32))
@@ -102,7 +115,7 @@ def test_who_hears_nothing_gives_up(monkeypatch):
     ],
 )
 @pytest.mark.parametrize("rows", [1, 3])
-def test_parts_are_added_and_normed_as_where_all_lie_in_one_place(rows, how):
+def test_parts_are_added_and_normed_as_where_all_lie_in_one_place(mailboxes, rows, how):
     generator, how = torch.Generator().manual_seed(rows), dict(how)
     size, dtype = 96, torch.bfloat16
 
@@ -120,3 +133,48 @@ def test_parts_are_added_and_normed_as_where_all_lie_in_one_place(rows, how):
         own_x, own = x.clone(), parts[box.sizes["RANK"]].contiguous()
         found = fused.exchange_norm(own_x, weight, 1e-6, own, box, **how)
         assert torch.equal(found, wanted) and torch.equal(own_x, there)
+
+
+class Pins:
+    """What pins memory, and refuses to where `error` says why."""
+
+    def __init__(self, error: str | None) -> None:
+        self.error, self.registered = error, []
+
+    def register(self, address: int, num_bytes: int) -> str | None:
+        if self.error is None:
+            self.registered.append((address, num_bytes))
+        return self.error
+
+    def unregister(self, address: int) -> None:
+        self.registered = [one for one in self.registered if one[0] != address]
+
+
+@pytest.mark.parametrize("error", [None, "no more"])
+def test_memory_of_the_host_is_mapped_and_pinned_by_all_and_leaves_nothing(tmp_path, monkeypatch, error):
+    pins = [Pins(None), Pins(error)]
+    monkeypatch.setattr(group, "device_of", lambda device: SimpleNamespace(pinner=pins[device.index]))
+    open_before = len(os.listdir("/proc/self/fd"))
+
+    def one(rank: int):
+        store = dist.FileStore(str(tmp_path / "store"), 2)
+        return group.on_host(store, rank, 2, torch.device("cpu", rank))
+
+    with ThreadPoolExecutor(2) as pool:
+        boxes = [*pool.map(one, range(2))]
+    assert [found for _, found in boxes] == [None, error]
+    boxes = [box for box, _ in boxes]
+    assert boxes[0].most_rows(2560) == group.HOST_MAILBOX_BYTES // (2 * 4 * 2560)
+    addresses = [{int(one) for tensor in box.addresses[:2] for one in tensor} for box in boxes]
+    assert addresses[0].isdisjoint(addresses[1]), "each has mapped it for itself"
+    own, memories, signals = torch.full((99,), 5, dtype=torch.int32), boxes[1].memories, boxes[1].signals
+    memories[0][boxes[1].slot_words + 99 :][:99] = own + 1  # as rank 1 would, through what that one has mapped
+    signals[0][boxes[1].sizes["PROGRAMS"] :] = 1
+    assert boxes[0].gather(own).tolist() == [[5] * 99, [6] * 99]
+    for one in pins[: 1 if error else 2]:
+        ((address, num_bytes),) = one.registered
+        assert num_bytes >= 2 * 2 * group.HOST_MAILBOX_BYTES
+    assert len(os.listdir("/proc/self/fd")) == open_before + 2  # of the two maps, which close theirs themselves
+    del boxes, memories, signals
+    gc.collect()
+    assert not any(one.registered for one in pins)

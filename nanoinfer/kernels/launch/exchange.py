@@ -1,7 +1,12 @@
-"""What ranks on GPUs that reach each other's memory say to each other: each writes its part into all others' memory.
+"""What ranks on GPUs say to each other: each writes its part into the memory of all others, or, where they do not reach
+that, into memory of the host that all of them have pinned.
 
 One kernel, in a graph or not: a program writes some numbers of its rank's part to every rank, says so there, and waits
 until all others have said so here. Then the parts of all lie in this rank's memory, in the order of the ranks.
+
+On the host nothing but loads and stores crosses: its memory knows the GPU's atomics as loads followed by stores, and
+what another one wrote between the two would be lost. Fences order them, and loads are volatile, since a cache may hold
+what lay there before.
 
 The memory has two slots, used in turn. Who writes to a slot for exchange n has finished exchange n - 1, for which every
 other rank had to begin it, behind whatever has read the slot of exchange n - 2. So nobody's numbers are overwritten
@@ -16,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.devices.registry import device_of
+from nanoinfer.devices.registry import device_of, target_of
 from nanoinfer.kernels.launch.pdl import launch_options, let_next_in, wait_for_inputs
 
 BLOCK = 2048
@@ -29,24 +34,48 @@ MOST_AHEAD = tl.constexpr(2**20)
 
 
 @triton.jit
+def fence(FENCES: tl.constexpr):
+    """Order what this thread loads and stores before and behind it, for all who reach the memory."""
+    if FENCES:
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.sys; mov.u32 $0, 0;", "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def said(at, ON_HOST: tl.constexpr):
+    """Return the number that another rank said last at this address."""
+    if ON_HOST:
+        return tl.load(at, volatile=True)
+    else:
+        return tl.atomic_add(at, 0, sem="acquire", scope="sys")
+
+
+@triton.jit
 def say_and_wait(
-    signals, number, most_looks, RANK: tl.constexpr, RANKS: tl.constexpr, PROGRAMS: tl.constexpr
+    signals, number, most_looks, RANK: tl.constexpr, RANKS: tl.constexpr, PROGRAMS: tl.constexpr,
+    ON_HOST: tl.constexpr, FENCES: tl.constexpr,
 ):  # fmt: skip
     """Say to all others that this program has written what it gives, and wait until theirs of the same number have."""
     program = tl.program_id(0)
+    fence(FENCES)
     tl.debug_barrier()  # all threads have written what one of them says now
     for step in tl.static_range(1, RANKS):
         signal = tl.load(signals + (RANK + step) % RANKS).to(tl.pointer_type(tl.int32))
-        tl.atomic_xchg(signal + RANK * PROGRAMS + program, number, sem="release", scope="sys")
+        if ON_HOST:
+            tl.store(signal + RANK * PROGRAMS + program, number)
+        else:
+            tl.atomic_xchg(signal + RANK * PROGRAMS + program, number, sem="release", scope="sys")
     said_here = tl.load(signals + RANK).to(tl.pointer_type(tl.int32))
     for step in tl.static_range(1, RANKS):
         said_at = said_here + (RANK + step) % RANKS * PROGRAMS + program
-        ahead = tl.atomic_add(said_at, 0, sem="acquire", scope="sys") - number
+        ahead = said(said_at, ON_HOST) - number
         looks = 0
         # The other may be an exchange ahead. What is far ahead was said before the count ran over.
         while ((ahead < 0) | (ahead > MOST_AHEAD)) & (looks < most_looks):
-            ahead = tl.atomic_add(said_at, 0, sem="acquire", scope="sys") - number
+            ahead = said(said_at, ON_HOST) - number
             looks += 1
+    fence(FENCES)
     tl.debug_barrier()  # one thread has seen what all read now
 
 
@@ -73,6 +102,8 @@ def gather_kernel(
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
     PROGRAMS: tl.constexpr,  # the most of a launch
+    ON_HOST: tl.constexpr,  # where the memory of all ranks lies
+    FENCES: tl.constexpr,  # whether instructions are needed that order it
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -88,11 +119,11 @@ def gather_kernel(
         memory = tl.load(memories + (RANK + step) % RANKS).to(tl.pointer_type(tl.int32))
         tl.store(memory + slot + RANK * size + at, values, mask=inside)
     tl.store(out + RANK * out_stride + at, values, mask=inside)
-    say_and_wait(signals, number, most_looks, RANK, RANKS, PROGRAMS)
+    say_and_wait(signals, number, most_looks, RANK, RANKS, PROGRAMS, ON_HOST, FENCES)
     here = tl.load(memories + RANK).to(tl.pointer_type(tl.int32)) + slot
     for step in tl.static_range(1, RANKS):
         other = (RANK + step) % RANKS
-        part = tl.load(here + other * size + at, mask=inside, other=0)
+        part = tl.load(here + other * size + at, mask=inside, other=0, volatile=ON_HOST)
         tl.store(out + other * out_stride + at, part, mask=inside)
     end_exchange(counts, number)
 
@@ -108,20 +139,26 @@ class Mailbox:
     Args:
         memories: of each rank, [2 * slot] int32, mapped into this process.
         signals: of each rank, [ranks * programs] int32, zeros before the first exchange.
+        device: where the kernels run.
+        is_on_host: whether both lie in pinned memory of the host.
 
     Attributes:
+        memories, signals: as they were given.
         addresses, slot_words, sizes: as kernels take them.
     """
 
-    def __init__(self, rank: int, memories: list[Tensor], signals: list[Tensor]) -> None:
-        self._rank, self._size, self._kept = rank, len(memories), (memories, signals)
-        device, programs = memories[rank].device, signals[rank].numel() // self._size
+    def __init__(
+        self, rank: int, memories: list[Tensor], signals: list[Tensor], device: torch.device, is_on_host: bool
+    ) -> None:
+        self._rank, self._size, self.memories, self.signals = rank, len(memories), memories, signals
+        programs = signals[rank].numel() // self._size
         pointers = (
             torch.tensor([one.data_ptr() for one in tensors], dtype=torch.int64, device=device)
             for tensors in (memories, signals)
         )
         self.addresses = *pointers, torch.zeros(2, dtype=torch.int32, device=device)
-        self.sizes = dict(RANK=rank, RANKS=self._size, PROGRAMS=programs)
+        self.sizes = dict(RANK=rank, RANKS=self._size, PROGRAMS=programs, ON_HOST=is_on_host)
+        self.sizes["FENCES"] = is_on_host and target_of(device).has_instructions
         self.slot_words = memories[rank].numel() // 2
         self._most_words, self._programs = min(self.slot_words // self._size, programs * BLOCK), programs
 
@@ -132,9 +169,9 @@ class Mailbox:
     @torch.inference_mode()
     def release(self) -> None:
         """Have kernels of this rank wait for nobody any more, whoever has ended: called from any thread."""
-        signals, counts = self._kept[1][self._rank], self.addresses[2]
-        streams = device_of(signals.device).streams
-        with streams.stream(stream := streams.Stream(signals.device)):
+        signals, counts = self.signals[self._rank], self.addresses[2]
+        streams = device_of(counts.device).streams
+        with streams.stream(stream := streams.Stream(counts.device)):
             number = torch.empty(1, dtype=torch.int32, pin_memory=True).copy_(counts[:1], non_blocking=True)
             stream.synchronize()
             signals.copy_(far_ahead(number).expand(signals.shape).contiguous().pin_memory(), non_blocking=True)

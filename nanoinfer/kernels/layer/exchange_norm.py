@@ -39,6 +39,8 @@ def exchange_norm_kernel(
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    ON_HOST: tl.constexpr,
+    FENCES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -62,14 +64,14 @@ def exchange_norm_kernel(
         value = tl.zeros([TILE], tl.float32)
     else:
         value = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    say_and_wait(signals, number, most_looks, RANK, RANKS, PROGRAMS)
+    say_and_wait(signals, number, most_looks, RANK, RANKS, PROGRAMS, ON_HOST, FENCES)
     here = tl.load(memories + RANK).to(tl.pointer_type(tl.float32))
     added = tl.zeros([TILE], tl.float32)
     for rank in tl.static_range(RANKS):
         if rank == RANK:
             added += part
         else:
-            added += tl.load(here + rank * size + at, mask=inside, other=0.0)
+            added += tl.load(here + rank * size + at, mask=inside, other=0.0, volatile=ON_HOST)
     added = rounded(added, x)
     if behind is not None:
         added = rounded(normed(added, scale_of_other, x, eps, SIZE, OFFSET, ROUNDS_ONCE), x)
