@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 from gpu_common import Bench, peak, reset_peak
 from gpu_sparse import INT4, engine, prefill
 
 from nanoinfer import LLM
+from nanoinfer.execution.prefill import PrefillProgram, PrefillStep
 from nanoinfer.measure.locality import PUBLISHED, sampling_of
 from nanoinfer.measure.report import table
 from nanoinfer.measure.run import measure, release
 from nanoinfer.memory.floors import measure_floors
+from nanoinfer.step.plan import StepPlan
+from offload import StreamPlan
 
 CONTEXT = 1024
 BATCHES = (1, 2, 4, 16)
@@ -121,7 +126,58 @@ def slots_hybrid(bench: Bench) -> dict:
     return result
 
 
-SLOTS = {case.__name__: case for case in (slots_steps, slots_budgets, slots_hybrid)}
+def slots_million(bench: Bench) -> dict:
+    """The same model with 1,048,576 tokens within 24 GiB, of which all but the last step's are not computed: their keys
+    and values are zeros. Beside them a prompt of 131,072 that is computed."""
+    shape, options = ("qwen3.6-35b-a3b", INT4) if bench.scale == 1 else ("tiny-sparse", {})
+    result, full, gather = {}, {}, 1.0
+    longest = dict(hf_overrides={"max_position_embeddings": 2**21})
+    for gib, tokens in ((80, 2**20), (24, 2**20), (24, 2**17)):
+        length, is_first = bench.tokens(tokens), gib == 80
+        slots = dict(expert_slots=(256 if is_first else 8) if bench.scale == 1 else (16 if is_first else 8))
+        sizes = dict(max_model_len=length + 256, max_num_seqs=1, cuda_graph_batch_sizes=[1], capture_num_tokens=[])
+        reset_peak(bench)
+        llm = bench.llm(
+            shape, gpu_memory_limit=bench.limit(gib), **sizes, **options, **longest,
+            **(slots if is_first or bench.scale > 1 else {}),
+        )  # fmt: skip
+        if is_first:
+            _bring_all(llm)
+        with uncomputed() if tokens == 2**20 else nullcontext():
+            found = _step(bench, llm, 1, PUBLISHED, length)
+        if is_first:
+            full, gather = found, _gather_rate(llm)
+        elif tokens == 2**20:
+            found = _beside(found, full, gather)
+        found |= peak(llm) | {"slots": llm.engine.plan.num_expert_slots}
+        if tokens == 2**20:
+            found["prefill_tokens_per_second"] = None
+        result[f"{shape}, {gib} GiB, {found['slots']} slots, 1 x {length:,}"] = found
+        release(llm)
+    return result
+
+
+@contextmanager
+def uncomputed() -> Iterator[None]:
+    """Have steps of prompts that give no token leave the memory of their tokens as it is."""
+    begin = PrefillProgram.begin
+
+    def begun(program: PrefillProgram, plan: StepPlan, logits: torch.Tensor) -> PrefillStep:
+        step = begin(program, plan, logits)
+        if not len(plan.sampled_rows):
+            program.resources.states.reset(step.begun)
+            step.stream_plan, step.ahead = StreamPlan(((),) * len(step.stream_plan.at)), None
+            step.compute = lambda section: None
+        return step
+
+    PrefillProgram.begin = begun
+    try:
+        yield
+    finally:
+        PrefillProgram.begin = begin
+
+
+SLOTS = {case.__name__: case for case in (slots_steps, slots_budgets, slots_hybrid, slots_million)}
 
 
 def _engine(bench: Bench, **options) -> LLM:
