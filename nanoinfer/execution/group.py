@@ -180,7 +180,7 @@ def _of_peers(store: dist.Store, rank: int, size: int, device: torch.device) -> 
         # Each process counts GPUs from its own on: what it maps is mapped to that one.
         mapped.append([rebuild(*arguments[:6], device.index or 0, *arguments[7:]) for rebuild, arguments in found])
     memories, signals = zip(*mapped, strict=True)
-    return Mailbox(rank, [*memories], [*signals], device, is_on_host=False)
+    return Mailbox(rank, [*memories], [*signals], device)
 
 
 def on_host(store: dist.Store, rank: int, size: int, device: torch.device) -> tuple[Mailbox, str | None]:
@@ -203,7 +203,7 @@ def on_host(store: dist.Store, rank: int, size: int, device: torch.device) -> tu
     os.close(file)
     parts = [one.split(sizes) for one in words.split(sum(sizes))]
     memories, signals = zip(*parts, strict=True)
-    mailbox = Mailbox(rank, [*memories], [*signals], device, is_on_host=True)
+    mailbox = Mailbox(rank, [*memories], [*signals], device)
     if error is None:
         weakref.finalize(mailbox, lambda: pinner.unregister(words.data_ptr())).atexit = False
     return mailbox, error

@@ -1,5 +1,4 @@
-"""The exchange of ranks that write into each other's memory, or into the host's: here two ranks in one process, one
-after the other."""
+"""The exchange of ranks that write into each other's memory: here two ranks in one process, one after the other."""
 
 import gc
 import os
@@ -13,21 +12,14 @@ import torch.distributed as dist
 
 pytest.importorskip("triton")
 
-import two_mailboxes
-from two_mailboxes import PROGRAMS, WORDS, say_for_the_second
+from two_mailboxes import PROGRAMS, WORDS, mailboxes, say_for_the_second
 
 from nanoinfer.execution import group
 from nanoinfer.kernels import fused
 from nanoinfer.kernels.launch.exchange import BLOCK, MOST_AHEAD, far_ahead
 
 
-@pytest.fixture(params=[False, True], ids=["peers", "host"])
-def mailboxes(request):
-    """Makes the mailboxes of two ranks."""
-    return lambda: two_mailboxes.mailboxes(request.param)
-
-
-def test_both_have_what_both_gave_however_many_exchanges_there_were(mailboxes):
+def test_both_have_what_both_gave_however_many_exchanges_there_were():
     boxes, memories, signals = mailboxes()
     for number, count in enumerate((1, 5, BLOCK + 3, 2 * BLOCK, 7), 1):
         gives = [torch.randint(-(2**31), 2**31 - 1, (count,), dtype=torch.int32) for _ in range(2)]
@@ -38,7 +30,7 @@ def test_both_have_what_both_gave_however_many_exchanges_there_were(mailboxes):
         assert signals[1][0] == signals[0][PROGRAMS] == number  # and no rank has said anything for another
 
 
-def test_the_count_of_exchanges_may_run_over(mailboxes):
+def test_the_count_of_exchanges_may_run_over():
     """After two thousand million of them, which are hours."""
     boxes, memories, signals = mailboxes()
     for box in boxes:
@@ -59,7 +51,7 @@ def test_who_is_released_takes_any_exchange_for_said(number):
     assert MOST_AHEAD.value > (far_ahead(here) - (here + 1)) > 2**19
 
 
-def test_what_has_no_room_in_a_slot_goes_in_several_exchanges(mailboxes):
+def test_what_has_no_room_in_a_slot_goes_in_several_exchanges():
     boxes, memories, signals = mailboxes()
     most = WORDS // 4
     gives = [torch.arange(most + 5, dtype=torch.int32) + 10**6 * rank for rank in range(2)]
@@ -70,7 +62,7 @@ def test_what_has_no_room_in_a_slot_goes_in_several_exchanges(mailboxes):
         assert box.addresses[2].tolist() == [2, 0]
 
 
-def test_a_slot_is_written_to_again_in_the_exchange_after_the_next(mailboxes):
+def test_a_slot_is_written_to_again_in_the_exchange_after_the_next():
     boxes, memories, signals = mailboxes()
     for number in (1, 2, 3):
         own = torch.full((4,), number, dtype=torch.int32)
@@ -80,7 +72,7 @@ def test_a_slot_is_written_to_again_in_the_exchange_after_the_next(mailboxes):
 
 
 @pytest.mark.parametrize("number, before", [(1, 0), (100 - 2**31, 5), (2**30, 0)])
-def test_who_is_first_waits_for_the_other(mailboxes, monkeypatch, number, before):
+def test_who_is_first_waits_for_the_other(monkeypatch, number, before):
     """However long ago that one has said something with as many programs."""
     monkeypatch.setattr("nanoinfer.kernels.launch.exchange.MOST_LOOKS", 10**5)  # some seconds here
     boxes, memories, signals = mailboxes()
@@ -99,7 +91,7 @@ def test_who_is_first_waits_for_the_other(mailboxes, monkeypatch, number, before
         assert torch.equal(gathered.result(), torch.stack((own, other)))
 
 
-def test_who_hears_nothing_gives_up(mailboxes, monkeypatch):
+def test_who_hears_nothing_gives_up(monkeypatch):
     monkeypatch.setattr("nanoinfer.kernels.launch.exchange.MOST_LOOKS", 3)
     boxes, _, _ = mailboxes()
     boxes[0].gather(torch.zeros(4, dtype=torch.int32))
@@ -115,7 +107,7 @@ def test_who_hears_nothing_gives_up(mailboxes, monkeypatch):
     ],
 )
 @pytest.mark.parametrize("rows", [1, 3])
-def test_parts_are_added_and_normed_as_where_all_lie_in_one_place(mailboxes, rows, how):
+def test_parts_are_added_and_normed_as_where_all_lie_in_one_place(rows, how):
     generator, how = torch.Generator().manual_seed(rows), dict(how)
     size, dtype = 96, torch.bfloat16
 

@@ -7,12 +7,12 @@ from nanoinfer.kernels.launch.exchange import BLOCK, Mailbox
 WORDS, PROGRAMS = 2 * 4 * BLOCK, 8
 
 
-def mailboxes(is_on_host: bool = False) -> tuple[list[Mailbox], list[torch.Tensor], list[torch.Tensor]]:
+def mailboxes() -> tuple[list[Mailbox], list[torch.Tensor], list[torch.Tensor]]:
     """Those of both ranks, their memory and their signals."""
     memories = [torch.full((WORDS,), -1, dtype=torch.int32) for _ in range(2)]
     signals = [torch.zeros(2 * PROGRAMS, dtype=torch.int32) for _ in range(2)]
     device = torch.device("cpu")
-    return [Mailbox(rank, memories, signals, device, is_on_host) for rank in range(2)], memories, signals
+    return [Mailbox(rank, memories, signals, device) for rank in range(2)], memories, signals
 
 
 def say_for_the_second(number: int, words: torch.Tensor, memories: list, signals: list) -> None:

@@ -4,9 +4,9 @@ that, into memory of the host that all of them have pinned.
 One kernel, in a graph or not: a program writes some numbers of its rank's part to every rank, says so there, and waits
 until all others have said so here. Then the parts of all lie in this rank's memory, in the order of the ranks.
 
-On the host nothing but loads and stores crosses: its memory knows the GPU's atomics as loads followed by stores, and
-what another one wrote between the two would be lost. Fences order them, and loads are volatile, since a cache may hold
-what lay there before.
+One thread of a program says and looks: the memory of another GPU, or of the host, is far, and many that look there at a
+time hold up what comes. It does so by loads and stores, not by atomics, which the host's memory knows as a load and a
+store: what another one writes between the two is lost.
 
 The memory has two slots, used in turn. Who writes to a slot for exchange n has finished exchange n - 1, for which every
 other rank had to begin it, behind whatever has read the slot of exchange n - 2. So nobody's numbers are overwritten
@@ -33,50 +33,80 @@ MOST_AHEAD = tl.constexpr(2**20)
 """Exchanges that follow in a process whose others have ended: those of the steps that were launched, at most."""
 
 
-@triton.jit
-def fence(FENCES: tl.constexpr):
-    """Order what this thread loads and stores before and behind it, for all who reach the memory."""
-    if FENCES:
-        tl.inline_asm_elementwise(
-            "fence.acq_rel.sys; mov.u32 $0, 0;", "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1
-        )
+_SAY = tl.constexpr("""{
+.reg .pred first;
+.reg .u32 thread;
+mov.u32 thread, %tid.x;
+setp.eq.u32 first, thread, 0;
+@first st.release.sys.global.u32 [$1], $2;
+mov.u32 $0, 0;
+}""")
+# Unsigned: what is behind is far ahead.
+_WAIT = tl.constexpr(f"""{{
+.reg .pred done;
+.reg .u32 said, looks, thread;
+mov.u32 thread, %tid.x;
+setp.ne.u32 done, thread, 0;
+@done bra DONE;
+mov.u32 looks, 0;
+LOOK:
+ld.acquire.sys.global.u32 said, [$1];
+sub.u32 said, said, $2;
+setp.le.u32 done, said, {MOST_AHEAD.value};
+@done bra DONE;
+add.u32 looks, looks, 1;
+setp.lt.u32 done, looks, $3;
+@done bra LOOK;
+DONE:
+mov.u32 $0, 0;
+}}""")
 
 
 @triton.jit
-def said(at, ON_HOST: tl.constexpr):
-    """Return the number that another rank said last at this address."""
-    if ON_HOST:
-        return tl.load(at, volatile=True)
+def say(at, number, PTX: tl.constexpr):
+    """Say to another rank, at this address, that all that the program has written before is there."""
+    if PTX:
+        tl.inline_asm_elementwise(_SAY, "=r,l,r", [at, number], dtype=tl.int32, is_pure=False, pack=1)
     else:
-        return tl.atomic_add(at, 0, sem="acquire", scope="sys")
+        tl.atomic_xchg(at, number, sem="release", scope="sys")
+
+
+@triton.jit
+def wait(at, number, most_looks, PTX: tl.constexpr):
+    """Wait until another rank has said this number here, or the next one."""
+    if PTX:
+        tl.inline_asm_elementwise(
+            _WAIT, "=r,l,r,r", [at, number, most_looks], dtype=tl.int32, is_pure=False, pack=1
+        )  # fmt: skip
+    else:
+        ahead = tl.atomic_add(at, 0, sem="acquire", scope="sys") - number
+        looks = 0
+        # What is far ahead was said before the count ran over.
+        while ((ahead < 0) | (ahead > MOST_AHEAD)) & (looks < most_looks):
+            ahead = tl.atomic_add(at, 0, sem="acquire", scope="sys") - number
+            looks += 1
 
 
 @triton.jit
 def say_and_wait(
-    signals, number, most_looks, RANK: tl.constexpr, RANKS: tl.constexpr, PROGRAMS: tl.constexpr,
-    ON_HOST: tl.constexpr, FENCES: tl.constexpr,
-):  # fmt: skip
+    signals, number, most_looks, RANK: tl.constexpr, RANKS: tl.constexpr, PROGRAMS: tl.constexpr, PTX: tl.constexpr
+):
     """Say to all others that this program has written what it gives, and wait until theirs of the same number have."""
     program = tl.program_id(0)
-    fence(FENCES)
     tl.debug_barrier()  # all threads have written what one of them says now
     for step in tl.static_range(1, RANKS):
         signal = tl.load(signals + (RANK + step) % RANKS).to(tl.pointer_type(tl.int32))
-        if ON_HOST:
-            tl.store(signal + RANK * PROGRAMS + program, number)
-        else:
-            tl.atomic_xchg(signal + RANK * PROGRAMS + program, number, sem="release", scope="sys")
+        say(signal + RANK * PROGRAMS + program, number, PTX)
     said_here = tl.load(signals + RANK).to(tl.pointer_type(tl.int32))
     for step in tl.static_range(1, RANKS):
-        said_at = said_here + (RANK + step) % RANKS * PROGRAMS + program
-        ahead = said(said_at, ON_HOST) - number
-        looks = 0
-        # The other may be an exchange ahead. What is far ahead was said before the count ran over.
-        while ((ahead < 0) | (ahead > MOST_AHEAD)) & (looks < most_looks):
-            ahead = said(said_at, ON_HOST) - number
-            looks += 1
-    fence(FENCES)
+        wait(said_here + (RANK + step) % RANKS * PROGRAMS + program, number, most_looks, PTX)
     tl.debug_barrier()  # one thread has seen what all read now
+
+
+@triton.jit
+def memory_of(memories, rank, kind: tl.constexpr):
+    """Return the address of a rank's memory, which begins where lines do."""
+    return tl.multiple_of(tl.load(memories + rank).to(tl.pointer_type(kind)), 16)
 
 
 @triton.jit
@@ -102,8 +132,7 @@ def gather_kernel(
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
     PROGRAMS: tl.constexpr,  # the most of a launch
-    ON_HOST: tl.constexpr,  # where the memory of all ranks lies
-    FENCES: tl.constexpr,  # whether instructions are needed that order it
+    PTX: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -116,14 +145,14 @@ def gather_kernel(
     inside = at < size
     values = tl.load(own + at, mask=inside, other=0)
     for step in tl.static_range(1, RANKS):
-        memory = tl.load(memories + (RANK + step) % RANKS).to(tl.pointer_type(tl.int32))
+        memory = memory_of(memories, (RANK + step) % RANKS, tl.int32)
         tl.store(memory + slot + RANK * size + at, values, mask=inside)
     tl.store(out + RANK * out_stride + at, values, mask=inside)
-    say_and_wait(signals, number, most_looks, RANK, RANKS, PROGRAMS, ON_HOST, FENCES)
-    here = tl.load(memories + RANK).to(tl.pointer_type(tl.int32)) + slot
+    say_and_wait(signals, number, most_looks, RANK, RANKS, PROGRAMS, PTX)
+    here = memory_of(memories, RANK, tl.int32) + slot
     for step in tl.static_range(1, RANKS):
         other = (RANK + step) % RANKS
-        part = tl.load(here + other * size + at, mask=inside, other=0, volatile=ON_HOST)
+        part = tl.load(here + other * size + at, mask=inside, other=0)
         tl.store(out + other * out_stride + at, part, mask=inside)
     end_exchange(counts, number)
 
@@ -139,17 +168,14 @@ class Mailbox:
     Args:
         memories: of each rank, [2 * slot] int32, mapped into this process.
         signals: of each rank, [ranks * programs] int32, zeros before the first exchange.
-        device: where the kernels run.
-        is_on_host: whether both lie in pinned memory of the host.
+        device: where the kernels run. That memory is its own and its peers', or pinned memory of the host.
 
     Attributes:
         memories, signals: as they were given.
         addresses, slot_words, sizes: as kernels take them.
     """
 
-    def __init__(
-        self, rank: int, memories: list[Tensor], signals: list[Tensor], device: torch.device, is_on_host: bool
-    ) -> None:
+    def __init__(self, rank: int, memories: list[Tensor], signals: list[Tensor], device: torch.device) -> None:
         self._rank, self._size, self.memories, self.signals = rank, len(memories), memories, signals
         programs = signals[rank].numel() // self._size
         pointers = (
@@ -157,8 +183,7 @@ class Mailbox:
             for tensors in (memories, signals)
         )
         self.addresses = *pointers, torch.zeros(2, dtype=torch.int32, device=device)
-        self.sizes = dict(RANK=rank, RANKS=self._size, PROGRAMS=programs, ON_HOST=is_on_host)
-        self.sizes["FENCES"] = is_on_host and target_of(device).has_instructions
+        self.sizes = dict(RANK=rank, RANKS=self._size, PROGRAMS=programs, PTX=target_of(device).has_instructions)
         self.slot_words = memories[rank].numel() // 2
         self._most_words, self._programs = min(self.slot_words // self._size, programs * BLOCK), programs
 

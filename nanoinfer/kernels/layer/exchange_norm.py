@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.launch.exchange import MOST_LOOKS, Mailbox, end_exchange, say_and_wait
+from nanoinfer.kernels.launch.exchange import MOST_LOOKS, Mailbox, end_exchange, memory_of, say_and_wait
 from nanoinfer.kernels.launch.pdl import launch_options, let_next_in, wait_for_inputs
 from nanoinfer.kernels.launch.sizes import next_power_of_2
 from nanoinfer.kernels.layer.rms_norm import normed, residual_sum, rounded
@@ -39,8 +39,7 @@ def exchange_norm_kernel(
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    ON_HOST: tl.constexpr,
-    FENCES: tl.constexpr,
+    PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -58,20 +57,20 @@ def exchange_norm_kernel(
     part = tl.load(own + row * SIZE + columns, mask=inside, other=0.0)
     at = slot + row * SIZE + columns
     for step in tl.static_range(1, RANKS):
-        memory = tl.load(memories + (RANK + step) % RANKS).to(tl.pointer_type(tl.float32))
+        memory = memory_of(memories, (RANK + step) % RANKS, tl.float32)
         tl.store(memory + RANK * size + at, part, mask=inside)
     if FRESH:
         value = tl.zeros([TILE], tl.float32)
     else:
         value = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    say_and_wait(signals, number, most_looks, RANK, RANKS, PROGRAMS, ON_HOST, FENCES)
-    here = tl.load(memories + RANK).to(tl.pointer_type(tl.float32))
+    say_and_wait(signals, number, most_looks, RANK, RANKS, PROGRAMS, PTX)
+    here = memory_of(memories, RANK, tl.float32)
     added = tl.zeros([TILE], tl.float32)
     for rank in tl.static_range(RANKS):
         if rank == RANK:
             added += part
         else:
-            added += tl.load(here + rank * size + at, mask=inside, other=0.0, volatile=ON_HOST)
+            added += tl.load(here + rank * size + at, mask=inside, other=0.0)
     added = rounded(added, x)
     if behind is not None:
         added = rounded(normed(added, scale_of_other, x, eps, SIZE, OFFSET, ROUNDS_ONCE), x)
