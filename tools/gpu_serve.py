@@ -145,7 +145,50 @@ def state_gaps(bench: Bench) -> dict:
     return result
 
 
-CASES = {case.__name__: case for case in (served, turns, drafted, state_gaps)}
+def giving_way(bench: Bench) -> dict:
+    """The longest time between two tokens of a sequence while one of 32k tokens gives way to it and comes back, beside
+    a step of both. The first run has memory pinned."""
+    length, block_size, shape = bench.tokens(32_768), 256, bench.large
+    sizes = dict(max_num_seqs=3, enable_prefix_caching=False, capture_num_tokens=[], block_size=block_size)
+    # As many as the prompts of all three take, and one of each row for what comes: less than they will take.
+    num_blocks = sum(-(-tokens // block_size) + 1 for tokens in (length, 4 * block_size, 2 * block_size)) + 1
+    sizes |= dict(num_gpu_blocks_override=num_blocks, max_model_len=max(length, 8 * block_size) + 4 * block_size)
+    llm = bench.llm(shape, gpu_memory_limit=bench.limit(60), host_memory_limit=bench.limit(8), **sizes)
+    runs = [_gap_of_giving_way(llm, length, block_size, seed) for seed in range(3)]
+    result = {f"{shape}, {length:,} tokens, run {number}": run for number, run in enumerate(runs)}
+    release(llm)
+    return result
+
+
+def _gap_of_giving_way(llm: nanoinfer.LLM, length: int, block_size: int, seed: int) -> dict:
+    engine, before = llm.engine, llm.stats()["num_preemptions"]
+    prompts = random_prompts(engine.vocab_size, [4 * block_size, 2 * block_size, length], seed)
+    fields = dict(temperature=0, ignore_eos=True)
+    for name, prompt, count in zip("ABC", prompts, (6 * block_size, 2 * block_size, 3 * block_size), strict=True):
+        engine.add_request(f"{name}{seed}", prompt, SamplingParams(max_tokens=count, **fields))
+    times, is_beside, plain = [], [], []
+    while engine.has_work:
+        names = [output.request_id[0] for output in engine.step()]
+        now = time.perf_counter()
+        if "A" in names:
+            if times and "C" in names:
+                plain.append(now - times[-1])
+            times.append(now)
+            is_beside.append("C" in names)
+    gaps = [after - start for start, after in zip(times, times[1:], strict=False)]
+    changes = [number for number, (one, two) in enumerate(zip(is_beside, is_beside[1:], strict=False)) if one != two]
+    # The copies begin some steps before a row is seen to be gone, and end some behind.
+    near = [gap for number in changes[1:] for gap in gaps[max(0, number - 40) : number + 40]]
+    step = statistics.median(plain)
+    return dict(
+        gap_seconds=max(near),
+        step_seconds=step,
+        seconds_more=max(near) - step,
+        num_preemptions=llm.stats()["num_preemptions"] - before,
+    )
+
+
+CASES = {case.__name__: case for case in (served, turns, drafted, state_gaps, giving_way)}
 
 
 def _longest_gap(llm: nanoinfer.LLM, history: int, seed: int) -> float:
@@ -280,4 +323,4 @@ def report(cases: dict) -> str:
         title: text for title, text in COLUMNS.items() if any(name in row for row in rows for name in names[title])
     }
     empty = dict.fromkeys(name for title in shown for name in names[title])
-    return table([empty | row for row in rows], shown.items())
+    return table([empty | row for row in rows], shown.items()) if shown else ""

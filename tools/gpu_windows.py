@@ -3,11 +3,14 @@ those that its layers read, and its steps where all is on the GPU and where all 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
 from gpu_common import Bench, peak, reset_peak
 
-from nanoinfer import LLM, SamplingParams
+from nanoinfer import LLM
 from nanoinfer.measure.report import table
-from nanoinfer.measure.run import random_prompts
 from nanoinfer.models.shapes import UNLIMITED
 
 CONTEXTS = (32_768, 131_072)
@@ -32,51 +35,51 @@ COLUMNS = {
 }
 
 
-def windows(bench: Bench) -> dict:
-    """One sequence of the shapes of Gemma 3 and gpt-oss."""
-    result = {}
-    for shape, (contexts, overrides) in SHAPES.items() if bench.is_cuda else [("gemma3-1b", (CONTEXTS[:1], SMALL))]:
-        for mode, options in MODES.items():
-            longest = bench.tokens(max(contexts)) + 128
-            host = bench.host_bytes(shape, longest)
-            reset_peak(bench)
-            limits = dict(gpu_memory_limit=bench.limit(90), host_memory_limit=host + bench.limit(8))
-            sizes = dict(max_model_len=longest, max_num_seqs=1, cuda_graph_batch_sizes=[1], capture_num_tokens=[])
-            llm = bench.llm(shape, hf_overrides=UNLIMITED | overrides, **limits, **sizes, **options)
-            held = [_held(llm, bench.tokens(context)) for context in contexts]
-            for context in contexts:
+def windows(bench: Bench, shape: str) -> dict:
+    """One sequence in both modes."""
+    contexts, overrides = SHAPES[shape] if bench.is_cuda else (CONTEXTS[:1], SMALL)
+    result, longest = {}, bench.tokens(max(contexts)) + 128
+    for mode, options in MODES.items():
+        reset_peak(bench)
+        limits = dict(gpu_memory_limit=bench.limit(90), host_memory_limit=bench.limit(16))
+        sizes = dict(max_model_len=longest, max_num_seqs=1, cuda_graph_batch_sizes=[1], capture_num_tokens=[])
+        llm = bench.llm(shape, hf_overrides=UNLIMITED | overrides, **limits, **sizes, **options)
+        held = []
+        for context in contexts:
+            with _watched(llm, bench.tokens(context)) as blocks:
                 bench.measure(llm, [bench.tokens(context)], 24)
-            known = peak(llm)
-            for context, blocks, found in zip(contexts, held, bench.release(llm), strict=True):
-                result[f"{shape}, {bench.tokens(context):,} tokens, {mode}"] = known | found | blocks
+            held.append(blocks)
+        known = peak(llm)
+        for context, blocks, found in zip(contexts, held, bench.release(llm), strict=True):
+            result[f"{shape}, {bench.tokens(context):,} tokens, {mode}"] = known | found | blocks
     return result
 
 
-def _held(llm: LLM, num_tokens: int) -> dict:
-    """The most blocks that a sequence holds in a decode step and before, beside those that its layers read: all of
-    groups without a window, and of others ceil(window / block) + 1."""
-    engine = llm.engine
-    groups = engine.executor.spec.kv_groups
-    (prompt,) = random_prompts(engine.vocab_size, [num_tokens], 1)
-    request = engine.add_request("held", prompt, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
-    most = {True: 0, False: 0}
-    while not request.is_finished:
-        engine.step()
-        stats = llm.stats()
-        is_decode = len(request.sequences[0].token_ids) > num_tokens + 2
-        most[is_decode] = max(most[is_decode], stats["gpu_blocks_used"] + stats["host_blocks_used"])
-    needed = sum(
-        -(-(num_tokens + 12) // group.block_size)
-        if group.window is None
-        else min(-(-group.window // group.block_size) + 1, -(-(num_tokens + 12) // group.block_size))
-        for group in groups
-    )
-    return dict(
-        blocks=most[True], needed=needed, held_to_needed=most[True] / needed, held_in_prefill=most[False] / needed
-    )
+@contextmanager
+def _watched(llm: LLM, num_tokens: int) -> Iterator[dict]:
+    """Give the most blocks that a sequence holds in a decode step and before, on both tiers, beside those that its
+    layers read: all of groups without a window, and of others ceil(window / block) + 1."""
+    result, most, stats, groups = {}, {True: 0, False: 0}, llm.stats, llm.engine.executor.spec.kv_groups
+    begun = stats()["num_decode_steps"]
+
+    def watched() -> dict:
+        found = stats()
+        is_decode = found["num_decode_steps"] > begun + 1
+        most[is_decode] = max(most[is_decode], found["gpu_blocks_used"] + found["host_blocks_used"])
+        return found
+
+    llm.stats = watched
+    yield result
+    del llm.stats
+    needed = 0
+    for group in groups:
+        whole = -(-(num_tokens + 24) // group.block_size)
+        needed += whole if group.window is None else min(whole, -(-group.window // group.block_size) + 1)
+    result |= dict(blocks=most[True], needed=needed)
+    result |= dict(held_to_needed=most[True] / needed, held_in_prefill=most[False] / needed)
 
 
-WINDOWS = {"windows": windows}
+WINDOWS = {f"windows_{shape}": partial(windows, shape=shape) for shape in SHAPES}
 
 
 def report(cases: dict) -> str:
