@@ -4,9 +4,9 @@
 make gpu-bench            or            python tools/gpu_bench.py --only resident,kernels
 
 With --part sparse it measures sparse models, with --part links slower links, emulated, with --part weights weights that
-do not fit, with --part slots experts in host memory, with --part waits what a client of a server and the next turn of a
-chat wait for, with --part windows layers that see a window. Each part is kept in the same file beside the rest, under
-its name.
+do not fit, with --part slots or hybrids experts in host memory, with --part waits what a client of a server and the
+next turn of a chat wait for, with --part windows layers that see a window. Each part is kept in the same file beside
+the rest, under its name.
 
 With --llama-cpp DIR it measures ours, transformers and llama.cpp side by side, and writes peers.json beside that
 file; with --part files ours and llama.cpp on the same GGUF files, and with --part families more shapes in int4 beside
@@ -35,7 +35,7 @@ from gpu_links import report as links_report  # noqa: E402
 from gpu_llama import FAMILIES  # noqa: E402
 from gpu_serve import CASES as WAITS  # noqa: E402
 from gpu_serve import report as waits_report  # noqa: E402
-from gpu_slots import SLOTS  # noqa: E402
+from gpu_slots import HYBRIDS, SLOTS  # noqa: E402
 from gpu_slots import report as slots_report  # noqa: E402
 from gpu_sparse import SPARSE, report  # noqa: E402
 from gpu_weights import WEIGHTS  # noqa: E402
@@ -51,7 +51,7 @@ from nanoinfer.memory.floors import measure_floors  # noqa: E402
 LATEST = ROOT / "docs" / "measurements" / "latest.json"
 BESIDE = LATEST.with_name("peers.json")
 # Parts with a record of their own in the file.
-BESIDE_DENSE = ("sparse", "links", "weights", "slots", "waits", "windows", "files", "families")
+BESIDE_DENSE = ("sparse", "links", "weights", "slots", "waits", "windows", "hybrids", "files", "families")
 # What one looks at first, printed after each case.
 SHOWN = (
     "seconds_per_token", "ratio_to_floor", "ratio_to_forecast", "ratio_to_resident", "kv_resident_share", "bound",
@@ -94,7 +94,7 @@ def main() -> int:
     parts = {None: PEERS, "files": FILES, "families": FAMILIES}
     if not options.llama_cpp:
         parts = {None: CASES, "sparse": SPARSE, "links": LINKS, "weights": WEIGHTS, "slots": SLOTS, "waits": WAITS}
-        parts["windows"] = WINDOWS
+        parts |= {"windows": WINDOWS, "hybrids": HYBRIDS}
     if part not in parts:
         parser.error(f"--part {part} goes {'without' if options.llama_cpp else 'with'} --llama-cpp DIR")
     cases = parts[part]
@@ -151,7 +151,7 @@ def main() -> int:
     if table := measured.part("kernels", record):
         print(table)
     reports = dict(sparse=report, links=links_report, weights=weights_report, slots=slots_report, waits=waits_report)
-    reports["windows"] = windows_report
+    reports |= dict(windows=windows_report, hybrids=slots_report)
     shown = reports.get(part)
     if shown:
         print(shown({name: row for case in record["cases"].values() for name, row in case.items()}))

@@ -129,12 +129,14 @@ def drafted(bench: Bench) -> dict:
 
 def state_gaps(bench: Bench) -> dict:
     """The longest time between two tokens of a sequence while states of another one's prompt are kept, 151 MB each,
-    beside the same where none is: a copy that somebody waits for would show. Least of three."""
+    beside the same where none is: a copy that somebody waits for would show. Least of three. A state is kept where a
+    step ends, so steps are as short in both."""
     shape = "qwen3.6-27b" if bench.is_cuda else bench.small
     options = dict(quantization="int4", head_quantization="int8") if bench.is_cuda else {}
     history, result = bench.tokens(HISTORY), {}
     for name, is_kept in (("kept", True), ("not kept", False)):
         sizes = dict(max_model_len=history + 600, max_num_seqs=4, enable_prefix_caching=is_kept)
+        sizes |= dict(max_num_batched_tokens=bench.tokens(2048) // 64 * 64)
         llm = bench.llm(shape, gpu_memory_limit=bench.limit(60), **sizes, **options)
         gaps = [_longest_gap(llm, history, seed) for seed in range(5)][2:]
         found = dict(gap_seconds=min(gaps), num_snapshots=llm.stats()["num_snapshots"])

@@ -177,7 +177,8 @@ def uncomputed() -> Iterator[None]:
         PrefillProgram.begin = begin
 
 
-SLOTS = {case.__name__: case for case in (slots_steps, slots_budgets, slots_hybrid, slots_million)}
+SLOTS = {case.__name__: case for case in (slots_steps, slots_budgets)}
+HYBRIDS = {case.__name__: case for case in (slots_hybrid, slots_million)}
 
 
 def _engine(bench: Bench, **options) -> LLM:

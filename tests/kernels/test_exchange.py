@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 
 from two_mailboxes import PROGRAMS, WORDS, mailboxes, say_for_the_second
 
+from nanoinfer.devices.target import INTERPRETER
 from nanoinfer.execution import group
 from nanoinfer.kernels import fused
 from nanoinfer.kernels.launch.exchange import BLOCK, MOST_AHEAD, far_ahead
@@ -170,3 +171,29 @@ def test_memory_of_the_host_is_mapped_and_pinned_by_all_and_leaves_nothing(tmp_p
     del boxes, memories, signals
     gc.collect()
     assert not any(one.registered for one in pins)
+
+
+@pytest.mark.parametrize(
+    "reaches, pins, wanted, ways",
+    [
+        (True, True, None, ["peers", "host", "nccl"]),
+        (False, True, None, ["host", "nccl"]),
+        (False, False, None, ["nccl"]),
+        (True, True, "host", ["host"]),
+        (True, True, "nccl", ["nccl"]),
+    ],
+)
+def test_the_best_way_is_first_and_a_user_may_want_another(monkeypatch, reaches, pins, wanted, ways):
+    target = INTERPRETER._replace(has_instructions=True)
+    device = SimpleNamespace(reaches_others=lambda: reaches, pinner=pins or None, target=target, has_nccl=True)
+    monkeypatch.delenv(group.WAY, raising=False)
+    if wanted is not None:
+        monkeypatch.setenv(group.WAY, wanted)
+    assert group.ways_of(device) == ways
+
+
+def test_a_way_that_there_is_not_is_refused_with_those_that_there_are(monkeypatch):
+    device = SimpleNamespace(reaches_others=lambda: False, pinner=None, target=INTERPRETER, has_nccl=True)
+    monkeypatch.setenv(group.WAY, "peers")
+    with pytest.raises(ValueError, match="NANOINFER_EXCHANGE='peers', but GPUs here can exchange by 'nccl'"):
+        group.ways_of(device)

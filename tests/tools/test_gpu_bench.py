@@ -37,6 +37,32 @@ def test_the_gpu_record_can_be_made_without_a_gpu(tmp_path, monkeypatch):
     assert all(record["cases"]["hf_offloaded"][mode]["ratio_to_floor"] > 0 for mode in ("hf", "hf-static"))
 
 
+@pytest.mark.parametrize(
+    "part, only, scale",
+    [
+        ("windows", "windows_gemma3-12b", 64),
+        ("hybrids", "slots_million", 1024),
+        ("waits", "state_gaps", 16),
+        ("sparse", "sparse_families", 16),
+    ],
+)
+@pytest.mark.sampled()
+def test_parts_of_the_gpu_record_can_be_made_without_a_gpu(part, only, scale, tmp_path, monkeypatch):
+    out, arguments = tmp_path / "record.json", ["--part", part, "--only", only, "--scale", str(scale)]
+    monkeypatch.setattr(sys, "argv", ["gpu_bench.py", *arguments, "--out", str(out)])
+    assert load_gpu_bench().main() == 0
+    (case,) = json.loads(out.read_text())[part]["cases"].values()
+    rows = [row for row in case.values() if isinstance(row, dict)]
+    assert rows and "failed" not in case
+    if part == "windows":
+        assert [row["held_to_needed"] for row in rows] == [1, 1]
+    if part == "hybrids":
+        assert [row["hit_rate"] for row in rows][0] == 1 and rows[1]["ratio_to_floor"] > 0
+    if part == "waits":
+        kept, plain = rows
+        assert kept["num_snapshots"] and not plain["num_snapshots"] and kept["gap_seconds"] > 0
+
+
 def test_an_interrupted_gpu_record_is_resumed_only_with_the_same_source(tmp_path, monkeypatch):
     out, gpu_bench, measured = tmp_path / "record.json", load_gpu_bench(), []
 
