@@ -11,9 +11,11 @@ from nanoinfer.kernels.experts.product import shared_mlp as shared_mlp
 from nanoinfer.kernels.experts.slots import place_experts as place_experts
 from nanoinfer.kernels.layer import activation as kernel
 from nanoinfer.kernels.layer.exchange_norm import exchange_norm as exchange_norm
+from nanoinfer.kernels.layer.joined_norm import joined_norm as joined_norm
 from nanoinfer.kernels.layer.layer_norm import layer_norm as layer_norm
 from nanoinfer.kernels.layer.norm_rope_store import norm_rope_store as norm_rope_store
 from nanoinfer.kernels.layer.rms_norm import rms_norm as rms_norm
+from nanoinfer.kernels.layer.rms_norm import two_norms as two_norms
 from nanoinfer.kernels.layer.short_conv import causal_conv as causal_conv
 from nanoinfer.kernels.layer.short_conv import short_conv as short_conv
 from nanoinfer.kernels.linear.expand import expand as expand

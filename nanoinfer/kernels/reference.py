@@ -124,6 +124,45 @@ def rms_norm(
     return result if out is None else out.copy_(result)
 
 
+def joined_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    first: Tensor,
+    second: Tensor,
+    behind: tuple[Tensor, Tensor, Tensor],
+    *,
+    offset: bool,
+    rounds_once: bool = False,
+    out: Tensor | None = None,
+    scale: Tensor | None = None,
+    mailbox=None,
+) -> Tensor:
+    """Return the norm of x, in `out` if that is given; x becomes (x + norm(norm(first) + norm(second))) * scale first.
+
+    first, second: the parts of two sums, as of `rms_norm`; behind: the weights of their norms, and of that of what
+    these give together. mailbox: of ranks, of which each gives its own part of both, [N, size] float32.
+    """
+    if mailbox is not None:
+        own = torch.stack((first, second))
+        parts = mailbox.gather(own.view(-1).view(torch.int32)).view(torch.float32).view(-1, *own.shape)
+        first, second = parts.unbind(1)
+    how, (of_first, of_second, of_both) = dict(offset=offset, rounds_once=rounds_once), behind
+    both = rms_norm(torch.empty_like(x), None, eps, other=first, behind=of_first, is_fresh=True, **how)
+    both = rms_norm(both, of_both, eps, other=second, behind=of_second, **how)
+    return rms_norm(x, weight, eps, other=both, out=out, scale=scale, **how)
+
+
+def two_norms(
+    x: Tensor, weights: tuple[Tensor, Tensor], eps: float, rounding: tuple[tuple[bool, bool], ...], norm_factor: float
+) -> tuple[Tensor, Tensor]:
+    """Return two norms of x, [N, size], the second times `norm_factor`, as `rms_norm` does. rounding: of each `offset`
+    and `rounds_once`."""
+    (first, second), ((offset, once), (second_offset, second_once)) = weights, rounding
+    one = rms_norm(x, first, eps, offset=offset, rounds_once=once)
+    return one, rms_norm(x, second, eps, offset=second_offset, rounds_once=second_once, norm_factor=norm_factor)
+
+
 def exchange_norm(
     x: Tensor,
     weight: Tensor | None,

@@ -86,6 +86,25 @@ class RMSNorm(nn.Module):
         yet, and becomes that norm."""
         return self._rms_norm(x, None, dict(other=other, behind=self.weight, is_fresh=is_fresh))
 
+    def beside(self, x: Tensor, other: RMSNorm, factor: float) -> tuple[Tensor, Tensor]:
+        """Compute the norm of x, [N, size], and what `other.times(x, factor)` is."""
+        rounding = tuple((one.offset, one.rounds_once) for one in (self, other))
+        return self._operations.two_norms(x, (self.weight, other.weight), self.eps, rounding, factor)
+
+    def joined(
+        self,
+        x: Tensor,
+        first: Tensor,
+        second: Tensor,
+        behind: tuple[RMSNorm, RMSNorm, RMSNorm],
+        norm: RMSNorm | None,
+        **options,
+    ) -> Tensor:
+        """As `add_joined`, with the mailbox of ranks where they have a part each."""
+        weights = tuple(one.weight for one in behind)
+        weight = None if norm is None else norm.weight
+        return self._operations.joined_norm(x, weight, self.eps, first, second, weights, **self._variant, **options)
+
     def _norm(self, x: Tensor, **options) -> Tensor:
         return self._rms_norm(x, self.weight, options)
 
@@ -107,6 +126,41 @@ def add_and_norm(
 ) -> Tensor:
     """Add `other`, or the norm `behind` of it, to x, in place, and return `norm` of x; where none follows, x itself."""
     return behind.add_to(x, other) if norm is None else norm.after_sum(x, other, out, behind)
+
+
+JOINED_ROWS = 64
+
+
+def joins(x: Tensor) -> bool:
+    """Whether `add_joined` is for these rows. Of more, the first sum's parts would take much memory while the second is
+    computed; and in float32 a compiler fuses what three kernels round."""
+    return len(x) <= JOINED_ROWS and x.element_size() == 2
+
+
+def add_joined(
+    x: Tensor,
+    first: Tensor | OwnPart,
+    second: Tensor | OwnPart,
+    behind: tuple[RMSNorm, RMSNorm, RMSNorm],
+    norm: RMSNorm | None,
+    out: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> Tensor:
+    """Add behind[2](behind[0](first) + behind[1](second)) to x, [N, size], in place, and return `norm` of it, in `out`
+    if that is given; None: x itself. `joins` says of which x.
+
+    first, second: the parts of two sums, [parts, N, size] float32, or those that a rank has, which are exchanged at
+    once. behind, norm: of one kind. scale: [1], by which what x becomes is multiplied.
+    """
+    mailbox, one = None, behind[0]
+    if isinstance(first, OwnPart):
+        exchange, rows = first.exchange, len(x)
+        mailbox = exchange.mailbox
+        first, second = first.part, second.part
+        if mailbox is None or not 0 < rows <= mailbox.most_rows(2 * x.shape[1]):
+            parts = OwnPart(torch.cat((first, second)), exchange).gathered()
+            mailbox, first, second = None, parts[:, :rows].contiguous(), parts[:, rows:].contiguous()
+    return one.joined(x, first, second, behind, norm, out=out, scale=scale, mailbox=mailbox)
 
 
 class OffsetRMSNorm(RMSNorm):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from nanoinfer.kernels.experts.routing import GatedActivation
 from nanoinfer.layers.linear import Linear
-from nanoinfer.layers.norm import RMSNorm
+from nanoinfer.layers.norm import RMSNorm, add_joined, joins
 from nanoinfer.layers.sparse_mlp import SparseMLP
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.models.layer import DecoderLayer, Traits
@@ -54,6 +54,9 @@ class Gemma4Layer(DecoderLayer):
         out = None if self.sparse is not None else torch.empty_like(x)  # first, as in `Linear.project_add_norm`
         added, behind = self.mlp.down_proj.parts(hidden), self.mlp_output_norm
         del normed, hidden
+        if self.sparse is not None and layer_input is None and joins(x):
+            norms = self.dense_output_norm, self.sparse_output_norm, behind
+            return add_joined(x, added, self._experts(x, num_live), norms, norm, out, self.layer_scalar)
         if self.sparse is not None:
             of_mlp = self.dense_output_norm.add_to(torch.empty_like(x), added, is_fresh=True)
             del added
@@ -70,6 +73,6 @@ class Gemma4Layer(DecoderLayer):
         return norm.after_sum(x, added, out, behind, self.layer_scalar)
 
     def _experts(self, x: Tensor, num_live: Tensor) -> Tensor:
-        """Return the two sums of the experts of each row of x, [2, N, hidden_size] float32."""
-        logits = self.sparse.logits(self.router_norm.times(x, self._router_factor))
-        return self.sparse.sums(self.sparse_norm(x), logits, num_live)
+        """Return the two sums of the experts of each row of x, [2, N, hidden_size] float32; of a rank its own one."""
+        normed, of_router = self.sparse_norm.beside(x, self.router_norm, self._router_factor)
+        return self.sparse.sums(normed, self.sparse.logits(of_router), num_live)

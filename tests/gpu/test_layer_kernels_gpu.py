@@ -31,6 +31,16 @@ def test_rms_norm(size, dtype):
 
 
 @DTYPES
+@pytest.mark.parametrize("size", [48, 1024, 2816, 4096, 5376])
+def test_two_sums_are_normed_and_joined_and_two_norms_made_at_once(size, dtype):
+    from layer_kernel_cases import RMS_NORMS, check_joined_norm, check_two_norms
+
+    for variant in RMS_NORMS:
+        check_joined_norm(size, variant, dtype, "cuda")
+        check_two_norms(size, variant, dtype, "cuda")
+
+
+@DTYPES
 @pytest.mark.parametrize("heads", [(4, 2, 16), (7, 1, 80), (32, 8, 128), (16, 8, 256), (3, 3, 48)])
 def test_norm_rotation_and_store(heads, dtype):
     from layer_kernel_cases import HEAD_CASES, check_norm_rope_store

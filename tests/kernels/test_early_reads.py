@@ -57,15 +57,22 @@ def test_no_kernel_reads_early_what_the_one_before_writes(path_of, monkeypatch):
             run(engine, random_prompts(1, 17, 17), some_params(1, 2, logprobs=None))
         met |= watch.met
     packing, ids = Packing(kind="int", bits=4, columns=64, scale_dtype=torch.bfloat16), torch.arange(4)
-    weight, out = filled(packing, 8, 64)[1].packed, torch.empty(4, 64, dtype=torch.bfloat16)
+    packed, out = filled(packing, 8, 64)[1].packed, torch.empty(4, 64, dtype=torch.bfloat16)
     (box, _), *all_of = mailboxes()
     part, row = torch.ones(1, 64), torch.ones(1, 64, dtype=torch.bfloat16)
+    weight, parts = row[0].clone(), part[None].clone()
+
+    def joins():
+        fused.joined_norm(row, weight, 1e-6, part, part, (weight,) * 3, offset=False, mailbox=box)
+
     words, normed = part.view(-1).view(torch.int32), (row, row[0].clone(), 1e-6, part, box)
     with watched() as watch:  # of which no step here has any
         act_and_mul(copy_rows(torch.ones(8, 32, dtype=torch.bfloat16), ids + 1), "silu")
-        expand(weight, out, ids)
+        expand(packed, out, ids)
+        fused.two_norms(row, (weight, weight), 1e-6, ((False, False),) * 2, 0.5)
+        fused.joined_norm(row, weight, 1e-6, parts, parts, (weight,) * 3, offset=False)
         for number, exchange in enumerate(
-            (lambda: box.gather(words), lambda: fused.exchange_norm(*normed, offset=False)), 1
+            (lambda: box.gather(words), lambda: fused.exchange_norm(*normed, offset=False), joins), 1
         ):
             say_for_the_second(number, words, *all_of)
             exchange()

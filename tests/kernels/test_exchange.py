@@ -16,7 +16,7 @@ from two_mailboxes import PROGRAMS, WORDS, mailboxes, say_for_the_second
 
 from nanoinfer.devices.target import INTERPRETER
 from nanoinfer.execution import group
-from nanoinfer.kernels import fused
+from nanoinfer.kernels import fused, reference
 from nanoinfer.kernels.launch.exchange import BLOCK, MOST_AHEAD, far_ahead
 
 
@@ -126,6 +126,32 @@ def test_parts_are_added_and_normed_as_where_all_lie_in_one_place(rows, how):
         own_x, own = x.clone(), parts[box.sizes["RANK"]].contiguous()
         found = fused.exchange_norm(own_x, weight, 1e-6, own, box, **how)
         assert torch.equal(found, wanted) and torch.equal(own_x, there)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("has_weight", [True, False])
+def test_two_sums_are_exchanged_at_once(rows, has_weight):
+    generator = torch.Generator().manual_seed(rows)
+    size, dtype = 96, torch.bfloat16
+
+    def noise(*shape, dtype=dtype):
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    weight, behind, scale = noise(size) if has_weight else None, tuple(noise(size) for _ in range(3)), noise(1)
+    x, parts = noise(rows, size), noise(2, 2, rows, size, dtype=torch.float32)  # of each rank, of each sum
+    there, how = x.clone(), dict(offset=False, scale=scale)
+    wanted = fused.joined_norm(there, weight, 1e-6, parts[:, 0].contiguous(), parts[:, 1].contiguous(), behind, **how)
+    boxes, memories, signals = mailboxes()
+    say_for_the_second(1, parts[1].view(-1).view(torch.int32), memories, signals)
+    for box in boxes:
+        own_x, own = x.clone(), parts[box.sizes["RANK"]]
+        found = fused.joined_norm(own_x, weight, 1e-6, own[0], own[1], behind, **how, mailbox=box)
+        assert torch.equal(found, wanted) and torch.equal(own_x, there)
+        assert box.addresses[2].tolist() == [1, 0]
+        box.addresses[2].zero_()
+        plain_x = x.clone()
+        plain = reference.joined_norm(plain_x, weight, 1e-6, own[0], own[1], behind, **how, mailbox=box)
+        assert torch.allclose(plain.float(), wanted.float(), rtol=0.05, atol=0.05)
 
 
 class Pins:

@@ -15,12 +15,14 @@ from layer_kernel_cases import (
     check_each_token_alone,
     check_factor_of_a_sum,
     check_fresh_sum_and_factor,
+    check_joined_norm,
     check_layer_norm,
     check_linear,
     check_linear_parts,
     check_norm_rope_store,
     check_rms_norm,
     check_scale_of_a_sum,
+    check_two_norms,
 )
 
 from nanoinfer.kernels import fused, reference
@@ -46,6 +48,13 @@ def test_a_sum_is_scaled_before_its_norm(variant, dtype):
 @pytest.mark.parametrize("variant", RMS_NORMS, ids=str)
 def test_a_norm_is_written_where_nothing_was_and_multiplied(variant, dtype):
     check_fresh_sum_and_factor(48, variant, dtype, "cpu")
+
+
+@DTYPES
+@pytest.mark.parametrize("variant", RMS_NORMS, ids=str)
+def test_two_sums_are_normed_and_joined_and_two_norms_made_at_once(variant, dtype):
+    check_joined_norm(48, variant, dtype, "cpu")
+    check_two_norms(48, variant, dtype, "cpu")
 
 
 @DTYPES

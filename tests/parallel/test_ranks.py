@@ -3,6 +3,7 @@
 from contextlib import closing
 
 import pytest
+import torch
 from engines import COMMON, make_engine, random_prompts, run, some_params
 from quantised import CASES, write
 from rank_pairs import ranks_kept
@@ -136,6 +137,21 @@ def test_masks_biases_and_changed_logits_are_those_of_rank_0(tmp_path):
             return run(engine, random_prompts(3, 10, 40), params)
 
     assert forced(2) == forced(1)
+
+
+def test_the_sums_of_an_mlp_and_of_the_experts_beside_it_are_exchanged_at_once(tmp_path, monkeypatch):
+    path, met = make_checkpoint("gemma4_moe", tmp_path, dtype=torch.bfloat16), []
+    gathered = OwnPart.gathered
+    monkeypatch.setattr(OwnPart, "gathered", lambda part: met.append(part) or gathered(part))
+    with closing(
+        make_engine(path, tensor_parallel_size=2, max_num_batched_tokens=96, block_size=32, dtype="bfloat16")
+    ) as engine:
+        before, num_layers = len(met), len(engine.runner.spec.layers)
+        run(engine, random_prompts(1, 5, 5), some_params(1, 1))
+        assert len(met) - before == 2 * num_layers
+        before = len(met)
+        run(engine, random_prompts(1, 96, 96), some_params(1, 1))  # of many rows the first sum does not wait
+        assert len(met) - before == 3 * num_layers
 
 
 def test_each_sum_is_exchanged_once(tmp_path, monkeypatch):

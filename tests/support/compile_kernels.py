@@ -79,6 +79,10 @@ def compile_only(kernel, grid):
         assert not takes_registers or not re.search("pendings = [1-9]", found.asm["ttgir"]), kwargs
         # ptxas loses where operands of Hopper's own instructions are, of which this loop has a hundred.
         assert kernel.__name__ != "delta_scan_kernel" or "warp_group_dot" not in found.asm["ttgir"], kwargs
+        # Kernels that make the same norm add in the same order, whatever they load beside it.
+        sums = re.findall(r"^(#\w+) = #ttg.blocked<{sizePerThread = \[1\], ", found.asm["ttgir"], flags=re.MULTILINE)
+        reduced = re.findall(r"}\) : \(tensor<[^>]*, (#\w+)>\) -> f32", found.asm["ttgir"])
+        assert "norm" not in kernel.__name__ or {*reduced} <= {*sums}, kwargs
         # Only what Hopper has for tiles of 64 rows keeps the order of columns in operands of a whole block.
         is_whole = kwargs.get("WHOLE") or (kernel.__name__ == "packed_linear_kernel" and args[1] is not None)
         assert not is_whole or "versionMajor = 3" in found.asm["ttgir"], kwargs
@@ -191,7 +195,12 @@ def compile_layers() -> None:
     behind = dict(other=floats(2, 8, 2560), behind=weight)  # with a norm of what is added
     for after, scale in ((None, None), (weight, None), (weight, zeros(1))):
         layers.rms_norm(eight, after, 1e-6, offset=True, **behind, scale=scale, is_fresh=after is None, norm_factor=0.2)
+    layers.two_norms(eight, (weight, weight), 1e-6, ((True, False), (False, False)), 0.2)
+    two = floats(2, 8, 2560), floats(2, 8, 2560), (weight, weight, weight)
+    layers.joined_norm(eight, weight, 1e-6, *two, offset=True, scale=zeros(1))
     (mailbox, _), *_ = mailboxes()
+    one = floats(2, 512), floats(2, 512), (zeros(512), zeros(512), zeros(512))
+    layers.joined_norm(zeros(2, 512), zeros(512), 1e-6, *one, offset=False, mailbox=mailbox)
     mailbox.gather(ints(100))
     layers.exchange_norm(zeros(2, 512), zeros(512), 1e-6, floats(2, 512), mailbox, offset=False, scale=zeros(1))
     layers.exchange_norm(zeros(2, 512), None, 1e-6, floats(2, 512), mailbox, offset=True, behind=zeros(512))

@@ -5,7 +5,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from nanoinfer.kernels import reference
-from nanoinfer.kernels.fused import layer_norm, linear, linear_parts, norm_rope_store, rms_norm
+from nanoinfer.kernels.fused import (
+    joined_norm,
+    layer_norm,
+    linear,
+    linear_parts,
+    norm_rope_store,
+    rms_norm,
+    two_norms,
+)
 from nanoinfer.kernels.layer.activation import act, act_and_mul
 from nanoinfer.kernels.layer.head_steps import HeadSteps
 from nanoinfer.layers.rope import rope_table
@@ -60,6 +68,35 @@ def _check_norm_behind(x: torch.Tensor, weight: torch.Tensor, variant: dict, par
         alone = before.clone()
         assert reference.rms_norm(alone, None, EPS, **variant, other=other, behind=behind) is alone
         assert torch.equal(alone, wanted)
+
+
+def check_joined_norm(size: int, variant: dict, dtype: torch.dtype, device: str) -> None:
+    """The bits of three norms after each other, in 16 bits; and those of the torch code, but for the order of sums."""
+    weights = [make_weight(size, variant["offset"], dtype, device) for _ in range(4)]
+    x, first, second = torch.randn(5, size).to(device, dtype), *(torch.randn(2, 5, size).to(device) for _ in range(2))
+    for scale in (None, torch.tensor([0.37]).to(device, dtype)):
+        for weight in (weights[3], None):
+            there, wanted, plain = x.clone(), x.clone(), x.clone()
+            found = joined_norm(there, weight, EPS, first, second, tuple(weights[:3]), **variant, scale=scale)
+            both = rms_norm(torch.empty_like(x), None, EPS, other=first, behind=weights[0], is_fresh=True, **variant)
+            both = rms_norm(both, weights[2], EPS, other=second, behind=weights[1], **variant)
+            normed = rms_norm(wanted, weight, EPS, other=both, scale=scale, **variant)
+            if dtype != torch.float32:
+                assert torch.equal(found, normed) and torch.equal(there, wanted)
+            assert (weight is None) == (found is there)
+            want = reference.joined_norm(plain, weight, EPS, first, second, tuple(weights[:3]), **variant, scale=scale)
+            assert is_close(there, plain, 4, 4) and is_close(found, want, 4, 6)
+
+
+def check_two_norms(size: int, variant: dict, dtype: torch.dtype, device: str) -> None:
+    weights = tuple(make_weight(size, variant["offset"], dtype, device) for _ in range(2))
+    x, other = torch.randn(5, size + 16).to(device, dtype)[:, :size], RMS_NORMS[0]
+    rounding = tuple((one["offset"], one.get("rounds_once", False)) for one in (variant, other))
+    found = two_norms(x, weights, EPS, rounding, 0.3)
+    assert torch.equal(found[0], rms_norm(x, weights[0], EPS, **variant))
+    assert torch.equal(found[1], rms_norm(x, weights[1], EPS, **other, norm_factor=0.3))
+    plain = reference.two_norms(x, weights, EPS, rounding, 0.3)
+    assert all(is_close(one, two, roundings=2) for one, two in zip(found, plain, strict=True))
 
 
 def check_scale_of_a_sum(size: int, variant: dict, dtype: torch.dtype, device: str) -> None:

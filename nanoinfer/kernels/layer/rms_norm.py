@@ -139,6 +139,58 @@ def rms_norm(
     )  # fmt: skip
 
 
+@triton.jit
+def two_norms_kernel(
+    x,  # [N, SIZE], rows x_stride apart
+    weight,  # [SIZE]
+    other_weight,  # [SIZE]
+    out,  # [N, SIZE], the norm with `weight`
+    other_out,  # [N, SIZE], that with the other one, times FACTOR
+    x_stride,
+    eps,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    OFFSET: tl.constexpr,  # as of `rms_norm_kernel`, likewise the others
+    ROUNDS_ONCE: tl.constexpr,
+    OTHER_OFFSET: tl.constexpr,
+    OTHER_ROUNDS_ONCE: tl.constexpr,
+    FACTOR: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, TILE)
+    inside = columns < SIZE
+    scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    other_scale = tl.load(other_weight + columns, mask=inside, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
+    let_next_in(PDL)
+    value = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    one = normed(value, scale, x, eps, SIZE, OFFSET, ROUNDS_ONCE)
+    tl.store(out + row * SIZE + columns, one.to(out.dtype.element_ty), mask=inside)
+    other = normed(value, other_scale, x, eps, SIZE, OTHER_OFFSET, OTHER_ROUNDS_ONCE)
+    other = rounded(other, out) * FACTOR
+    tl.store(other_out + row * SIZE + columns, other.to(out.dtype.element_ty), mask=inside)
+
+
+def two_norms(
+    x: Tensor, weights: tuple[Tensor, Tensor], eps: float, rounding: tuple[tuple[bool, bool], ...], norm_factor: float
+) -> tuple[Tensor, Tensor]:
+    """Return two norms of x, [N, size], the second times `norm_factor`, as `rms_norm` does. rounding: of each `offset`
+    and `rounds_once`."""
+    num_rows, size = x.shape
+    assert x.stride(1) == 1 and x.data_ptr() % 16 == 0, "values of a row must be packed, and tensors aligned"
+    outs = tuple(torch.empty((num_rows, size), dtype=x.dtype, device=x.device) for _ in weights)
+    (offset, once), (other_offset, other_once) = rounding
+    tile = next_power_of_2(size)
+    if num_rows:
+        two_norms_kernel[(num_rows,)](
+            x, *weights, *outs, x.stride(0), eps, SIZE=size, TILE=tile, OFFSET=offset, ROUNDS_ONCE=once,
+            OTHER_OFFSET=other_offset, OTHER_ROUNDS_ONCE=other_once, FACTOR=norm_factor,
+            num_warps=min(16, max(1, tile // 256)), **launch_options(x),
+        )  # fmt: skip
+    return outs
+
+
 def launch_norm(
     kernel, x: Tensor, vectors: tuple[Tensor | None, ...], eps: float, other: Tensor | None, out: Tensor | None,
     factor: float | None, **how: bool | float | None,
