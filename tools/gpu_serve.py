@@ -41,6 +41,8 @@ SERVED = (
     ("gpt-oss-20b", "11GiB", {}), ("qwen3-30b-a3b", "8GiB", dict(quantization="int4")),
     ("qwen3-30b-a3b", "11GiB", dict(quantization="int4")), ("gpt-oss-120b", "22GiB", {}),
 )  # fmt: skip
+NUM_AGENTS, AGENT_TURNS = 16, 6
+AGENT_PROMPT, AGENT_RESULT, AGENT_ANSWER = 2000, 400, 150
 COLUMNS = {
     "case": "{case}",
     "slots": "{num_expert_slots}",
@@ -59,6 +61,9 @@ COLUMNS = {
     "x without": "{ratio_to_none:.3f}",
     "tokens": "{tokens_per_step:.2f}",
     "ms more a draft": "{seconds_per_draft!m:,.3f}",
+    "tokens/s": "{tokens_per_second:,.0f}",
+    "first token, ms": "{first_token_seconds!m:,.1f}",
+    "times without": "{ratio_to_without:,.3f}",
     "longest gap, ms": "{gap_seconds!m:,.2f}",
     "more than else": "{seconds_more!m:+,.2f}",
 }
@@ -190,7 +195,66 @@ def _gap_of_giving_way(llm: nanoinfer.LLM, length: int, block_size: int, seed: i
     )
 
 
-CASES = {case.__name__: case for case in (served, turns, drafted, state_gaps, giving_way)}
+def agents(bench: Bench) -> dict:
+    """Sixteen agents that call tools and are never idle: their answers are computed once more as parts of their next
+    prompts, as only what prefill has computed is found. Beside them the same without: prompts go on without answers,
+    and are that much shorter. Medians of three."""
+    result, cuda = {}, bench.is_cuda
+    streamed = dict(enable_cpu_offload=True, resident_kv_limit=0, host_memory_limit=bench.limit(24))
+    slots = dict(gpu_memory_limit=bench.limit(11), host_memory_limit=bench.limit(24))
+    for shape, name, options in (
+        (
+            (bench.large, "resident", {}),
+            (bench.large, "KV streamed", streamed),
+            ("gpt-oss-20b", "11 GiB", slots),
+        )
+        if cuda
+        else [(bench.small, "resident", {})]
+    ):
+        limits = dict(gpu_memory_limit=bench.limit(60)) | options
+        longest = bench.tokens(AGENT_PROMPT) + AGENT_TURNS * (bench.tokens(AGENT_RESULT) + bench.tokens(AGENT_ANSWER))
+        sizes = dict(max_model_len=longest + 64, max_num_seqs=NUM_AGENTS, enable_prefix_caching=True)
+        llm = bench.llm(shape, **sizes, **limits)
+        _loops(llm, bench, 0, True)  # compiles, and has memory pinned
+        both = [[_loops(llm, bench, seed, goes_on) for seed in range(1, 4)] for goes_on in (False, True)]
+        without, found = ({key: statistics.median(run[key] for run in runs) for key in runs[0]} for runs in both)
+        found["ratio_to_without"] = found["tokens_per_second"] / without["tokens_per_second"]
+        result |= {f"{shape}, {name}, without": without, f"{shape}, {name}, agents": found}
+        release(llm)
+    return result
+
+
+def _loops(llm: nanoinfer.LLM, bench: Bench, seed: int, goes_on: bool) -> dict:
+    """Play all agents to their ends. goes_on: whether a next prompt has the last answer in it."""
+    engine, count = llm.engine, bench.tokens(AGENT_RESULT)
+    params = SamplingParams(temperature=1.0, seed=seed, max_tokens=bench.tokens(AGENT_ANSWER), ignore_eos=True)
+    prompts = random_prompts(engine.vocab_size, [bench.tokens(AGENT_PROMPT)] * NUM_AGENTS, seed)
+    results = random_prompts(engine.vocab_size, [count] * NUM_AGENTS * AGENT_TURNS, seed + 1000)
+    begin, num_tokens, first, came = time.perf_counter(), 0, [], {}
+
+    def ask(agent: int, turn: int) -> None:
+        name = f"{seed}-{agent}-{turn}-{goes_on}"
+        came[name] = agent, turn, time.perf_counter(), []
+        engine.add_request(name, prompts[agent], replace(params, seed=seed * 1000 + agent))
+
+    for agent in range(NUM_AGENTS):
+        ask(agent, 0)
+    while engine.has_work:
+        for output in engine.step():
+            agent, turn, at, tokens = came[output.request_id]
+            if not tokens:
+                first.append(time.perf_counter() - at)
+            tokens += output.token_ids_delta
+            if output.finished:
+                num_tokens += len(tokens)
+                prompts[agent] = [*prompts[agent], *(tokens if goes_on else []), *results[agent * AGENT_TURNS + turn]]
+                if turn + 1 < AGENT_TURNS:
+                    ask(agent, turn + 1)
+    seconds = time.perf_counter() - begin
+    return dict(tokens_per_second=num_tokens / seconds, first_token_seconds=statistics.median(first))
+
+
+CASES = {case.__name__: case for case in (served, turns, drafted, state_gaps, giving_way, agents)}
 
 
 def _longest_gap(llm: nanoinfer.LLM, history: int, seed: int) -> float:
