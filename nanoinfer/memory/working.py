@@ -5,6 +5,7 @@ from __future__ import annotations
 from nanoinfer.devices.base import Device
 from nanoinfer.kernels.delta.heads import gated_delta_bytes
 from nanoinfer.kernels.linear.counts import padded_rows
+from nanoinfer.layers.norm import JOINED_ROWS
 from nanoinfer.memory.sparse import parts_bytes, sparse_bytes, sparse_reference_bytes
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.sampling.reference import logprobs_bytes
@@ -64,9 +65,7 @@ def prefill_bytes(spec: ModelSpec, tokens: int, is_fused: bool = True) -> int:
         largest = max(largest, tokens * (always + size * heads) + plain)
     if spec.sparse is None:
         return largest
-    sparse = sparse_bytes if is_fused else sparse_reference_bytes
-    beside = size * hidden if spec.has_both else 0  # what the MLP gives
-    return max(largest, tokens * (always + beside) + sparse(spec, tokens))
+    return max(largest, _sparse_bytes(spec, tokens, always, is_fused))
 
 
 def _dense_bytes(spec: ModelSpec, always: int) -> int:
@@ -79,6 +78,20 @@ def _dense_bytes(spec: ModelSpec, always: int) -> int:
     return max(mlp, behind)
 
 
+def _sparse_bytes(spec: ModelSpec, rows: int, always: int, is_fused: bool) -> int:
+    """Return the bytes of at most so many rows at the peak of experts. always: of a row, beside an MLP and experts."""
+    sparse, size, hidden = sparse_bytes if is_fused else sparse_reference_bytes, spec.dtype.itemsize, spec.hidden_size
+    beside = size * hidden if spec.has_both else 0  # what the MLP gives
+    largest = rows * (always + beside) + sparse(spec, rows)
+    if spec.has_both and size == 2 and not spec.layer_inputs_size:  # of few rows the parts of its sum: `add_joined`
+        few, ranks = min(rows, JOINED_ROWS), spec.shard.size
+        parts = 4 * hidden * (2 if spec.shard.is_whole else 1)
+        largest = max(largest, few * (always + parts) + sparse(spec, few))
+        if not spec.shard.is_whole:  # then those of both sums, here and of all ranks, and the latter sum by sum
+            largest = max(largest, few * (always + 4 * hidden * (3 + 4 * ranks)))
+    return largest
+
+
 def graph_bytes(spec: ModelSpec, rows: int, prefill_tokens: int) -> int:
     """Transient bytes of the graphs, which share one pool: the larger of a layer and a decode step's logits."""
     size, heads, hidden, mlp = spec.dtype.itemsize, spec.q_size, spec.hidden_size, spec.intermediate_size
@@ -89,8 +102,7 @@ def graph_bytes(spec: ModelSpec, rows: int, prefill_tokens: int) -> int:
     if spec.delta is not None:
         layer += gated_delta_bytes(most, spec.delta)
     if spec.sparse is not None:
-        beside = 2 if spec.has_both else 1  # the sum, and as in `prefill_bytes`
-        layer = max(layer, most * size * beside * hidden + sparse_bytes(spec, most))
+        layer = max(layer, _sparse_bytes(spec, most, size * hidden, True))  # beside the sum
     logits = (4 + size) * spec.vocab_size + size * hidden
     return max(layer, rows * logits)
 

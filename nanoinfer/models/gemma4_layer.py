@@ -75,4 +75,6 @@ class Gemma4Layer(DecoderLayer):
     def _experts(self, x: Tensor, num_live: Tensor) -> Tensor:
         """Return the two sums of the experts of each row of x, [2, N, hidden_size] float32; of a rank its own one."""
         normed, of_router = self.sparse_norm.beside(x, self.router_norm, self._router_factor)
-        return self.sparse.sums(normed, self.sparse.logits(of_router), num_live)
+        logits = self.sparse.logits(of_router)
+        del of_router  # experts take most
+        return self.sparse.sums(normed, logits, num_live)

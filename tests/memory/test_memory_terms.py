@@ -19,7 +19,9 @@ from nanoinfer.common import exact
 from nanoinfer.devices.cpu import MetaDevice
 from nanoinfer.devices.cuda import CudaDevice
 from nanoinfer.devices.target import Target
+from nanoinfer.execution.group import Group
 from nanoinfer.execution.pieces import Pieces
+from nanoinfer.kernels.linear.shard import WHOLE, Shard
 from nanoinfer.layers.linear import Linear
 from nanoinfer.memory import working as memory
 from nanoinfer.memory.sparse import sparse_reference_bytes
@@ -162,6 +164,8 @@ class AnyCount:
 def as_on_cuda(monkeypatch):
     for module, kernel in (
         ("layer.rms_norm", "rms_norm_kernel"),
+        ("layer.rms_norm", "two_norms_kernel"),
+        ("layer.joined_norm", "joined_norm_kernel"),
         ("layer.layer_norm", "layer_norm_kernel"),
         ("layer.activation", "act_kernel"),
         ("layer.activation", "act_and_mul_kernel"),
@@ -174,7 +178,7 @@ def as_on_cuda(monkeypatch):
         ("experts.add", "add_experts_kernel"),
     ):
         monkeypatch.setattr(f"nanoinfer.kernels.{module}.{kernel}", NoKernel())
-    layers = ("layer.rms_norm", "layer.activation", "layer.norm_rope_store", "linear.launches")
+    layers = ("layer.rms_norm", "layer.joined_norm", "layer.activation", "layer.norm_rope_store", "linear.launches")
     for module in (*layers, "experts.choose", "experts.product", "experts.add"):
         monkeypatch.setattr(f"nanoinfer.kernels.{module}.launch_options", lambda x, **fuses: {})
     # Many rows, which the library computes, and products of any number of rows that are asked for.
@@ -185,8 +189,8 @@ def as_on_cuda(monkeypatch):
     monkeypatch.setattr(MetaDevice, "operations", "nanoinfer.kernels.fused")
 
 
-def meta_model(family: str, **fields) -> Decoder:
-    checkpoint = CheckpointInfo(directory=Path(), hf_config=config_of(family, **fields))
+def meta_model(family: str, shard: Shard = WHOLE, **fields) -> Decoder:
+    checkpoint = CheckpointInfo(directory=Path(), hf_config=config_of(family, **fields), shard=shard)
     family_class = find_class(checkpoint.hf_config.architectures)
     model = family_class(checkpoint, read_spec(checkpoint, torch.bfloat16), device="meta", max_position=64)
     for module in model.modules():
@@ -305,6 +309,17 @@ def test_activations_of_experts_that_run_in_graphs(family, fields, as_on_cuda):
     model, num_rows = meta_model(family, **fields), 64
     peak, planned = peak_of_decoding(model, num_rows), memory.graph_bytes(model.spec, num_rows, 0)
     assert peak <= planned <= 1.08 * peak
+
+
+@pytest.mark.parametrize("fields", SPARSE_SHAPES["gemma4_moe"][:2])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_activations_of_a_rank_that_gives_two_sums_at_once(num_ranks, fields, as_on_cuda):
+    """Where it has no mailbox, all parts of both lie here, and once more sum by sum."""
+    model, num_rows = meta_model("gemma4_moe", Shard(0, num_ranks), num_heads=8, num_kv_heads=4, **fields), 64
+    exchange = SimpleNamespace(mailbox=None, gather=lambda own: own.new_empty(num_ranks, *own.shape))
+    Group.join(exchange, model)
+    peak, planned = peak_of_decoding(model, num_rows), memory.graph_bytes(model.spec, num_rows, 0)
+    assert peak <= planned <= 1.16 * peak  # experts give theirs before ranks gather any
 
 
 def peak_of_decoding(model: Decoder, num_rows: int) -> int:
