@@ -10,7 +10,8 @@ import mmap
 import os
 import pickle
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -90,7 +91,7 @@ class Group:
                 self.mailbox = _of_peers(store, rank, size, device)
             elif self.way == "host":
                 self.mailbox, error = on_host(store, rank, size, device)
-                if not self.minimum(error is None)[0]:  # the system pins nothing more for some rank
+                if not self.minimum(error is None)[0]:  # some rank is not let map it, or pin more
                     self.mailbox, self.way = None, "nccl"
             if self.way == "nccl":
                 self._own = dist.ProcessGroupNCCL(dist.PrefixStore("device", store), rank, size, _FOREVER)
@@ -145,11 +146,13 @@ class Group:
 
 def ways_of(device: Device) -> list[str]:
     """Return how several such devices can exchange what they compute, the best first; one, if the user wants that."""
+    if not device.has_nccl:  # what it computes is exchanged on the host
+        return ["gloo"]
     has_host = device.pinner is not None and device.target.has_instructions
-    there = {"peers": device.reaches_others(), "host": has_host, "nccl": device.has_nccl}
+    there = {"peers": device.reaches_others(), "host": has_host, "nccl": True}
     own = [way for way, is_there in there.items() if is_there]
     wanted = os.environ.get(WAY)
-    if wanted is None:
+    if not wanted:
         return own
     if wanted not in own:
         raise ValueError(f"{WAY}={wanted!r}, but GPUs here can exchange by {', '.join(map(repr, own))}")
@@ -183,27 +186,46 @@ def _of_peers(store: dist.Store, rank: int, size: int, device: torch.device) -> 
     return Mailbox(rank, [*memories], [*signals], device)
 
 
-def on_host(store: dist.Store, rank: int, size: int, device: torch.device) -> tuple[Mailbox, str | None]:
-    """Return memory of the host that all ranks have mapped and pinned, and why it could not be pinned, or None."""
+def on_host(store: dist.Store, rank: int, size: int, device: torch.device) -> tuple[Mailbox | None, str | None]:
+    """Return memory of the host that all ranks have mapped and pinned, and why that could not be done, or None."""
     from nanoinfer.kernels.launch.exchange import Mailbox
 
-    sizes = _sizes(HOST_MAILBOX_BYTES, size)
+    sizes, pinner = _sizes(HOST_MAILBOX_BYTES, size), device_of(device).pinner
     num_bytes = 4 * size * sum(sizes)
-    if rank == 0:  # it has no name that could stay behind
-        file = os.memfd_create("exchange")
-        os.ftruncate(file, num_bytes)
-        store.set("memory", f"/proc/{os.getpid()}/fd/{file}")
-    else:
-        file = os.open(store.get("memory").decode(), os.O_RDWR)
-    mapped = mmap.mmap(file, num_bytes)
-    words, pinner = torch.frombuffer(mapped, dtype=torch.int32), device_of(device).pinner
+    try:
+        with _opened(store, rank, size, num_bytes) as file:
+            words = torch.frombuffer(mmap.mmap(file, num_bytes), dtype=torch.int32)
+    except OSError as refused:  # a container may hide what other processes have open
+        return None, str(refused)
     error = pinner.register(words.data_ptr(), num_bytes)
-    store.set(f"opened by {rank}", "")
-    store.wait([f"opened by {other}" for other in range(size)])
-    os.close(file)
     parts = [one.split(sizes) for one in words.split(sum(sizes))]
     memories, signals = zip(*parts, strict=True)
     mailbox = Mailbox(rank, [*memories], [*signals], device)
     if error is None:
         weakref.finalize(mailbox, lambda: pinner.unregister(words.data_ptr())).atexit = False
     return mailbox, error
+
+
+@contextmanager
+def _opened(store: dist.Store, rank: int, size: int, num_bytes: int) -> Iterator[int]:
+    """Open memory of the host, the same in all ranks, until all have looked for it.
+
+    Raises:
+        OSError: it cannot be had here, or on rank 0.
+    """
+    file = None
+    try:
+        if rank == 0:  # it has no name that could stay behind
+            try:
+                file = os.memfd_create("exchange")
+                os.ftruncate(file, num_bytes)
+            finally:
+                store.set("memory", f"/proc/{os.getpid()}/fd/{file}")
+        else:
+            file = os.open(store.get("memory").decode(), os.O_RDWR)
+        yield file
+    finally:
+        store.set(f"opened by {rank}", "")
+        store.wait([f"opened by {other}" for other in range(size)])
+        if file is not None:
+            os.close(file)

@@ -199,6 +199,27 @@ def test_memory_of_the_host_is_mapped_and_pinned_by_all_and_leaves_nothing(tmp_p
     assert not any(one.registered for one in pins)
 
 
+@pytest.mark.parametrize("refuses, refused", [("open", [False, True]), ("memfd_create", [True, True])])
+def test_memory_that_a_container_does_not_let_ranks_map_is_no_end_of_them(tmp_path, monkeypatch, refuses, refused):
+    def refuse(*arguments):
+        raise PermissionError(13, "not here")
+
+    monkeypatch.setattr(group, "device_of", lambda device: SimpleNamespace(pinner=Pins(None)))
+    monkeypatch.setattr(os, refuses, refuse)
+    open_before = len(os.listdir("/proc/self/fd"))
+
+    def one(rank: int):
+        store = dist.FileStore(str(tmp_path / "store"), 2)
+        return group.on_host(store, rank, 2, torch.device("cpu", rank))
+
+    with ThreadPoolExecutor(2) as pool:
+        found = [*pool.map(one, range(2))]
+    assert [(box is None, error is not None) for box, error in found] == [(one, one) for one in refused]
+    del found
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == open_before
+
+
 @pytest.mark.parametrize(
     "reaches, pins, wanted, ways",
     [
@@ -207,6 +228,7 @@ def test_memory_of_the_host_is_mapped_and_pinned_by_all_and_leaves_nothing(tmp_p
         (False, False, None, ["nccl"]),
         (True, True, "host", ["host"]),
         (True, True, "nccl", ["nccl"]),
+        (False, True, "", ["host", "nccl"]),
     ],
 )
 def test_the_best_way_is_first_and_a_user_may_want_another(monkeypatch, reaches, pins, wanted, ways):
@@ -216,6 +238,13 @@ def test_the_best_way_is_first_and_a_user_may_want_another(monkeypatch, reaches,
     if wanted is not None:
         monkeypatch.setenv(group.WAY, wanted)
     assert group.ways_of(device) == ways
+
+
+def test_what_nccl_does_not_carry_is_exchanged_on_the_host_whatever_a_user_wants_of_gpus(monkeypatch):
+    device = SimpleNamespace(reaches_others=lambda: False, pinner=None, target=INTERPRETER, has_nccl=False)
+    for wanted in ("", "host"):
+        monkeypatch.setenv(group.WAY, wanted)
+        assert group.ways_of(device) == ["gloo"]
 
 
 def test_a_way_that_there_is_not_is_refused_with_those_that_there_are(monkeypatch):
