@@ -93,9 +93,19 @@ def test_who_is_first_waits_for_the_other(monkeypatch, number, before):
 
 
 def test_who_hears_nothing_gives_up(monkeypatch):
-    monkeypatch.setattr("nanoinfer.kernels.launch.exchange.MOST_LOOKS", 3)
+    for module in ("launch.exchange", "layer.exchange_norm", "layer.joined_norm"):
+        monkeypatch.setattr(f"nanoinfer.kernels.{module}.MOST_LOOKS", 3)
     boxes, _, _ = mailboxes()
-    boxes[0].gather(torch.zeros(4, dtype=torch.int32))
+    found = boxes[0].gather(torch.zeros(4, dtype=torch.int32))[1].view(torch.float32)
+    assert found[0].isnan() and found.view(torch.bfloat16)[0].isnan(), "somebody could take it for what was said"
+    row, part = torch.ones(1, 64, dtype=torch.bfloat16), torch.ones(1, 64)
+    for exchange in ("one", "both"):
+        x, (box, _) = row.clone(), mailboxes()[0]
+        if exchange == "one":
+            normed = fused.exchange_norm(x, row[0], 1e-6, part, box, offset=False)
+        else:
+            normed = fused.joined_norm(x, row[0], 1e-6, part, part, (row[0],) * 3, offset=False, mailbox=box)
+        assert normed.isnan().all() and x.isnan().all()
 
 
 @pytest.mark.parametrize(

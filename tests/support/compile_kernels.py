@@ -54,8 +54,9 @@ class NoGpu:
 # Those that load and store one place, which therefore are always compiled to the instructions that tell their order.
 LOADS_AND_STORES = {"short_conv_kernel", "place_experts_kernel", "sort_pairs_kernel", "_choose_kernel", "act_kernel"}
 LOADS_AND_STORES |= {"delta_rows_kernel", "delta_inverse_kernel", "delta_scan_kernel"}
-# What lies apart by what is computed: bad words of even steps and of odd ones (`advance_words`).
-APART = {"_choose_kernel": "parameter 5"}
+# What lies apart by what is computed: bad words of even steps and of odd ones (`advance_words`); and logits, of which
+# each thread of a whole tile has its own, whose value decides whether another one is stored there.
+APART = {"_choose_kernel": "parameter 5", "apply_masks_kernel": "parameter 1"}
 
 
 def compile_only(kernel, grid):

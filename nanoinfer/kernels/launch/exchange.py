@@ -26,9 +26,11 @@ from nanoinfer.kernels.launch.pdl import launch_options, let_next_in, wait_for_i
 
 BLOCK = 2048
 """Words of a program."""
-MOST_LOOKS = 2**27
-"""A kernel that has looked so often, for a minute or more, gives up, so that its process can be ended: who watches the
-ranks has said why before."""
+MOST_LOOKS = 2**29
+"""A kernel that has looked so often, for more than a minute, gives up, so that its process can be ended: who watches
+the ranks has said why before. What it goes on with is no number, so nobody takes it for an answer."""
+NO_NUMBER = tl.constexpr(0x7FFFFFFF)
+"""A word that no number has, neither of 32 nor of 16 bits."""
 MOST_AHEAD = tl.constexpr(2**20)
 """Exchanges that follow in a process whose others have ended: those of the steps that were launched, at most."""
 
@@ -57,6 +59,7 @@ setp.le.u32 done, said, {MOST_AHEAD.value};
 add.u32 looks, looks, 1;
 setp.lt.u32 done, looks, $3;
 @done bra LOOK;
+st.global.u32 [$4], {NO_NUMBER.value};
 DONE:
 mov.u32 $0, 0;
 }}""")
@@ -72,11 +75,11 @@ def say(at, number, PTX: tl.constexpr):
 
 
 @triton.jit
-def wait(at, number, most_looks, PTX: tl.constexpr):
-    """Wait until another rank has said this number here, or the next one."""
+def wait(at, number, most_looks, part, PTX: tl.constexpr):
+    """Wait until another rank has said this number here, or the next one, or let its part begin with no number."""
     if PTX:
         tl.inline_asm_elementwise(
-            _WAIT, "=r,l,r,r", [at, number, most_looks], dtype=tl.int32, is_pure=False, pack=1
+            _WAIT, "=r,l,r,r,l", [at, number, most_looks, part], dtype=tl.int32, is_pure=False, pack=1
         )  # fmt: skip
     else:
         ahead = tl.atomic_add(at, 0, sem="acquire", scope="sys") - number
@@ -85,28 +88,36 @@ def wait(at, number, most_looks, PTX: tl.constexpr):
         while ((ahead < 0) | (ahead > MOST_AHEAD)) & (looks < most_looks):
             ahead = tl.atomic_add(at, 0, sem="acquire", scope="sys") - number
             looks += 1
-
-
-@triton.jit
-def say_and_wait(
-    signals, number, most_looks, RANK: tl.constexpr, RANKS: tl.constexpr, PROGRAMS: tl.constexpr, PTX: tl.constexpr
-):
-    """Say to all others that this program has written what it gives, and wait until theirs of the same number have."""
-    program = tl.program_id(0)
-    tl.debug_barrier()  # all threads have written what one of them says now
-    for step in tl.static_range(1, RANKS):
-        signal = tl.load(signals + (RANK + step) % RANKS).to(tl.pointer_type(tl.int32))
-        say(signal + RANK * PROGRAMS + program, number, PTX)
-    said_here = tl.load(signals + RANK).to(tl.pointer_type(tl.int32))
-    for step in tl.static_range(1, RANKS):
-        wait(said_here + (RANK + step) % RANKS * PROGRAMS + program, number, most_looks, PTX)
-    tl.debug_barrier()  # one thread has seen what all read now
+        if looks == most_looks:
+            tl.store(part, NO_NUMBER)
 
 
 @triton.jit
 def memory_of(memories, rank, kind: tl.constexpr):
     """Return the address of a rank's memory, which begins where lines do."""
     return tl.multiple_of(tl.load(memories + rank).to(tl.pointer_type(kind)), 16)
+
+
+@triton.jit
+def say_and_wait(
+    memories, signals, slot, number, most_looks, part_words, program_words,
+    RANK: tl.constexpr, RANKS: tl.constexpr, PROGRAMS: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Say to all others that this program has written what it gives, and wait until theirs of the same number have.
+
+    part_words, program_words: how far the parts of two ranks, and those of two programs, lie apart in the slot.
+    """
+    program = tl.program_id(0)
+    tl.debug_barrier()  # all threads have written what one of them says now
+    for step in tl.static_range(1, RANKS):
+        signal = tl.load(signals + (RANK + step) % RANKS).to(tl.pointer_type(tl.int32))
+        say(signal + RANK * PROGRAMS + program, number, PTX)
+    said_here = tl.load(signals + RANK).to(tl.pointer_type(tl.int32))
+    here = memory_of(memories, RANK, tl.int32) + slot + program * program_words
+    for step in tl.static_range(1, RANKS):
+        other = (RANK + step) % RANKS
+        wait(said_here + other * PROGRAMS + program, number, most_looks, here + other * part_words, PTX)
+    tl.debug_barrier()  # one thread has seen what all read now
 
 
 @triton.jit
@@ -148,7 +159,7 @@ def gather_kernel(
         memory = memory_of(memories, (RANK + step) % RANKS, tl.int32)
         tl.store(memory + slot + RANK * size + at, values, mask=inside)
     tl.store(out + RANK * out_stride + at, values, mask=inside)
-    say_and_wait(signals, number, most_looks, RANK, RANKS, PROGRAMS, PTX)
+    say_and_wait(memories, signals, slot, number, most_looks, size, BLOCK, RANK, RANKS, PROGRAMS, PTX)
     here = memory_of(memories, RANK, tl.int32) + slot
     for step in tl.static_range(1, RANKS):
         other = (RANK + step) % RANKS

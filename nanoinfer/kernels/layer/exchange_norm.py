@@ -63,7 +63,7 @@ def exchange_norm_kernel(
         value = tl.zeros([TILE], tl.float32)
     else:
         value = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    say_and_wait(signals, number, most_looks, RANK, RANKS, PROGRAMS, PTX)
+    say_and_wait(memories, signals, slot, number, most_looks, size, SIZE, RANK, RANKS, PROGRAMS, PTX)
     here = memory_of(memories, RANK, tl.float32)
     added = tl.zeros([TILE], tl.float32)
     for rank in tl.static_range(RANKS):

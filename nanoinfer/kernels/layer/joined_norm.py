@@ -123,7 +123,7 @@ def joined_exchange_kernel(
         tl.store(memory + RANK * 2 * size + at, part_of_one, mask=inside)
         tl.store(memory + (RANK * 2 + 1) * size + at, part_of_two, mask=inside)
     value = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    say_and_wait(signals, number, most_looks, RANK, RANKS, PROGRAMS, PTX)
+    say_and_wait(memories, signals, slot, number, most_looks, 2 * size, SIZE, RANK, RANKS, PROGRAMS, PTX)
     here = memory_of(memories, RANK, tl.float32)
     one = tl.zeros([TILE], tl.float32)
     two = tl.zeros([TILE], tl.float32)
