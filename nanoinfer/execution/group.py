@@ -86,7 +86,7 @@ class Group:
         self._own, self.way = self._host, "gloo"
         described = device_of(device)
         if described.has_nccl:
-            before, self.way = described.memory()[0], self._best_way(described)
+            before, self.way = described.memory()[0], self.best_way(described)
             if self.way == "peers":
                 self.mailbox = _of_peers(store, rank, size, device)
             elif self.way == "host":
@@ -99,11 +99,16 @@ class Group:
             described.synchronize()
             self.taken_bytes = max(0, before - described.memory()[0])
 
-    def _best_way(self, device: Device) -> str:
+    def best_way(self, device: Device) -> str:
         """Return the best way that all ranks have, or the one that is wanted."""
         own = ways_of(device)
         has = self.minimum(*(way in own for way in WAYS))
-        return next(way for way, is_there in zip(WAYS, has, strict=True) if is_there)
+        common = [way for way, is_there in zip(WAYS, has, strict=True) if is_there]
+        if not common:
+            raise ValueError(
+                f"ranks want to exchange in unlike ways, this one by {own}: set {WAY} alike, or not at all"
+            )
+        return common[0]
 
     def minimum(self, *values: int) -> list[int]:
         found = torch.tensor(values, dtype=torch.int64)

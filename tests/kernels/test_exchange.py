@@ -241,7 +241,7 @@ def test_memory_that_a_container_does_not_let_ranks_map_is_no_end_of_them(tmp_pa
         (False, True, "", ["host", "nccl"]),
     ],
 )
-def test_the_best_way_is_first_and_a_user_may_want_another(monkeypatch, reaches, pins, wanted, ways):
+def test_thebest_way_is_first_and_a_user_may_want_another(monkeypatch, reaches, pins, wanted, ways):
     target = INTERPRETER._replace(has_instructions=True)
     device = SimpleNamespace(reaches_others=lambda: reaches, pinner=pins or None, target=target, has_nccl=True)
     monkeypatch.delenv(group.WAY, raising=False)
@@ -262,3 +262,14 @@ def test_a_way_that_there_is_not_is_refused_with_those_that_there_are(monkeypatc
     monkeypatch.setenv(group.WAY, "peers")
     with pytest.raises(ValueError, match="NANOINFER_EXCHANGE='peers', but GPUs here can exchange by 'nccl'"):
         group.ways_of(device)
+
+
+def test_ranks_that_want_unlike_ways_are_refused(monkeypatch):
+    device = SimpleNamespace(reaches_others=lambda: True, pinner=None, target=INTERPRETER, has_nccl=True)
+    monkeypatch.setenv(group.WAY, "nccl")
+    of_other = [way == "peers" for way in group.WAYS]
+    ranks = SimpleNamespace(minimum=lambda *own: [*map(min, own, of_other)])
+    with pytest.raises(ValueError, match=r"unlike ways, this one by \['nccl'\]: set NANOINFER_EXCHANGE alike"):
+        group.Group.best_way(ranks, device)
+    monkeypatch.setenv(group.WAY, "peers")
+    assert group.Group.best_way(ranks, device) == "peers"
