@@ -69,7 +69,7 @@ def draw_requests(generator: random.Random, seed: int) -> list[tuple[list[int], 
 def draw_engine(generator: random.Random, path, seed: int) -> LLMEngine:
     """Pools, ring, budget and rows of any size that is allowed."""
     mode, chunk, rows = generator.choice(["auto", "auto", True, False]), generator.choice([16, 32, 64]), 1 + seed % 5
-    fewest = max(12, chunk // BLOCK_SIZE + 3 + rows) if mode else 24
+    fewest = max(13, chunk // BLOCK_SIZE + 4 + rows) if mode else 24
     return make_engine(
         path,
         SimulatedRuntime(generator.choice([None, seed, seed])),

@@ -143,7 +143,7 @@ def decode_programs(shape: KernelShape, num_sms: int, shared_memory_per_sm: int)
 def prefill_tiles(shape: KernelShape) -> Tiles:
     """Choose tiles by head size and by the shared memory that one program may take.
 
-    One program may take 99 KiB on sm_86 and sm_89, 163 KiB on sm_80 and 227 KiB on sm_90.
+    One program may take 99 KiB on sm_86, sm_89 and sm_120, 163 KiB on sm_80 and 227 KiB on sm_90.
     """
     large, memory = shape.program_memory >= 160 * 1024, shape.program_memory
     if shape.block_d > 256:  # a tile of 64 queries takes 64 KiB in 16 bits, and its sums half of a core's registers
@@ -153,8 +153,8 @@ def prefill_tiles(shape: KernelShape) -> Tiles:
             block_m, block_n, num_warps, num_stages = 64, 64, 8, 1
         elif memory >= 192 * 1024:
             block_m, block_n, num_warps, num_stages = 64, 32, 8, 2
-        elif memory >= 98 * 1024:
-            block_m, block_n, num_warps, num_stages = 64, 16, 8, 2
+        elif memory >= 98 * 1024:  # the copy unit's stages lie beside the queries' tile
+            block_m, block_n, num_warps, num_stages = 64, 16, 8, 1 if shape.tma else 2
         else:
             block_m, block_n, num_warps, num_stages = 32, 16, 4, 1
     elif shape.dtype == torch.float32:  # no matrix units for IEEE float32: small tiles, for exactness and not speed
