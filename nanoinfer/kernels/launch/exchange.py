@@ -27,8 +27,9 @@ from nanoinfer.kernels.launch.pdl import launch_options, let_next_in, wait_for_i
 BLOCK = 2048
 """Words of a program."""
 MOST_LOOKS = 2**29
-"""A kernel that has looked so often, for more than a minute, gives up, so that its process can be ended: who watches
-the ranks has said why before. What it goes on with is no number, so nobody takes it for an answer."""
+"""A kernel that has looked so often gives up, so that its process can be ended: who watches the ranks has said why
+before. How long a look takes has not been measured; at 0.15 us, a guess, it is 80 s. What the kernel goes on with is no
+number, so nobody takes it for an answer."""
 NO_NUMBER = tl.constexpr(0x7FFFFFFF)
 """A word that no number has, neither of 32 nor of 16 bits."""
 MOST_AHEAD = tl.constexpr(2**20)
