@@ -277,7 +277,16 @@ class Scheduler:
                 break
             if sequence.row is not None and sequence not in self._pausing:
                 self._kv_cache.grow(sequence, sequence.num_tokens)
+                self._prepare_to_give_way()
         return [sequence for sequence in wanting if sequence.row is not None and sequence not in self._pausing]
+
+    def _prepare_to_give_way(self) -> None:
+        """Have memory pinned for the youngest once not every row finds another block: it may be there when all pause."""
+        tables, youngest = self._kv_cache.tables, self.running[-1]
+        num_growing = len(self.running) * (len(tables.groups) - len(tables.windowed))
+        is_short = self._kv_cache.copies.gpu_room < num_growing
+        if is_short and not (tables.is_offload or self._modes.may_spill or youngest.state is SequenceState.MOVING):
+            self._mover.may_give_way(youngest)
 
     def _has_slot(self, sequence: Sequence) -> bool:
         """Whether there are blocks for the last token of a sequence."""

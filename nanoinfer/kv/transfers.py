@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import takewhile
 
 from nanoinfer.kv.tables import BlockTables
 from nanoinfer.step.executor import Executor
@@ -19,6 +20,9 @@ MAX_GROUP, GROUP_BYTES = 16, 64 * 2**20
 # host, wait for what came before them: on an H100 all of 4.8 GB at once kept another row waiting for 70 ms. As much is
 # on its way as runs within a step, between these two.
 LEAST_BYTES, MOST_BYTES = 32 * 2**20, 512 * 2**20
+# Bytes of a group to or from pageable memory, if a block has no more. The host itself copies these, at some GB/s, and a
+# step has one such group: an H200's other rows stood still for 427 ms when as much of it went as of pinned memory.
+PAGEABLE_BYTES = 8 * 2**20
 
 
 @dataclass(eq=False)
@@ -32,6 +36,7 @@ class _Group:
         holds_gpu: whether the group holds its GPU blocks.
         stays: whether the GPU keeps the blocks as they are, the next ones that it evicts.
         of_states: whether it is pieces of states that move; the group holds the slot of each.
+        is_pageable: whether its host blocks lie in pageable memory.
     """
 
     number: int
@@ -41,6 +46,7 @@ class _Group:
     holds_gpu: bool
     stays: bool = False
     of_states: bool = False
+    is_pageable: bool = False
     operation: int = 0
 
 
@@ -96,18 +102,21 @@ class Transfers:
         stays: bool = False,
         of_states: bool = False,
     ) -> set[int]:
-        begin, first = 0, self._number + 1
+        begin, first, borrowed = 0, self._number + 1, self._tables.lifetimes.host_blocks.borrowed
         while begin < len(pairs):
-            most = min(MAX_GROUP, MAX_COPIES // self._num_places, GROUP_BYTES // self._block_bytes)
-            end = min(begin + max(1, most), len(pairs))
-            group, begin = pairs[begin:end], end
+            is_pageable = pairs[begin][1] in borrowed
+            num_bytes = PAGEABLE_BYTES if is_pageable else GROUP_BYTES
+            most = max(1, min(MAX_GROUP, MAX_COPIES // self._num_places, num_bytes // self._block_bytes))
+            group = list(takewhile(lambda pair: (pair[1] in borrowed) == is_pageable, pairs[begin : begin + most]))
+            begin += len(group)
             for on_gpu, on_host in group:
                 if holds_gpu:
                     self._tables.gpu_blocks.hold(on_gpu)
                 self._tables.lifetimes.host_blocks.hold(on_host)
             self._number += 1
             num_copies = len(group if of_states else runs(group)) * self._num_places
-            self.groups.append(_Group(self._number, group, num_copies, is_load, holds_gpu, stays, of_states))
+            moved = _Group(self._number, group, num_copies, is_load, holds_gpu, stays, of_states, is_pageable)
+            self.groups.append(moved)
             if of_states:
                 for slot in self._slots(self.groups[-1]):
                     self._tables.lifetimes.slots.hold(slot)
@@ -153,20 +162,22 @@ class Transfers:
         for group in self.groups:
             if not group.operation:
                 num_copies, of_group = num_copies + group.num_copies, self._num_bytes([group])
-                is_first = num_copies == group.num_copies
-                if MAX_COPIES < num_copies and not is_first or num_bytes and num_bytes + of_group > self._most_bytes:
+                is_first, most_bytes = num_copies == group.num_copies, 0 if group.is_pageable else self._most_bytes
+                if MAX_COPIES < num_copies and not is_first or num_bytes and num_bytes + of_group > most_bytes:
                     break
                 self._enqueue(group)
                 num_bytes += of_group
+                if group.is_pageable:
+                    break
 
     def _num_bytes(self, groups: list[_Group]) -> int:
         return sum(len(group.pairs) for group in groups) * self._block_bytes
 
     def end_step(self) -> None:
         """Let go of the blocks whose copies have run in the newest step, and have as much on its way as runs in one."""
-        was_moving = any(group.operation for group in self.groups)
+        moving = [group for group in self.groups if group.operation]
         self.let_go()
-        if was_moving:
+        if moving and not any(group.is_pageable for group in moving):
             have_run = not any(group.operation for group in self.groups)
             most = 2 * self._most_bytes if have_run else self._most_bytes // 2
             self._most_bytes = min(max(most, LEAST_BYTES), MOST_BYTES)

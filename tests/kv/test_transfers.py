@@ -180,17 +180,58 @@ def test_an_interrupt_while_blocks_are_let_go_of_gives_none_back_twice(path, wan
     assert_pools_as_before(engine)
 
 
-def test_as_much_is_on_its_way_as_runs_within_a_step(monkeypatch):
-    """Of 40 blocks of 64 MiB, over a link that moves so many in a step: others' tokens wait for no more than that."""
-    most, taken = [], []
-    tables = SimpleNamespace(
+def test_memory_is_asked_for_before_all_rows_pause(path, wanted, monkeypatch):
+    """Once not every row finds another block the youngest's memory is pinned: so it need not be when it gives way."""
+    driver, engine, events = refuse_pinning(monkeypatch, 99), crowded(path, SimulatedRuntime(1)), []
+    want, give_way, step = driver.want, engine.mover.give_way, engine.step
+    monkeypatch.setattr(driver, "want", lambda count: (events.append("asked"), want(count)))
+    monkeypatch.setattr(engine.mover, "give_way", lambda sequence: (events.append("gives way"), give_way(sequence)))
+    monkeypatch.setattr(engine, "step", lambda: (events.append("step"), step())[1])
+    with closing(engine):
+        assert run(engine, PROMPTS, PARAMS) == wanted
+    before = events[: events.index("gives way")]
+    assert "step" in before[before.index("asked") :]
+
+
+@pytest.mark.parametrize("moved", [range(8), (4, 0, 5, 1)])
+def test_a_step_waits_for_one_group_of_what_the_host_copies_itself(moved):
+    """To pageable memory (blocks 4 to 7) goes one group a step, and none beside others, which it would wait for."""
+    tables, taken, in_steps = _no_tables(borrowed=range(4, 8)), [], []
+    tables.lifetimes.begin = lambda: len(taken) + 1
+    tables.lifetimes.acknowledgements.has_run = lambda kind, operation, rule: operation <= run_so_far
+    layout = SimpleNamespace(block_bytes=transfers.PAGEABLE_BYTES // 2, num_places=4)
+    executor = SimpleNamespace(layout=layout, store=lambda pairs, *_: taken.append([block for _, block in pairs]))
+    moves, run_so_far = transfers.Transfers(tables, executor), 0
+    moves.store([(block, block) for block in moved])
+    while moves.groups:
+        moves.end_step()
+        begin = len(taken)
+        moves.advance()
+        in_steps.append(taken[begin:])
+        run_so_far = len(taken)
+    in_steps = [groups for groups in in_steps if groups]
+    if len(moved) == 8:
+        assert in_steps == [[[0, 1, 2, 3]], [[4, 5]], [[6, 7]]]
+    else:
+        assert in_steps == [[[4]], [[0]], [[5]], [[1]]]
+
+
+def _no_tables(borrowed=()) -> SimpleNamespace:
+    return SimpleNamespace(
         gpu_blocks=SimpleNamespace(hold=lambda block: None),
         lifetimes=SimpleNamespace(
-            host_blocks=SimpleNamespace(hold=lambda block: None), begin=lambda: len(taken) + 1,
-            acknowledgements=SimpleNamespace(has_run=lambda kind, operation, rule: operation <= run_so_far),
-            release_gpu=lambda blocks: None, release_host=lambda blocks: None, reclaim=lambda: None,
+            host_blocks=SimpleNamespace(hold=lambda block: None, borrowed=set(borrowed)),
+            acknowledgements=SimpleNamespace(), release_gpu=lambda blocks: None, release_host=lambda blocks: None,
+            reclaim=lambda: None,
         ),
     )  # fmt: skip
+
+
+def test_as_much_is_on_its_way_as_runs_within_a_step():
+    """Of 40 blocks of 64 MiB, over a link that moves so many in a step: others' tokens wait for no more than that."""
+    most, taken, tables = [], [], _no_tables()
+    tables.lifetimes.begin = lambda: len(taken) + 1
+    tables.lifetimes.acknowledgements.has_run = lambda kind, operation, rule: operation <= run_so_far
     layout = SimpleNamespace(block_bytes=transfers.GROUP_BYTES, num_places=36)
     executor = SimpleNamespace(layout=layout, store=lambda pairs, operation, _: taken.append(operation))
     for blocks_in_a_step in (1, 3):
