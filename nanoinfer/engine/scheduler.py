@@ -281,7 +281,7 @@ class Scheduler:
         return [sequence for sequence in wanting if sequence.row is not None and sequence not in self._pausing]
 
     def _prepare_to_give_way(self) -> None:
-        """Have memory pinned for the youngest once not every row finds another block: it may be there when all pause."""
+        """Have memory pinned for the youngest once not every row finds another block, before all pause."""
         tables, youngest = self._kv_cache.tables, self.running[-1]
         num_growing = len(self.running) * (len(tables.groups) - len(tables.windowed))
         is_short = self._kv_cache.copies.gpu_room < num_growing
