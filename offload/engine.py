@@ -231,23 +231,36 @@ class OffloadEngine:
             unread.popleft()
 
     @torch.inference_mode()  # an error may have left the step before
-    def store(self, pairs: list[tuple[int, int]], operation: int, of_states: bool = False) -> None:
+    def store(
+        self,
+        pairs: list[tuple[int, int]],
+        operation: int,
+        of_states: bool = False,
+        places: tuple[int, int] | None = None,
+    ) -> None:
         """Copy whole blocks, (GPU block, host block) pairs, to the host, in this order. Later work runs beside it.
 
         of_states: pieces of states, each of at most a block's bytes: (slot * pieces of a slot + piece, host block).
+        places: the first place of a block that is copied, and the one behind the last; None: all.
         """
         self._operation, self._timeline = operation, NoTimeline()
-        self._write_through(enumerate(self._moved(pairs, of_states)))
+        self._write_through(enumerate(self._moved(pairs, of_states, places)))
         self._note_writes()
 
     @torch.inference_mode()
-    def load(self, pairs: list[tuple[int, int]], operation: int, of_states: bool = False) -> None:
+    def load(
+        self,
+        pairs: list[tuple[int, int]],
+        operation: int,
+        of_states: bool = False,
+        places: tuple[int, int] | None = None,
+    ) -> None:
         """Copy what `store` copies, to the GPU. Work that does not read it runs beside it."""
         self._operation = operation
         self.compute.record(self._room_made)
         self.copy.wait(self._room_made, "load.fill_after_compute")  # steps in flight may use what the blocks held
         self.copy.wait(self._written, "load.fill_after_store")
-        for on_gpu, on_host in chain.from_iterable(self._moved(pairs, of_states)):
+        for on_gpu, on_host in chain.from_iterable(self._moved(pairs, of_states, places)):
             self.copy.copy(on_gpu, on_host)
         copied = self.runtime.event()
         self.copy.record(copied)
@@ -342,17 +355,18 @@ class OffloadEngine:
             num_bytes = self.counters.written_bytes - before
             self._timeline.lap(self.write, WRITE, "write-through", num_bytes=num_bytes, cut=place)
 
-    def _moved(self, pairs: list[tuple[int, int]], of_states: bool) -> list[Copies]:
+    def _moved(self, pairs: list[tuple[int, int]], of_states: bool, places: tuple[int, int] | None) -> list[Copies]:
         """Return what is copied of each place of blocks, or of each piece of states."""
+        wanted = range(*(places or (0, self.layout.num_places)))
         if of_states:
-            return [self._piece_parts(*pair) for pair in pairs]
-        return [self._pair_runs(place, pairs) for place in range(self.layout.num_places)]
+            return [self._piece_parts(*pair, wanted) for pair in pairs]
+        return [self._pair_runs(place, pairs) for place in wanted]
 
-    def _piece_parts(self, piece: int, host_block: int) -> Copies:
+    def _piece_parts(self, piece: int, host_block: int, wanted: range) -> Copies:
         """Yield (GPU, host) views of a piece of a state: a block's parts hold its bytes, one after the other."""
         size, num_places = self.layout.part_bytes, self.layout.num_places
         slot, piece = divmod(piece, -(-self._states.shape[1] // self.layout.block_bytes))
-        for place in range(num_places):
+        for place in wanted:
             begin = (piece * num_places + place) * size
             on_gpu = self._states[slot, begin : begin + size]
             if len(on_gpu):

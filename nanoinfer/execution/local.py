@@ -91,11 +91,23 @@ class LocalExecutor(Executor):
             has_host_memory=runner.offload.host.arena is not None,
         )
 
-    def store(self, pairs: list[tuple[int, int]], operation: int, of_states: bool = False) -> None:
-        self.runner.offload.store(pairs, operation, of_states)
+    def store(
+        self,
+        pairs: list[tuple[int, int]],
+        operation: int,
+        of_states: bool = False,
+        places: tuple[int, int] | None = None,
+    ) -> None:
+        self.runner.offload.store(pairs, operation, of_states, places)
 
-    def load(self, pairs: list[tuple[int, int]], operation: int, of_states: bool = False) -> None:
-        self.runner.offload.load(pairs, operation, of_states)
+    def load(
+        self,
+        pairs: list[tuple[int, int]],
+        operation: int,
+        of_states: bool = False,
+        places: tuple[int, int] | None = None,
+    ) -> None:
+        self.runner.offload.load(pairs, operation, of_states, places)
 
     def drain(self) -> None:
         self.runner.offload.drain()

@@ -20,8 +20,8 @@ MAX_GROUP, GROUP_BYTES = 16, 64 * 2**20
 # host, wait for what came before them: on an H100 all of 4.8 GB at once kept another row waiting for 70 ms. As much is
 # on its way as runs within a step, between these two.
 LEAST_BYTES, MOST_BYTES = 32 * 2**20, 512 * 2**20
-# Bytes of a group to or from pageable memory, if a block has no more. The host itself copies these, at some GB/s, and a
-# step has one such group: an H200's other rows stood still for 427 ms when as much of it went as of pinned memory.
+# Bytes to or from pageable memory in a step, whole layers of one block. The host itself copies these, at some GB/s: other
+# rows stood still for 427 to 797 ms on an H200 when as much of it was begun in a step as of pinned memory.
 PAGEABLE_BYTES = 8 * 2**20
 
 
@@ -32,11 +32,12 @@ class _Group:
     Attributes:
         number: groups are enqueued in the order of their numbers.
         pairs: (GPU block, host block) of each; or pieces of states, as `OffloadEngine.store` takes them.
-        operation: under which the copies are acknowledged; 0: they are not enqueued yet.
+        operation: under which the copies are acknowledged; 0: not all of them are enqueued yet.
         holds_gpu: whether the group holds its GPU blocks.
         stays: whether the GPU keeps the blocks as they are, the next ones that it evicts.
         of_states: whether it is pieces of states that move; the group holds the slot of each.
-        is_pageable: whether its host blocks lie in pageable memory.
+        is_pageable: whether its host block lies in pageable memory.
+        num_sent: places of a block that are enqueued so far: of pageable memory some in each step.
     """
 
     number: int
@@ -47,6 +48,7 @@ class _Group:
     stays: bool = False
     of_states: bool = False
     is_pageable: bool = False
+    num_sent: int = 0
     operation: int = 0
 
 
@@ -104,10 +106,10 @@ class Transfers:
     ) -> set[int]:
         begin, first, borrowed = 0, self._number + 1, self._tables.lifetimes.host_blocks.borrowed
         while begin < len(pairs):
+            most = max(1, min(MAX_GROUP, MAX_COPIES // self._num_places, GROUP_BYTES // self._block_bytes))
             is_pageable = pairs[begin][1] in borrowed
-            num_bytes = PAGEABLE_BYTES if is_pageable else GROUP_BYTES
-            most = max(1, min(MAX_GROUP, MAX_COPIES // self._num_places, num_bytes // self._block_bytes))
-            group = list(takewhile(lambda pair: (pair[1] in borrowed) == is_pageable, pairs[begin : begin + most]))
+            pinned = takewhile(lambda pair: pair[1] not in borrowed, pairs[begin : begin + most])
+            group = pairs[begin : begin + 1] if is_pageable else list(pinned)
             begin += len(group)
             for on_gpu, on_host in group:
                 if holds_gpu:
@@ -165,19 +167,20 @@ class Transfers:
                 is_first, most_bytes = num_copies == group.num_copies, 0 if group.is_pageable else self._most_bytes
                 if MAX_COPIES < num_copies and not is_first or num_bytes and num_bytes + of_group > most_bytes:
                     break
+                if group.is_pageable:
+                    self._enqueue(group, max(1, self._num_places * PAGEABLE_BYTES // self._block_bytes))
+                    break
                 self._enqueue(group)
                 num_bytes += of_group
-                if group.is_pageable:
-                    break
 
     def _num_bytes(self, groups: list[_Group]) -> int:
         return sum(len(group.pairs) for group in groups) * self._block_bytes
 
     def end_step(self) -> None:
         """Let go of the blocks whose copies have run in the newest step, and have as much on its way as runs in one."""
-        moving = [group for group in self.groups if group.operation]
+        was_moving = any(group.operation and not group.is_pageable for group in self.groups)
         self.let_go()
-        if moving and not any(group.is_pageable for group in moving):
+        if was_moving:
             have_run = not any(group.operation for group in self.groups)
             most = 2 * self._most_bytes if have_run else self._most_bytes // 2
             self._most_bytes = min(max(most, LEAST_BYTES), MOST_BYTES)
@@ -228,12 +231,16 @@ class Transfers:
             if not group.operation:
                 self._enqueue(group)
 
-    def _enqueue(self, group: _Group) -> None:
-        lifetimes = self._tables.lifetimes
+    def _enqueue(self, group: _Group, most_places: int | None = None) -> None:
+        """most_places: the most places of a block whose copies are enqueued now; None: all that are left."""
+        lifetimes, begin, end = self._tables.lifetimes, group.num_sent, self._num_places
+        end = end if most_places is None else min(begin + most_places, end)
         operation = lifetimes.begin()
         move = self._executor.load if group.is_load else self._executor.store
-        move(group.pairs, operation, group.of_states)
-        group.operation = operation
+        move(group.pairs, operation, group.of_states, (begin, end))
+        group.num_sent = end
+        if end == self._num_places:
+            group.operation = operation
 
 
 def _part(group: _Group) -> tuple[str, int, str]:

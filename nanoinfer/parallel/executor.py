@@ -127,11 +127,23 @@ class ParallelExecutor(Executor):
     def counters(self, by_layer: bool = False) -> ExecutorCounters:
         return self._local.counters(by_layer)
 
-    def store(self, pairs: list[tuple[int, int]], operation: int, of_states: bool = False) -> None:
-        self._all("store", pairs, operation, of_states)
+    def store(
+        self,
+        pairs: list[tuple[int, int]],
+        operation: int,
+        of_states: bool = False,
+        places: tuple[int, int] | None = None,
+    ) -> None:
+        self._all("store", pairs, operation, of_states, places)
 
-    def load(self, pairs: list[tuple[int, int]], operation: int, of_states: bool = False) -> None:
-        self._all("load", pairs, operation, of_states)
+    def load(
+        self,
+        pairs: list[tuple[int, int]],
+        operation: int,
+        of_states: bool = False,
+        places: tuple[int, int] | None = None,
+    ) -> None:
+        self._all("load", pairs, operation, of_states, places)
 
     def drain(self) -> None:
         self._of_each("drain")

@@ -134,14 +134,26 @@ class Executor(ABC):
     # Blocks
 
     @abstractmethod
-    def store(self, pairs: list[tuple[int, int]], operation: int, of_states: bool = False) -> None:
+    def store(
+        self,
+        pairs: list[tuple[int, int]],
+        operation: int,
+        of_states: bool = False,
+        places: tuple[int, int] | None = None,
+    ) -> None:
         """Copy (GPU block, host block) pairs to the host, under the number of an operation.
 
-        of_states: as for `OffloadEngine.store`.
+        of_states, places: as for `OffloadEngine.store`.
         """
 
     @abstractmethod
-    def load(self, pairs: list[tuple[int, int]], operation: int, of_states: bool = False) -> None:
+    def load(
+        self,
+        pairs: list[tuple[int, int]],
+        operation: int,
+        of_states: bool = False,
+        places: tuple[int, int] | None = None,
+    ) -> None:
         """Copy what `store` copies to the GPU, under the number of an operation."""
 
     @abstractmethod

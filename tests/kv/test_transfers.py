@@ -194,14 +194,18 @@ def test_memory_is_asked_for_before_all_rows_pause(path, wanted, monkeypatch):
 
 
 @pytest.mark.parametrize("moved", [range(8), (4, 0, 5, 1)])
-def test_a_step_waits_for_one_group_of_what_the_host_copies_itself(moved):
-    """To pageable memory (blocks 4 to 7) goes one group a step, and none beside others, which it would wait for."""
+def test_a_step_waits_for_a_part_of_a_block_that_the_host_copies_itself(moved):
+    """To pageable memory (blocks 4 to 7) go two of a block's four layers a step, and none beside others, which it would
+    wait for."""
     tables, taken, in_steps = _no_tables(borrowed=range(4, 8)), [], []
     tables.lifetimes.begin = lambda: len(taken) + 1
     tables.lifetimes.acknowledgements.has_run = lambda kind, operation, rule: operation <= run_so_far
-    layout = SimpleNamespace(block_bytes=transfers.PAGEABLE_BYTES // 2, num_places=4)
-    executor = SimpleNamespace(layout=layout, store=lambda pairs, *_: taken.append([block for _, block in pairs]))
-    moves, run_so_far = transfers.Transfers(tables, executor), 0
+    layout = SimpleNamespace(block_bytes=2 * transfers.PAGEABLE_BYTES, num_places=4)
+
+    def store(pairs, operation, of_states, places):
+        taken.append(([block for _, block in pairs], places))
+
+    moves, run_so_far = transfers.Transfers(tables, SimpleNamespace(layout=layout, store=store)), 0
     moves.store([(block, block) for block in moved])
     while moves.groups:
         moves.end_step()
@@ -209,11 +213,10 @@ def test_a_step_waits_for_one_group_of_what_the_host_copies_itself(moved):
         moves.advance()
         in_steps.append(taken[begin:])
         run_so_far = len(taken)
-    in_steps = [groups for groups in in_steps if groups]
-    if len(moved) == 8:
-        assert in_steps == [[[0, 1, 2, 3]], [[4, 5]], [[6, 7]]]
-    else:
-        assert in_steps == [[[4]], [[0]], [[5]], [[1]]]
+    halves = lambda block: [[([block], (0, 2))], [([block], (2, 4))]]  # noqa: E731
+    whole = lambda *blocks: [[([*blocks], (0, 4))]]  # noqa: E731
+    wanted = {8: [*whole(0, 1, 2, 3), *halves(4), *halves(5), *halves(6), *halves(7)]}
+    assert [one for one in in_steps if one] == wanted.get(len(moved), [*halves(4), *whole(0), *halves(5), *whole(1)])
 
 
 def _no_tables(borrowed=()) -> SimpleNamespace:
@@ -233,7 +236,7 @@ def test_as_much_is_on_its_way_as_runs_within_a_step():
     tables.lifetimes.begin = lambda: len(taken) + 1
     tables.lifetimes.acknowledgements.has_run = lambda kind, operation, rule: operation <= run_so_far
     layout = SimpleNamespace(block_bytes=transfers.GROUP_BYTES, num_places=36)
-    executor = SimpleNamespace(layout=layout, store=lambda pairs, operation, _: taken.append(operation))
+    executor = SimpleNamespace(layout=layout, store=lambda pairs, operation, *_: taken.append(operation))
     for blocks_in_a_step in (1, 3):
         moves, run_so_far = transfers.Transfers(tables, executor), len(taken)
         moves.store([(block, block) for block in range(0, 80, 2)])
