@@ -20,8 +20,7 @@ MAX_GROUP, GROUP_BYTES = 16, 64 * 2**20
 # host, wait for what came before them: on an H100 all of 4.8 GB at once kept another row waiting for 70 ms. As much is
 # on its way as runs within a step, between these two.
 LEAST_BYTES, MOST_BYTES = 32 * 2**20, 512 * 2**20
-# Bytes to or from pageable memory in a step, whole layers of one block. The host itself copies these, at some GB/s: other
-# rows stood still for 427 to 797 ms on an H200 when as much of it was begun in a step as of pinned memory.
+# Bytes to or from pageable memory in a step, whole layers of one block. The host itself copies these, at some GB/s.
 PAGEABLE_BYTES = 8 * 2**20
 
 
