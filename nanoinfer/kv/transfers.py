@@ -18,8 +18,9 @@ MAX_COPIES = 500
 MAX_GROUP, GROUP_BYTES = 16, 64 * 2**20
 # Bytes on their way at a time. The copy engine takes one copy after the other, so a step's tokens, on their way to the
 # host, wait for what came before them: on an H100 all of 4.8 GB at once kept another row waiting for 70 ms. As much is
-# on its way as runs within a step, between these two.
-LEAST_BYTES, MOST_BYTES = 32 * 2**20, 512 * 2**20
+# on its way as runs within a step, between these two: a step waits for its tokens, so it gets longer by what is on its
+# way, and that seems to run within it however much it is. A link of 55 GB/s moves the most in 5 ms.
+LEAST_BYTES, MOST_BYTES = 32 * 2**20, 256 * 2**20
 # Bytes to or from pageable memory in a step, whole layers of one block. The host itself copies these, at some GB/s.
 PAGEABLE_BYTES = 8 * 2**20
 

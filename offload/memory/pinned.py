@@ -13,6 +13,7 @@ import errno
 import mmap
 import os
 import threading
+import time
 import warnings
 import weakref
 from abc import ABC, abstractmethod
@@ -70,7 +71,8 @@ class HostArena:
         progress: called from the background with (segments ready, segments in all).
         available_bytes: host memory that may be taken; None asks the system.
         remedy: what a message advises so that less memory is wanted.
-        on_demand: take memory segment by segment, as `want` asks for it, and not all at once.
+        on_demand: take memory segment by segment, as `want` asks for it, and not all at once. Others use the device then
+            and wait for the driver: one piece is pinned at a time, and behind each is a rest of as long as that took.
 
     Raises:
         MemoryError: more than is available, or than the system maps; nothing was mapped.
@@ -125,7 +127,8 @@ class HostArena:
         self._progress = progress
         self._changed = threading.Condition()
         self._stop = threading.Event()
-        self._pinner = pinner
+        self._pinner, self._on_demand = pinner, on_demand
+        self._in_turn, self._rests_until = threading.Lock(), 0.0
         self._release = weakref.finalize(self, _unregister_all, self._registered, pinner, self._map)
         self._thread: threading.Thread | None = None
         if not on_demand:
@@ -298,7 +301,7 @@ class HostArena:
         begin = self._address + index * self._stride
         end = begin + self._span(index)
         for address in range(begin, end, MAX_REGISTER_BYTES):
-            refusal = self._pinner.register(address, min(MAX_REGISTER_BYTES, end - address))
+            refusal = self._register(address, min(MAX_REGISTER_BYTES, end - address))
             if refusal is not None:
                 self._refusal = refusal
                 if self._require_pin:
@@ -310,6 +313,17 @@ class HostArena:
                 return
             self._registered.append(address)  # at once: whatever follows, close() unpins it
         self._is_pinned[index] = True
+
+    def _register(self, address: int, num_bytes: int) -> str | None:
+        if not self._on_demand:
+            return self._pinner.register(address, num_bytes)
+        with self._in_turn:
+            self._stop.wait(max(0.0, self._rests_until - time.perf_counter()))
+            begin = time.perf_counter()
+            refusal = self._pinner.register(address, num_bytes)
+            end = time.perf_counter()
+            self._rests_until = 2 * end - begin
+            return refusal
 
     def _warn(self) -> None:
         speed, pinned = "", f" to {self.pinned_bytes / GIB:.2f} GiB" if self.pinned_bytes else ""

@@ -2,14 +2,17 @@
 
 import errno
 import gc
+import itertools
 import os
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from offload.memory import pinned
 from offload.memory.near import processors_near
 from offload.memory.pinned import PAGE_BYTES, HostArena, PinError, Pinner
 
@@ -220,6 +223,33 @@ def test_a_piece_that_was_pinned_before_the_driver_failed_is_given_back(monkeypa
         host.wait()
     host.close()
     assert not driver.sizes
+
+
+def test_on_demand_the_driver_is_left_to_others_for_as_long_as_it_was_taken(monkeypatch):
+    """One piece at a time, of two threads that pin, and a rest behind each. All at once nobody rests."""
+    clock, taken = SimpleNamespace(now=0.0), []
+
+    class Slow(Driver):
+        def register(self, address: int, num_bytes: int) -> str | None:
+            begin = clock.now
+            clock.now = begin + 5
+            taken.append((begin, clock.now))
+            return super().register(address, num_bytes)
+
+    class Stop(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            clock.now += timeout
+            return False
+
+    monkeypatch.setattr(pinned, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    for on_demand, rest in ((True, 5), (False, 0)):
+        with HostArena(6, PAGE_BYTES, pinner=Slow(), on_demand=on_demand) as host:
+            host._stop = Stop()
+            host.want(6)
+            host.wait()
+        rests = [begin - end for (_, end), (begin, _) in itertools.pairwise(taken)]
+        assert rests == [rest] * 5 if on_demand else max(rests) <= 0
+        taken.clear()
 
 
 def test_closing_while_a_piece_is_being_pinned_waits_for_it_and_gives_it_back():
