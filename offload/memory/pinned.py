@@ -71,8 +71,8 @@ class HostArena:
         progress: called from the background with (segments ready, segments in all).
         available_bytes: host memory that may be taken; None asks the system.
         remedy: what a message advises so that less memory is wanted.
-        on_demand: take memory segment by segment, as `want` asks for it, and not all at once. Others use the device then
-            and wait for the driver: one piece is pinned at a time, and behind each is a rest of as long as that took.
+        on_demand: take memory segment by segment, as `want` asks for it, and not all at once. Others use the device
+            then, and wait for the driver: one piece is pinned at a time, and behind each is as long a rest.
 
     Raises:
         MemoryError: more than is available, or than the system maps; nothing was mapped.
