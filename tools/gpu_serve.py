@@ -198,30 +198,32 @@ def _gap_of_giving_way(llm: nanoinfer.LLM, length: int, block_size: int, seed: i
 def agents(bench: Bench) -> dict:
     """Sixteen agents that call tools and are never idle: their answers are computed once more as parts of their next
     prompts, as only what prefill has computed is found. Beside them the same without: prompts go on without answers,
-    and are that much shorter. The better of two. Where KV is streamed a step takes some 0.1 s: these have two turns."""
-    result, cuda = {}, bench.is_cuda
-    streamed = dict(enable_cpu_offload=True, resident_kv_limit=0, host_memory_limit=bench.limit(24))
-    slots = dict(gpu_memory_limit=bench.limit(11), host_memory_limit=bench.limit(24))
-    for shape, name, num_turns, options in (
-        (
-            (bench.large, "resident", AGENT_TURNS, {}),
-            ("gpt-oss-20b", "11 GiB", AGENT_TURNS, slots),
-            (bench.large, "KV streamed", 2, streamed),
-        )
-        if cuda
-        else [(bench.small, "resident", AGENT_TURNS, {})]
-    ):
-        limits = dict(gpu_memory_limit=bench.limit(60)) | options
-        longest = bench.tokens(AGENT_PROMPT) + num_turns * (bench.tokens(AGENT_RESULT) + bench.tokens(AGENT_ANSWER))
-        sizes = dict(max_model_len=longest + 64, max_num_seqs=NUM_AGENTS, enable_prefix_caching=True)
-        llm = bench.llm(shape, **sizes, **limits)
-        _loops(llm, bench, 0, True, num_turns)  # compiles, and has memory pinned
-        both = [[_loops(llm, bench, seed, goes_on, num_turns) for seed in (1, 2)] for goes_on in (False, True)]
-        without, found = (max(runs, key=lambda run: run["tokens_per_second"]) for runs in both)
-        found["ratio_to_without"] = found["tokens_per_second"] / without["tokens_per_second"]
-        result |= {f"{shape}, {name}, without": without, f"{shape}, {name}, agents": found}
-        release(llm)
-    return result
+    and are that much shorter. The better of two."""
+    return _agents(bench, bench.large, AGENT_TURNS, gpu_memory_limit=bench.limit(60))
+
+
+def agents_slots(bench: Bench) -> dict:
+    """The same with experts in slots."""
+    limits = dict(gpu_memory_limit=bench.limit(11), host_memory_limit=bench.limit(24))
+    return _agents(bench, "gpt-oss-20b" if bench.is_cuda else bench.small, AGENT_TURNS, **limits)
+
+
+def agents_streamed(bench: Bench) -> dict:
+    """The same with KV that is streamed, where a step takes some 0.1 s: two turns."""
+    limits = dict(gpu_memory_limit=bench.limit(60), host_memory_limit=bench.limit(24))
+    return _agents(bench, bench.large, 2, enable_cpu_offload=True, resident_kv_limit=0, **limits)
+
+
+def _agents(bench: Bench, shape: str, num_turns: int, **limits) -> dict:
+    longest = bench.tokens(AGENT_PROMPT) + num_turns * (bench.tokens(AGENT_RESULT) + bench.tokens(AGENT_ANSWER))
+    sizes = dict(max_model_len=longest + 64, max_num_seqs=NUM_AGENTS, enable_prefix_caching=True)
+    llm = bench.llm(shape, **sizes, **limits)
+    _loops(llm, bench, 0, True, num_turns)  # compiles, and has memory pinned
+    both = [[_loops(llm, bench, seed, goes_on, num_turns) for seed in (1, 2)] for goes_on in (False, True)]
+    without, found = (max(runs, key=lambda run: run["tokens_per_second"]) for runs in both)
+    found["ratio_to_without"] = found["tokens_per_second"] / without["tokens_per_second"]
+    release(llm)
+    return {f"{shape}, without": without, f"{shape}, agents": found}
 
 
 def _loops(llm: nanoinfer.LLM, bench: Bench, seed: int, goes_on: bool, num_turns: int) -> dict:
@@ -254,7 +256,10 @@ def _loops(llm: nanoinfer.LLM, bench: Bench, seed: int, goes_on: bool, num_turns
     return dict(tokens_per_second=num_tokens / seconds, first_token_seconds=statistics.median(first))
 
 
-CASES = {case.__name__: case for case in (served, turns, drafted, state_gaps, giving_way, agents)}
+CASES = {
+    case.__name__: case
+    for case in (served, turns, drafted, state_gaps, giving_way, agents, agents_slots, agents_streamed)
+}
 
 
 def _longest_gap(llm: nanoinfer.LLM, history: int, seed: int) -> float:

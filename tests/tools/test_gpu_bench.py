@@ -43,7 +43,7 @@ def test_the_gpu_record_can_be_made_without_a_gpu(tmp_path, monkeypatch):
         ("windows", "windows_gemma3-12b", 64),
         ("hybrids", "slots_million", 1024),
         ("waits", "state_gaps", 64),
-        ("waits", "agents", 32),
+        ("waits", "agents_streamed", 32),
         ("sparse", "sparse_families", 64),
     ],
 )
@@ -60,7 +60,7 @@ def test_parts_of_the_gpu_record_can_be_made_without_a_gpu(part, only, scale, tm
         assert [row["held_to_needed"] for row in rows] == [1, 1]
     if part == "hybrids":
         assert [row["hit_rate"] for row in rows][0] == 1 and rows[1]["ratio_to_floor"] > 0
-    if only == "agents":
+    if only == "agents_streamed":
         assert rows[1]["ratio_to_without"] == rows[1]["tokens_per_second"] / rows[0]["tokens_per_second"]
     if only == "state_gaps":
         assert [row["gap_seconds"] > 0 for row in rows] == [True] * 2
