@@ -202,6 +202,8 @@ class Admission:
             if self._keeps_throughput(wanted.num_own, len(running)):
                 return Verdict.ADMITTED
             return Verdict.HELD_BACK if first or self._is_held(sequence, wanted) else Verdict.ADMITTED
+        if running and self.may_spill and not self._can_all_end(sequence, wanted, running, passed):
+            return Verdict.REFUSED
         num_lacking = wanted.num_room + self._num_room_of(passed, len(running)) + reserve - self._room
         has_room = num_lacking <= 0
         if has_room and not held:
@@ -217,6 +219,21 @@ class Admission:
         if has_room:
             return Verdict.ADMITTED
         return Verdict.HELD_BACK if first or self._is_held(sequence, wanted) else Verdict.SPILL
+
+    def _can_all_end(
+        self, sequence: Sequence, wanted: _Wanted, running: Several[Sequence], passed: Several[Sequence]
+    ) -> bool:
+        """Whether the host has room for all, where one of them can grow to more than the GPU holds or older ones wait.
+
+        The first enters offload mode, and whoever runs comes with it or, if it gave way before, holds host blocks. The
+        others are let in there if whoever passed them has grown into their room meanwhile.
+        """
+        most = self._tables.groups.most_tokens(self._tables.gpu_blocks.num_blocks)
+        if not passed and max(one.max_num_tokens for one in (*running, sequence)) <= most:
+            return True
+        blocks, groups = self._tables.lifetimes.host_blocks, self._tables.groups
+        num_wanted = wanted.num_host + sum(groups.most_full(one.max_num_tokens) for one in passed)
+        return self._mover.num_host_blocks([*running]) + num_wanted + blocks.num_used <= blocks.num_possible
 
     def _lacking_reserve(self, sequence: Sequence, wanted: _Wanted, running: Several[Sequence]) -> int:
         """Return what is to be left of the reserve: steps have it, but for what the one that is being planned took."""

@@ -89,6 +89,28 @@ def test_a_huge_request_holds_up_neither_small_ones_nor_itself(path, mode):
     assert theirs[1] < ours[1] <= 2 * theirs[1], "the huge one is held back, and not for long"
 
 
+def test_who_needs_the_host_to_end_finds_room_there(path):
+    """A request that outgrows the GPU, and a small one for which there is room beside it on the GPU and none on the host:
+    if that one came, and gave way, it would hold the host's last block."""
+    lengths = dict(max_num_seqs=4, max_model_len=272, max_num_batched_tokens=64)
+    huge, small = (random_prompts(1, count, count, seed=count)[0] for count in (230, 10))
+    engine = hollow_engine(path, "auto", 16, 17, **lengths)
+    played = play_in_steps(engine, [(0, huge, greedy(42)), (0, small, greedy(60))])
+    assert [request.finish_reason for request in played] == ["length"] * 2 and engine.mode == "offload"
+    assert_pools_as_before(engine)
+
+
+def test_whoever_passes_an_older_prompt_leaves_it_room_on_the_host(path):
+    """The third has least left and passes the second, whose room on the GPU it grows into: the host has some for all, or
+    it does not pass."""
+    requests = [(0, prompt, greedy(count)) for prompt, count in zip(
+        (random_prompts(1, length, length, seed=length)[0] for length in (39, 55, 16)), (41, 1, 60), strict=True
+    )]  # fmt: skip
+    lengths = dict(max_num_seqs=4, max_model_len=80, max_num_batched_tokens=16)
+    first, second, third = play_in_steps(hollow_engine(path, "auto", 8, 10, **lengths), requests)
+    assert second.end < third.end < 100 and second.first_token < first.end
+
+
 def draw(generator: random.Random) -> tuple[dict, list[tuple[int, list[int], SamplingParams]]]:
     """Pools against each other, and requests against the pools, most with a beginning from a tree."""
     chunk = generator.choice([16, 32, 64])
