@@ -90,7 +90,7 @@ def test_a_huge_request_holds_up_neither_small_ones_nor_itself(path, mode):
 
 
 def test_who_needs_the_host_to_end_finds_room_there(path):
-    """A request that outgrows the GPU, and a small one for which there is room beside it on the GPU and none on the host:
+    """A request that outgrows the GPU, and a small one for which the GPU has room beside it and the host none:
     if that one came, and gave way, it would hold the host's last block."""
     lengths = dict(max_num_seqs=4, max_model_len=272, max_num_batched_tokens=64)
     huge, small = (random_prompts(1, count, count, seed=count)[0] for count in (230, 10))
@@ -101,8 +101,8 @@ def test_who_needs_the_host_to_end_finds_room_there(path):
 
 
 def test_whoever_passes_an_older_prompt_leaves_it_room_on_the_host(path):
-    """The third has least left and passes the second, whose room on the GPU it grows into: the host has some for all, or
-    it does not pass."""
+    """The third has least left and passes the second, whose room on the GPU it grows into: the host has some for
+    all, or it does not pass."""
     requests = [(0, prompt, greedy(count)) for prompt, count in zip(
         (random_prompts(1, length, length, seed=length)[0] for length in (39, 55, 16)), (41, 1, 60), strict=True
     )]  # fmt: skip
