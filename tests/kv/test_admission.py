@@ -211,7 +211,8 @@ def test_what_is_not_looked_up_again_would_have_been_refused_again(path, fuzz):
 
 def test_who_gave_way_comes_back_in_offload_mode_only_onto_blocks_that_nobody_was_promised(path):
     """Two that fill seven host blocks each, of thirteen: the GPU holds one of them."""
-    engine = hollow(make_engine(path, **ARGUMENTS, enable_cpu_offload="auto", **pools(num_gpu=8, num_host=13)))
+    arguments = ARGUMENTS | dict(max_model_len=128, enable_cpu_offload="auto")
+    engine = hollow(make_engine(path, **arguments, **pools(num_gpu=8, num_host=13)))
     for name, prompt in zip("AB", random_prompts(2, 40, 40), strict=True):
         engine.add_request(name, prompt, greedy(88))
     came_back, bring_back = [], engine.mover.bring_back
