@@ -69,11 +69,11 @@ def verify(
     num_ranks = engine_arguments.pop("tensor_parallel_size", 1)
     own = dict(progress_bar=progress, model=model, seed=seed)
     setup, common = _set_up(engine_arguments | own, is_brief=context is None)
+    _check_ranks(num_ranks, setup)
     is_exact = setup.backends[0].exact_splits
     workload = choose_workload(setup, common, num_requests, context, output_len, seed)
     common |= workload.arguments
     plan = setup.plan(EngineConfig(**common | dict(enable_cpu_offload=True)))  # raises if not even this fits
-    _check_ranks(num_ranks, setup)
     check_can_keep(workload.num_output_tokens, setup.spec.vocab_size, "ask for fewer requests or a shorter output")
     make_runtime = make_runtime or (lambda name: setup.device.runtime(poison=True))
     tell("\n".join([*(setting := describe(setup, workload, plan)), ""]))
