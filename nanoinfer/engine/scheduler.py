@@ -259,7 +259,8 @@ class Scheduler:
         """
         transfers, self._pausing = self._mover.transfers, set()
         num_leaving = transfers.num_leaving if transfers.groups else 0
-        for sequence in self._kv_cache.without_slot(wanting):
+        without_slot = self._kv_cache.without_slot(wanting)
+        for sequence in without_slot:
             while sequence.row is not None and not self._has_slot(sequence):
                 is_last = len(self._pausing) + 1 >= len(wanting)
                 spills = self._spill(may_wait=len(self.running) == 1)
@@ -277,7 +278,8 @@ class Scheduler:
                 break
             if sequence.row is not None and sequence not in self._pausing:
                 self._kv_cache.grow(sequence, sequence.num_tokens)
-                self._prepare_to_give_way()
+        if without_slot and len(self.running) > 1:
+            self._prepare_to_give_way()
         return [sequence for sequence in wanting if sequence.row is not None and sequence not in self._pausing]
 
     def _prepare_to_give_way(self) -> None:
