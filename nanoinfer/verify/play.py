@@ -88,12 +88,12 @@ def _record(run: Run, engine: LLMEngine, workload: Workload, report: RunReport) 
 
 
 def _facts(stats: Stats, most_resident: int, switches: list[str]) -> list[str]:
-    facts = []
-    if stats["host_blocks_total"] or stats["streamed_bytes"]:
+    facts, streams = [], stats["streamed_bytes"] or most_resident  # a host pool may hold what gave way alone
+    if streams:
         facts.append(f"{stats['streamed_bytes'] / 2**20:,.1f} MiB streamed")
     if stats["expert_fetches"]:
         facts.append(f"{stats['expert_hit_rate']:.0%} of the chosen experts were on the GPU")
-    if stats["host_blocks_total"]:
+    if streams and stats["host_blocks_total"]:
         facts.append(f"at most {most_resident} full blocks stayed on the GPU")
     facts += switches
     if stats["num_mixed_steps"]:
