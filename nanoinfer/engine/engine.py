@@ -177,7 +177,8 @@ class LLMEngine:
                 pass  # who waited for these blocks is in the next step
             elif self.masks.wait(self.scheduler.running):
                 pass  # whoever has its mask now is in the next step
-            elif self.scheduler.waiting:  # nothing can run: whoever loops over `has_work` would never leave
+            elif self.scheduler.waiting and not self.scheduler.let_others_come_first():
+                # Nothing can run: whoever loops over `has_work` would never leave.
                 first = self.scheduler.waiting[0]
                 self._fail_sequence(first, self.modes.refusal(first))
             return

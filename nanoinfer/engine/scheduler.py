@@ -168,6 +168,18 @@ class Scheduler:
             held.append(sequence)
         return None, verdict is Verdict.HELD_BACK
 
+    def let_others_come_first(self) -> bool:
+        """Have the first that waits, as nothing can run, wait behind those that gave way and that resident mode holds,
+        if there are any: they have the host blocks that it lacks to go on in offload mode."""
+        sequence, *others = self.waiting
+        most = self._modes.max_sequence_tokens("resident")
+        away = {one for one in self._mover.away if one.num_tokens <= most}
+        places = [place for place, one in enumerate(others) if one in away and sequence.num_tokens > most]
+        if places:
+            others.insert(places[-1] + 1, sequence)
+            self.waiting = deque(others)  # in one line: an interrupt loses no sequence
+        return bool(places)
+
     def _least_left_first(self, begun: Iterable[Sequence]) -> list[tuple[int, Sequence]]:
         """Return the prompts that may have a part of a step before older ones, with how many tokens each has left.
 

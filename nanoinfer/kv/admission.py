@@ -161,7 +161,9 @@ class Admission:
         room, hits = self._room, cache.prefixes.find(sequence, is_cold)
         end, needed, found, *_ = hits
         num_missing = (num_full if tables.is_offload else num_blocks) - sum(
-            len(taken(blocks)) if groups[number].window is None else sum(pool.references(b) == 1 for b in taken(blocks))
+            len(taken(blocks))
+            if groups[number].window is None
+            else sum(pool.num_staying(b) == 1 for b in taken(blocks))
             for number, blocks in enumerate(found)
         )
         num_room = num_missing + room - self._room  # what was found and nobody held
@@ -202,10 +204,10 @@ class Admission:
             if self._keeps_throughput(wanted.num_own, len(running)):
                 return Verdict.ADMITTED
             return Verdict.HELD_BACK if first or self._is_held(sequence, wanted) else Verdict.ADMITTED
-        if running and self.may_spill and not self._can_all_end(sequence, wanted, running, passed):
-            return Verdict.REFUSED
         num_lacking = wanted.num_room + self._num_room_of(passed, len(running)) + reserve - self._room
         has_room = num_lacking <= 0
+        if has_room and not self._leaves_room(sequence, wanted, running, passed, -num_lacking):
+            return Verdict.REFUSED
         if has_room and not held:
             return Verdict.ADMITTED
         if not self.may_spill or not has_room and num_lacking <= self._mover.transfers.num_leaving:
@@ -220,16 +222,15 @@ class Admission:
             return Verdict.ADMITTED
         return Verdict.HELD_BACK if first or self._is_held(sequence, wanted) else Verdict.SPILL
 
-    def _can_all_end(
-        self, sequence: Sequence, wanted: _Wanted, running: Several[Sequence], passed: Several[Sequence]
+    def _leaves_room(
+        self, sequence: Sequence, wanted: _Wanted, running: Several[Sequence], passed: Several[Sequence], num_free: int
     ) -> bool:
-        """Whether the host has room for all, where one of them can grow to more than the GPU holds or older ones wait.
+        """Whether older ones that are passed find room when the sequence has grown: on the GPU, or if not, on the host.
 
-        The first enters offload mode, and whoever runs comes with it or, if it gave way before, holds host blocks. The
-        others are let in there if whoever passed them has grown into their room meanwhile.
+        num_free: GPU blocks that are left when it begins.
         """
-        most = self._tables.groups.most_tokens(self._tables.gpu_blocks.num_blocks)
-        if not passed and max(one.max_num_tokens for one in (*running, sequence)) <= most:
+        growth = self._tables.groups.most_blocks(sequence.max_num_tokens) - self._tables.num_to_begin(sequence)
+        if not passed or not self.may_spill or growth <= num_free:
             return True
         blocks, groups = self._tables.lifetimes.host_blocks, self._tables.groups
         num_wanted = wanted.num_host + sum(groups.most_full(one.max_num_tokens) for one in passed)

@@ -33,6 +33,10 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module
 MAX_REGISTER_BYTES = 16 * GIB
 
 
+class _Stopped(Exception):
+    """The arena was closed while a thread rested."""
+
+
 class PinError(RuntimeError):
     """The system refused to pin host memory."""
 
@@ -72,7 +76,8 @@ class HostArena:
         available_bytes: host memory that may be taken; None asks the system.
         remedy: what a message advises so that less memory is wanted.
         on_demand: take memory segment by segment, as `want` asks for it, and not all at once. Others use the device
-            then, and wait for the driver: one piece is pinned at a time, and behind each is as long a rest.
+            then, and wait for the driver: one piece is pinned at a time, and behind each is as long a rest, unless
+            somebody waits.
 
     Raises:
         MemoryError: more than is available, or than the system maps; nothing was mapped.
@@ -128,7 +133,7 @@ class HostArena:
         self._changed = threading.Condition()
         self._stop = threading.Event()
         self._pinner, self._on_demand = pinner, on_demand
-        self._in_turn, self._rests_until = threading.Lock(), 0.0
+        self._in_turn, self._rests_until, self._num_waiting = threading.Lock(), 0.0, 0
         self._release = weakref.finalize(self, _unregister_all, self._registered, pinner, self._map)
         self._thread: threading.Thread | None = None
         if not on_demand:
@@ -216,7 +221,12 @@ class HostArena:
         """
         wanted = self.num_segments if num_segments is None else num_segments
         with self._changed:
-            self._changed.wait_for(lambda: self.num_ready >= wanted or self._failure is not None)
+            self._num_waiting += 1
+            self._changed.notify_all()
+            try:
+                self._changed.wait_for(lambda: self.num_ready >= wanted or self._failure is not None)
+            finally:
+                self._num_waiting -= 1
             if self.num_ready < wanted:
                 assert self._failure is not None
                 raise self._failure
@@ -224,6 +234,8 @@ class HostArena:
     def close(self) -> None:
         """Stop pinning, unpin everything and unmap it once no tensor refers to it. May be called again."""
         self._stop.set()
+        with self._changed:
+            self._changed.notify_all()  # who rests
         if self._thread is not None:
             self._thread.join()
         with self._changed:
@@ -289,7 +301,10 @@ class HostArena:
         if self._stop.is_set():
             return
         if self._refusal is None:
-            self._register_segment(index)
+            try:
+                self._register_segment(index)
+            except _Stopped:
+                return
         with self._changed:
             self._is_done[index] = True
             self._changed.notify_all()
@@ -318,7 +333,11 @@ class HostArena:
         if not self._on_demand:
             return self._pinner.register(address, num_bytes)
         with self._in_turn:
-            self._stop.wait(max(0.0, self._rests_until - time.perf_counter()))
+            with self._changed:
+                rest = max(0.0, self._rests_until - time.perf_counter())
+                self._changed.wait_for(lambda: self._stop.is_set() or self._num_waiting, rest)
+            if self._stop.is_set():
+                raise _Stopped
             begin = time.perf_counter()
             refusal = self._pinner.register(address, num_bytes)
             end = time.perf_counter()

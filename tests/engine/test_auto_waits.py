@@ -89,15 +89,34 @@ def test_a_huge_request_holds_up_neither_small_ones_nor_itself(path, mode):
     assert theirs[1] < ours[1] <= 2 * theirs[1], "the huge one is held back, and not for long"
 
 
-def test_who_needs_the_host_to_end_finds_room_there(path):
-    """A request that outgrows the GPU, and a small one for which the GPU has room beside it and the host none:
-    if that one came, and gave way, it would hold the host's last block."""
+def test_who_holds_the_hosts_last_blocks_ends_before_one_that_outgrows_the_gpu(path):
+    """A small request gives way beside one that grows to all that the host holds: it comes back first."""
     lengths = dict(max_num_seqs=4, max_model_len=272, max_num_batched_tokens=64)
     huge, small = (random_prompts(1, count, count, seed=count)[0] for count in (230, 10))
     engine = hollow_engine(path, "auto", 16, 17, **lengths)
-    played = play_in_steps(engine, [(0, huge, greedy(42)), (0, small, greedy(60))])
-    assert [request.finish_reason for request in played] == ["length"] * 2 and engine.mode == "offload"
+    with pytest.warns(UserWarning, match="offload mode cannot be entered"):
+        played = play_in_steps(engine, [(0, huge, greedy(42)), (0, small, greedy(60))])
+    assert [request.finish_reason for request in played] == ["length"] * 2 and engine.scheduler.num_preemptions == 2
+    assert played[1].end < played[0].end and engine.mode == "offload"
     assert_pools_as_before(engine)
+
+
+def test_requests_that_may_grow_to_the_longest_run_at_once(path):
+    """Each may grow to all of the host, which none of them does."""
+    engine = hollow_engine(path, "auto", 40, 80, max_num_seqs=8, max_model_len=None)
+    for number, prompt in enumerate(random_prompts(8, 20, 20, seed=3)):
+        engine.add_request(str(number), prompt, greedy(engine.plan.max_model_len - len(prompt)))
+    while any(request.sequences[0].num_sampled < 9 for request in engine.live.requests.values()):
+        engine.step()
+    assert len(engine.scheduler.running) == 8 and engine.mode == "resident"
+
+
+def test_a_short_prompt_passes_where_those_before_it_find_room_behind_it(path):
+    lengths = dict(max_num_seqs=4, max_model_len=2000, max_num_batched_tokens=32)
+    long, longer, short = (random_prompts(1, count, count, seed=count)[0] for count in (600, 601, 10))
+    engine = hollow_engine(path, "auto", 151, 151, **lengths)
+    played = play_in_steps(engine, [(0, long, greedy(1300)), (0, longer, greedy(1300)), (0, short, greedy(5))])
+    assert played[2].first_token < 10 < played[0].first_token
 
 
 def test_whoever_passes_an_older_prompt_leaves_it_room_on_the_host(path):

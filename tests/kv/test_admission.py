@@ -210,19 +210,16 @@ def test_what_is_not_looked_up_again_would_have_been_refused_again(path, fuzz):
 
 
 def test_who_gave_way_comes_back_in_offload_mode_only_onto_blocks_that_nobody_was_promised(path):
-    """Two that fill seven host blocks each, of thirteen: the GPU holds one of them."""
-    arguments = ARGUMENTS | dict(max_model_len=128, enable_cpu_offload="auto")
-    engine = hollow(make_engine(path, **arguments, **pools(num_gpu=8, num_host=13)))
+    """Two that fill ten host blocks each, of sixteen: one runs, and is all that the GPU and then the host can hold."""
+    engine = hollow(make_engine(path, **ARGUMENTS, enable_cpu_offload="auto", **pools(num_gpu=8, num_host=16)))
     for name, prompt in zip("AB", random_prompts(2, 40, 40), strict=True):
-        engine.add_request(name, prompt, greedy(88))
+        engine.add_request(name, prompt, greedy(128))
     came_back, bring_back = [], engine.mover.bring_back
     engine.mover.bring_back = lambda sequence: came_back.append((engine.mode, sequence)) or bring_back(sequence)
     while engine.has_work:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # offload mode cannot be entered while both run
             engine.step()
-        if engine.mover.away and engine.mode == "resident":
-            engine.switch_mode("offload")
         assert engine.kv_cache.num_unpromised_host >= 0, "promised twice"
     assert [mode for mode, _ in came_back] == ["offload"] and engine.scheduler.num_preemptions == 1
     assert_pools_as_before(engine)

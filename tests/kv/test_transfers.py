@@ -135,6 +135,7 @@ def test_no_row_stands_still_while_memory_is_pinned_for_one_that_gives_way(
     path, wanted, num_pinned, limit, monkeypatch
 ):
     """Nobody waits for the driver. When all pause, the youngest takes pageable memory, as where pinning is refused."""
+    monkeypatch.setattr(transfers, "PAGEABLE_BYTES", 1)  # a layer of a block in a step
     driver = refuse_pinning(monkeypatch, num_pinned, is_lazy=num_pinned > 0)
     engine, waits = crowded(path, SimulatedRuntime(3), host_memory_limit=limit, pin_host_memory="require"), []
     want, borrow, borrowed = driver.want, engine.runner.offload.host.borrow, []

@@ -353,6 +353,24 @@ def workload(paths, seed: int) -> None:
     assert_pools_as_before(engine)
 
 
+@pytest.mark.parametrize("mode", [True, "auto"])
+def test_what_the_last_one_is_giving_back_is_no_room_twice(tmp_path, mode):
+    """Whoever begins as the one did that has just ended finds its windows' blocks, which that one gives back later."""
+    path = make_checkpoint("gemma3", tmp_path, **SMALL | dict(num_layers=4, sliding_window=40))
+    arguments = dict(num_gpu_blocks_override=36, max_model_len=None, max_num_seqs=2, host_memory_limit=70 * 2048)
+    arguments |= dict(resident_kv_limit=None, ring_slot_bytes=8192, num_ring_slots=2)
+    engine = hollow(make_engine(path, enable_cpu_offload=mode, **arguments))
+    if mode == "auto":
+        engine.switch_mode("offload")
+    (prompt,) = random_prompts(1, 62, 62, seed=1)
+    engine.add_request("first", prompt, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+    params = SamplingParams(temperature=0, max_tokens=840, ignore_eos=True)
+    second = engine.add_request("second", prompt[:52] + [7] * 6, params)
+    while engine.has_work:
+        engine.step()
+    assert second.sequences[0].finish_reason == "length", second.error
+
+
 @pytest.mark.sampled("0", "1", "3", "70")  # in each mode one
 @pytest.mark.parametrize("seed", range(1000))
 def test_trees_of_prompts_with_windows_have_the_bits_of_each_alone(paths, seed):

@@ -5,6 +5,7 @@ import gc
 import itertools
 import os
 import threading
+import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -225,31 +226,77 @@ def test_a_piece_that_was_pinned_before_the_driver_failed_is_given_back(monkeypa
     assert not driver.sizes
 
 
-def test_on_demand_the_driver_is_left_to_others_for_as_long_as_it_was_taken(monkeypatch):
-    """One piece at a time, of two threads that pin, and a rest behind each. All at once nobody rests."""
-    clock, taken = SimpleNamespace(now=0.0), []
+THREADING = {name: getattr(threading, name) for name in ("Event", "Lock", "Thread")}
 
-    class Slow(Driver):
-        def register(self, address: int, num_bytes: int) -> str | None:
-            begin = clock.now
-            clock.now = begin + 5
-            taken.append((begin, clock.now))
-            return super().register(address, num_bytes)
 
-    class Stop(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
-            clock.now += timeout
-            return False
+class Slow(Driver):
+    """Takes a while of a clock for each piece, and notes when."""
 
+    def __init__(self, clock: SimpleNamespace, seconds: float) -> None:
+        super().__init__()
+        self.clock, self.seconds, self.taken = clock, seconds, []
+
+    def register(self, address: int, num_bytes: int) -> str | None:
+        begin, self.clock.now = self.clock.now, self.clock.now + self.seconds
+        self.taken.append((begin, self.clock.now))
+        return super().register(address, num_bytes)
+
+
+class Rests(threading.Condition):
+    """Passes the time that somebody rests, if nothing ends the rest, and notes that somebody waits."""
+
+    def __init__(self, clock: SimpleNamespace) -> None:
+        super().__init__()
+        self.clock = clock
+
+    def wait_for(self, predicate, timeout: float | None = None):
+        if timeout is None:
+            self.clock.is_waited_for.set()
+            return super().wait_for(predicate)
+        if not predicate():
+            self.clock.now += timeout
+
+
+@pytest.fixture
+def clock(monkeypatch) -> SimpleNamespace:
+    """The clock of arenas."""
+    clock = SimpleNamespace(now=0.0, is_waited_for=threading.Event())
     monkeypatch.setattr(pinned, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    for on_demand, rest in ((True, 5), (False, 0)):
-        with HostArena(6, PAGE_BYTES, pinner=Slow(), on_demand=on_demand) as host:
-            host._stop = Stop()
-            host.want(6)
-            host.wait()
-        rests = [begin - end for (_, end), (begin, _) in itertools.pairwise(taken)]
-        assert rests == [rest] * 5 if on_demand else max(rests) <= 0
-        taken.clear()
+    return clock
+
+
+@pytest.mark.parametrize("on_demand, waits, rest", [(True, False, 5), (True, True, 0), (False, False, 0)])
+def test_on_demand_the_driver_is_left_to_others_for_as_long_as_it_was_taken(on_demand, waits, rest, clock, monkeypatch):
+    """One piece at a time, of two threads that pin, and a rest behind each if nobody waits. Else there is none."""
+    monkeypatch.setattr(pinned, "threading", SimpleNamespace(Condition=lambda: Rests(clock), **THREADING))
+    driver = Slow(clock, 5)
+    with HostArena(6, PAGE_BYTES, pinner=driver, on_demand=on_demand) as host, ThreadPoolExecutor(1) as pool:
+        if waits:
+            pool.submit(host.wait)
+            clock.is_waited_for.wait(60)
+        host.want(6)
+        while host.num_ready < 6:
+            time.sleep(0.001)
+    rests = [begin - end for (_, end), (begin, _) in itertools.pairwise(driver.taken)]
+    assert rests == [rest] * 5 if on_demand else max(rests) <= 0
+
+
+def test_closing_ends_a_rest_and_pins_nothing_behind_it(clock, monkeypatch):
+    is_resting = threading.Event()
+
+    class Noting(threading.Condition):
+        def wait_for(self, predicate, timeout: float | None = None):
+            if timeout:
+                is_resting.set()
+            return super().wait_for(predicate, timeout)
+
+    monkeypatch.setattr(pinned, "threading", SimpleNamespace(Condition=Noting, **THREADING))
+    driver = Slow(clock, 600)
+    host = HostArena(6, PAGE_BYTES, pinner=driver, on_demand=True)
+    host.want(6)
+    assert is_resting.wait(60)
+    host.close()
+    assert driver.num_calls == 1 and not driver.sizes
 
 
 def test_closing_while_a_piece_is_being_pinned_waits_for_it_and_gives_it_back():
