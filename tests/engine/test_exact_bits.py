@@ -7,12 +7,11 @@ on an engine with default settings.
 """
 
 import random
-import re
 from functools import cache
 
 import pytest
 import torch
-from engines import assert_pools_as_before, make_engine, outcome, random_prompts
+from engines import assert_pools_as_before, make_drawn_engine, outcome, random_prompts
 from request_helpers import play_at_random
 from simulated import SimulatedRuntime
 from tiny_models import make_checkpoint
@@ -159,12 +158,7 @@ def draw_engine(generator: random.Random, path, seed: int, requests: list, forma
         num_ring_slots=generator.choice([2, 3, 4]),
         resident_kv_limit=generator.choice([None, None, 0, 2**17]),
     )
-    try:
-        return make_engine(path, runtime, **arguments | formats | more)
-    except ValueError as error:
-        if (fewest := re.search(r": (\d+) KV blocks of .* are the fewest", str(error))) is None:
-            raise
-    return make_engine(path, runtime, **arguments | formats | more | dict(num_gpu_blocks_override=int(fewest[1])))
+    return make_drawn_engine(path, runtime, **arguments | formats | more)
 
 
 def is_beginning(found: list, wanted: list) -> bool:

@@ -14,6 +14,7 @@ from engines import (
     LAYER_BLOCK_BYTES,
     SMALL,
     assert_pools_as_before,
+    make_drawn_engine,
     make_engine,
     outcome,
     random_prompts,
@@ -69,7 +70,7 @@ def draw_requests(generator: random.Random) -> list[tuple[list[int], SamplingPar
 
 def draw_engine(generator: random.Random, path, seed: int) -> LLMEngine:
     mode = generator.choice(["auto", True, True, False])
-    return make_engine(
+    return make_drawn_engine(
         path,
         SimulatedRuntime(generator.choice([None, seed])),
         enable_cpu_offload=mode,

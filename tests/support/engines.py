@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -70,6 +71,16 @@ def make_engine(path: Path, runtime: Runtime | None = None, **arguments) -> LLME
     if engine.drafts:
         engine.drafts.balance.note_tried = lambda *_: None  # how long steps take decides about no draft
     return engine
+
+
+def make_drawn_engine(path: Path, runtime: Runtime | None = None, **arguments) -> LLMEngine:
+    """`make_engine`, with the fewest GPU blocks that the model takes if fewer were drawn."""
+    try:
+        return make_engine(path, runtime, **arguments)
+    except ValueError as error:
+        if (fewest := re.search(r": (\d+) KV blocks of .* are the fewest", str(error))) is None:
+            raise
+    return make_engine(path, runtime, **arguments | dict(num_gpu_blocks_override=int(fewest[1])))
 
 
 def have_embeddings_on_host(monkeypatch) -> None:

@@ -47,7 +47,8 @@ def check_repeats(engine: LLMEngine) -> Counter:
 def _check_tables(program: DecodeProgram, step: DecodeStep, plan: StepPlan) -> None:
     """Check that the host's tables, as they were uploaded last, are those of this plan."""
     attention, first = program.attention, len(plan.chunks)
-    lists = attention.planner.splits(step.size, plan.gpu_blocks[first:], plan.host_blocks[first:], plan.ends)
+    gpu_blocks, host_blocks = plan.gpu_blocks[:, first:], plan.host_blocks[:, first:]
+    lists = attention.planner.splits(step.size, gpu_blocks, host_blocks, plan.ends)
     chunks = attention.planner.chunks(lists)
     assert chunks == step.chunks, "other chunks stream"
     assert program.resources.pieces.plan(chunks) == step.stream_plan == step.ahead, "another plan of what streams"
