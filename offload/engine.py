@@ -20,7 +20,7 @@ from typing import Protocol
 
 import torch
 
-from offload.layout import runs
+from offload.layout import Pairs, Places, runs
 from offload.lifetimes import FILLS, GPU_RULE, HOST_RULE, LOAD_RULE, STORE_RULE, WRITES
 from offload.memory.host_pool import HostPool
 from offload.plan import Chunk, Cut, StreamPlan, Transfer, host_runs
@@ -231,30 +231,18 @@ class OffloadEngine:
             unread.popleft()
 
     @torch.inference_mode()  # an error may have left the step before
-    def store(
-        self,
-        pairs: list[tuple[int, int]],
-        operation: int,
-        of_states: bool = False,
-        places: tuple[int, int] | None = None,
-    ) -> None:
+    def store(self, pairs: Pairs, operation: int, of_states: bool = False, places: Places = None) -> None:
         """Copy whole blocks, (GPU block, host block) pairs, to the host, in this order. Later work runs beside it.
 
         of_states: pieces of states, each of at most a block's bytes: (slot * pieces of a slot + piece, host block).
-        places: the first place of a block that is copied, and the one behind the last; None: all.
+        places: those of a block that are copied.
         """
         self._operation, self._timeline = operation, NoTimeline()
         self._write_through(enumerate(self._moved(pairs, of_states, places)))
         self._note_writes()
 
     @torch.inference_mode()
-    def load(
-        self,
-        pairs: list[tuple[int, int]],
-        operation: int,
-        of_states: bool = False,
-        places: tuple[int, int] | None = None,
-    ) -> None:
+    def load(self, pairs: Pairs, operation: int, of_states: bool = False, places: Places = None) -> None:
         """Copy what `store` copies, to the GPU. Work that does not read it runs beside it."""
         self._operation = operation
         self.compute.record(self._room_made)
@@ -355,7 +343,7 @@ class OffloadEngine:
             num_bytes = self.counters.written_bytes - before
             self._timeline.lap(self.write, WRITE, "write-through", num_bytes=num_bytes, cut=place)
 
-    def _moved(self, pairs: list[tuple[int, int]], of_states: bool, places: tuple[int, int] | None) -> list[Copies]:
+    def _moved(self, pairs: Pairs, of_states: bool, places: Places) -> list[Copies]:
         """Return what is copied of each place of blocks, or of each piece of states."""
         wanted = range(*(places or (0, self.layout.num_places)))
         if of_states:

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+Pairs = list[tuple[int, int]]
+"""(GPU block, host block) of each block that is copied."""
+Places = tuple[int, int] | None
+"""The first place of a block that is copied, and the one behind the last; None: all."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class KVLayout:

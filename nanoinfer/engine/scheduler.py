@@ -173,12 +173,12 @@ class Scheduler:
         if there are any: they have the host blocks that it lacks to go on in offload mode."""
         sequence, *others = self.waiting
         most = self._modes.max_sequence_tokens("resident")
-        away = {one for one in self._mover.away if one.num_tokens <= most}
-        places = [place for place, one in enumerate(others) if one in away and sequence.num_tokens > most]
-        if places:
-            others.insert(places[-1] + 1, sequence)
-            self.waiting = deque(others)  # in one line: an interrupt loses no sequence
-        return bool(places)
+        places = [at for at, one in enumerate(others) if one.kept_blocks is not None and one.num_tokens <= most]
+        if sequence.num_tokens <= most or not places:
+            return False
+        others.insert(places[-1] + 1, sequence)
+        self.waiting = deque(others)  # in one line: an interrupt loses no sequence
+        return True
 
     def _least_left_first(self, begun: Iterable[Sequence]) -> list[tuple[int, Sequence]]:
         """Return the prompts that may have a part of a step before older ones, with how many tokens each has left.

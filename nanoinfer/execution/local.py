@@ -12,6 +12,7 @@ from nanoinfer.execution.runner import ModelRunner, UnsampledStep
 from nanoinfer.step.executor import Executor, ExecutorCounters, PromptsRead, SampledToken
 from nanoinfer.step.plan import StepPlan
 from offload import Timeline
+from offload.layout import Pairs, Places
 
 
 class LocalExecutor(Executor):
@@ -91,22 +92,10 @@ class LocalExecutor(Executor):
             has_host_memory=runner.offload.host.arena is not None,
         )
 
-    def store(
-        self,
-        pairs: list[tuple[int, int]],
-        operation: int,
-        of_states: bool = False,
-        places: tuple[int, int] | None = None,
-    ) -> None:
+    def store(self, pairs: Pairs, operation: int, of_states: bool = False, places: Places = None) -> None:
         self.runner.offload.store(pairs, operation, of_states, places)
 
-    def load(
-        self,
-        pairs: list[tuple[int, int]],
-        operation: int,
-        of_states: bool = False,
-        places: tuple[int, int] | None = None,
-    ) -> None:
+    def load(self, pairs: Pairs, operation: int, of_states: bool = False, places: Places = None) -> None:
         self.runner.offload.load(pairs, operation, of_states, places)
 
     def drain(self) -> None:

@@ -18,6 +18,7 @@ from nanoinfer.step.executor import Executor, ExecutorCounters, PromptsRead, Sam
 from nanoinfer.step.plan import StepPlan
 from offload import Timeline
 from offload.blocks import HOST
+from offload.layout import Pairs, Places
 
 
 class ParallelExecutor(Executor):
@@ -127,22 +128,10 @@ class ParallelExecutor(Executor):
     def counters(self, by_layer: bool = False) -> ExecutorCounters:
         return self._local.counters(by_layer)
 
-    def store(
-        self,
-        pairs: list[tuple[int, int]],
-        operation: int,
-        of_states: bool = False,
-        places: tuple[int, int] | None = None,
-    ) -> None:
+    def store(self, pairs: Pairs, operation: int, of_states: bool = False, places: Places = None) -> None:
         self._all("store", pairs, operation, of_states, places)
 
-    def load(
-        self,
-        pairs: list[tuple[int, int]],
-        operation: int,
-        of_states: bool = False,
-        places: tuple[int, int] | None = None,
-    ) -> None:
+    def load(self, pairs: Pairs, operation: int, of_states: bool = False, places: Places = None) -> None:
         self._all("load", pairs, operation, of_states, places)
 
     def drain(self) -> None:

@@ -19,6 +19,7 @@ from nanoinfer.models.expert_slots import SlotCounts
 from nanoinfer.step.memory_plan import MemoryPlan
 from nanoinfer.step.plan import StepPlan
 from offload import KVLayout, Timeline
+from offload.layout import Pairs, Places
 
 if TYPE_CHECKING:
     import torch
@@ -134,26 +135,14 @@ class Executor(ABC):
     # Blocks
 
     @abstractmethod
-    def store(
-        self,
-        pairs: list[tuple[int, int]],
-        operation: int,
-        of_states: bool = False,
-        places: tuple[int, int] | None = None,
-    ) -> None:
+    def store(self, pairs: Pairs, operation: int, of_states: bool = False, places: Places = None) -> None:
         """Copy (GPU block, host block) pairs to the host, under the number of an operation.
 
         of_states, places: as for `OffloadEngine.store`.
         """
 
     @abstractmethod
-    def load(
-        self,
-        pairs: list[tuple[int, int]],
-        operation: int,
-        of_states: bool = False,
-        places: tuple[int, int] | None = None,
-    ) -> None:
+    def load(self, pairs: Pairs, operation: int, of_states: bool = False, places: Places = None) -> None:
         """Copy what `store` copies to the GPU, under the number of an operation."""
 
     @abstractmethod
