@@ -98,7 +98,7 @@ def played(engine, params):
     return found
 
 
-@pytest.mark.parametrize("seed", [0, 1, 3, 4, 5, 6])  # without those whose answers end before a step is mixed
+@pytest.mark.parametrize("seed", [0, 1, 3, 4, 5, 7])  # without those whose answers end before a step is mixed
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.sampled("resident-0", "offload-0")
 def test_finished_answers_have_their_form_and_every_mode_gives_the_bits_of_a_request_alone(path, wanted, variant, seed):

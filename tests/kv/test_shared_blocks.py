@@ -141,7 +141,7 @@ def tree_script(seed: int, num_requests: int, most_tokens: int) -> Script:
 
 
 @pytest.mark.parametrize("family", KINDS)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [1, 2])  # of 0 no two rows share a block
 @pytest.mark.sampled("1-two kinds")
 def test_every_budget_ring_and_order_of_streams_gives_the_bits_of_resident_mode(paths, family, seed, fuzz):
     script = tree_script(seed, *((9, 13) if fuzz else (6, 8)))

@@ -53,10 +53,13 @@ def test_a_grammar_takes_the_calls_of_the_template(writer, fuzz):
     # Some templates write other values than strings and numbers as Python has them, in no JSON.
     some = {"qwen3_coder": _PLAIN, "seed_oss": _PLAIN, "lfm2": (*_PLAIN, "is_on", "maybe")}
     kinds = some.get(writer.style.parser, tuple(KINDS))
+    ends = {"qwen3_coder": ["</parameter>"], "seed_oss": ["</parameter>"], "glm45": ["</arg_value>", "</tool_call>"]}
+    # A model writes a tag within a text in other tokens than the tokenizer gives it; what ends a value, it cannot say.
+    unsaid = [*writer.added, *ends.get(writer.style.parser, ())]
     while num_calls < (300 if fuzz else 4):
         message = message_of(draw, writer.style, kinds)
-        if any(tag in json.dumps(message["tool_calls"]) for tag in writer.added):
-            continue  # a model writes a tag within a text in other tokens than the tokenizer gives it
+        if any(tag in json.dumps(message["tool_calls"]) for tag in unsaid):
+            continue
         prompt, text = writer.answer({**message, "content": ""})
         assert accepts(writer, writer.form.call_grammar(prompt, TOOLS), bare(text)), text
         num_calls += len(message["tool_calls"])

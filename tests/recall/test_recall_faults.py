@@ -50,7 +50,7 @@ class Faults:
         if not self._tables or not self._llm.engine.scheduler.running:
             return self._fill(engine, cut, chunk, ring_slot, is_place)
         sequence = self._llm.engine.scheduler.running[0]
-        table = self._llm.engine.kv_cache.tables.host[sequence.row].tolist()
+        table = self._llm.engine.kv_cache.tables.host[0, sequence.row].tolist()
         if self._tables[-1] is None:
             self._tables[-1] = table
         if len(self._tables) == 1:  # the first document stays whole
