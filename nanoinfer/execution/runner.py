@@ -192,6 +192,7 @@ class ModelRunner:
             require_pin=self.config.pin_host_memory == "require",
             progress=self._pinning_progress(num_segments) if pinner is not None and all_at_once else None,
             on_demand=not all_at_once,
+            num_rows=self.layout.num_places,
         )
 
     def _pinning_progress(self, num_segments: int) -> Callable[[int, int], None]:

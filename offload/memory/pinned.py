@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import math
 import mmap
 import os
 import threading
@@ -31,6 +32,8 @@ _HUGE_PAGE_BYTES = 2 * 2**20
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module
 # One registration of 512 GiB or more fails on every driver seen; pieces also let the first ones be used early.
 MAX_REGISTER_BYTES = 16 * GIB
+# What others' copies and kernels wait for is one registration: of so much, below a millisecond.
+PIECE_BYTES = 16 * 2**20
 
 
 class _Stopped(Exception):
@@ -76,8 +79,10 @@ class HostArena:
         available_bytes: host memory that may be taken; None asks the system.
         remedy: what a message advises so that less memory is wanted.
         on_demand: take memory segment by segment, as `want` asks for it, and not all at once. Others use the device
-            then, and wait for the driver: one piece is pinned at a time, and behind each is as long a rest, unless
-            somebody waits.
+            then, and wait for the driver: some `PIECE_BYTES` are pinned at a time, and behind them is as long a rest,
+            unless somebody waits.
+        num_rows: equal parts of a segment, each of which is pinned at once: the driver refuses a copy that lies in two
+            pieces.
 
     Raises:
         MemoryError: more than is available, or than the system maps; nothing was mapped.
@@ -97,11 +102,13 @@ class HostArena:
         available_bytes: int | None = None,
         remedy: str = "lower host_memory_limit",
         on_demand: bool = False,
+        num_rows: int = 1,
     ) -> None:
         assert num_segments >= 1 and segment_bytes >= 1, f"{num_segments} segments of {segment_bytes} bytes"
         self.num_segments, self.segment_bytes = num_segments, segment_bytes
         self._last_bytes = segment_bytes if last_segment_bytes is None else last_segment_bytes
         assert 1 <= self._last_bytes <= segment_bytes, "the last segment may be smaller, not larger"
+        assert segment_bytes % num_rows == self._last_bytes % num_rows == 0, f"{num_rows} equal parts of a segment"
         self._stride = _whole_pages(segment_bytes)
         self._remedy = remedy
         self._available_bytes = available_bytes
@@ -132,7 +139,7 @@ class HostArena:
         self._progress = progress
         self._changed = threading.Condition()
         self._stop = threading.Event()
-        self._pinner, self._on_demand = pinner, on_demand
+        self._pinner, self._on_demand, self._num_rows = pinner, on_demand, num_rows
         self._in_turn, self._rests_until, self._num_waiting = threading.Lock(), 0.0, 0
         self._release = weakref.finalize(self, _unregister_all, self._registered, pinner, self._map)
         self._thread: threading.Thread | None = None
@@ -314,9 +321,9 @@ class HostArena:
     def _register_segment(self, index: int) -> None:
         self._pinner.enter()
         begin = self._address + index * self._stride
-        end = begin + self._span(index)
-        for address in range(begin, end, MAX_REGISTER_BYTES):
-            refusal = self._register(address, min(MAX_REGISTER_BYTES, end - address))
+        end, piece = begin + self._span(index), self._piece_bytes(index)
+        for address in range(begin, end, piece):
+            refusal = self._register(address, min(piece, end - address))
             if refusal is not None:
                 self._refusal = refusal
                 if self._require_pin:
@@ -328,6 +335,14 @@ class HostArena:
                 return
             self._registered.append(address)  # at once: whatever follows, close() unpins it
         self._is_pinned[index] = True
+
+    def _piece_bytes(self, index: int) -> int:
+        """Bytes of a segment that are registered at once."""
+        if not self._on_demand:
+            return MAX_REGISTER_BYTES
+        num_bytes = self._last_bytes if index == self.num_segments - 1 else self.segment_bytes
+        rows = math.lcm(num_bytes // self._num_rows, PAGE_BYTES)  # the fewest that end where a page ends
+        return max(rows, PIECE_BYTES // rows * rows)
 
     def _register(self, address: int, num_bytes: int) -> str | None:
         if not self._on_demand:

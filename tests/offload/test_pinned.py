@@ -3,6 +3,7 @@
 import errno
 import gc
 import itertools
+import math
 import os
 import threading
 import time
@@ -279,6 +280,27 @@ def test_on_demand_the_driver_is_left_to_others_for_as_long_as_it_was_taken(on_d
             time.sleep(0.001)
     rests = [begin - end for (_, end), (begin, _) in itertools.pairwise(driver.taken)]
     assert rests == [rest] * 5 if on_demand else max(rests) <= 0
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 36])
+@pytest.mark.parametrize("part_bytes", [PAGE_BYTES, 3 * PAGE_BYTES, PAGE_BYTES // 2, 3 * PAGE_BYTES // 4, 1000])
+def test_on_demand_few_rows_of_a_segment_are_pinned_at_once_and_each_in_one_piece(part_bytes, num_rows, monkeypatch):
+    """Others wait for one registration at a time; the driver refuses a copy that lies in two, and pages in two."""
+    monkeypatch.setattr(pinned, "PIECE_BYTES", 16 * PAGE_BYTES)
+    driver, row_bytes = Driver(), (4 * part_bytes, 3 * part_bytes)  # the last segment has fewer blocks
+    sizes = dict(segment_bytes=num_rows * row_bytes[0], last_segment_bytes=num_rows * row_bytes[1])
+    with HostArena(3, **sizes, pinner=driver, on_demand=True, num_rows=num_rows) as host:
+        host.want(3)
+        host.wait()
+        assert host.pinned_bytes == host.mapped_bytes == sum(driver.sizes.values())
+        pieces = sorted((begin, begin + size) for begin, size in driver.sizes.items())
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(pieces))
+        assert all(begin % PAGE_BYTES == end % PAGE_BYTES == 0 for begin, end in pieces)
+        for row in (row for index in range(3) for row in host.segment(index).chunk(num_rows)):
+            first, last = row.data_ptr(), row.data_ptr() + row.numel()
+            assert sum(begin <= first and last <= end for begin, end in pieces) == 1
+        alone = math.lcm(row_bytes[0], PAGE_BYTES), math.lcm(row_bytes[1], PAGE_BYTES)  # that end where a page does
+        assert max(driver.sizes.values()) <= max(16 * PAGE_BYTES, *alone)
 
 
 def test_closing_ends_a_rest_and_pins_nothing_behind_it(clock, monkeypatch):
