@@ -33,8 +33,8 @@ def alone():
 
 
 def engine_of(paths, name, runtime=None, **arguments):
-    if name == "wide windows" and "num_gpu_blocks_override" in arguments:
-        arguments["num_gpu_blocks_override"] += 12  # its four groups have smaller blocks
+    if "num_gpu_blocks_override" in arguments:  # by how many groups there are, and how small blocks are
+        arguments["num_gpu_blocks_override"] += {"wide windows": 12, "odd": -4}.get(name, 0)
     arguments = dict(block_size=MODELS[name].block_size, max_num_seqs=3, capture_num_tokens=[8, 24]) | arguments
     return make_engine(paths[name], runtime, load_format="dummy", **arguments)
 
