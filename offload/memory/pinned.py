@@ -213,10 +213,7 @@ class HostArena:
                 self._is_done[:num_segments] = [True] * num_segments
             if self._pinner is not None and not self._is_pinning:
                 self._is_pinning = True
-                cores = min(os.cpu_count() or 1, 8)  # threads that touch pages; more only queue up in the kernel
-                self._thread = threading.Thread(
-                    target=self._pin_all, args=(cores,), name="pin-host-memory", daemon=True
-                )
+                self._thread = threading.Thread(target=self._pin_all, name="pin-host-memory", daemon=True)
                 self._thread.start()
 
     def wait(self, num_segments: int | None = None) -> None:
@@ -260,11 +257,12 @@ class HostArena:
 
     # Background
 
-    def _pin_all(self, num_threads: int) -> None:
+    def _pin_all(self) -> None:
         try:
+            near, num_threads = (self._pinner.near(),), min(os.cpu_count() or 1, 8)  # more only queue up in the kernel
             with (
-                ThreadPoolExecutor(num_threads, "touch", _run_on, (self._pinner.near(),)) as touchers,
-                ThreadPoolExecutor(self.num_register_threads, "register") as registrars,
+                ThreadPoolExecutor(num_threads, "touch", _run_on, near) as touchers,
+                ThreadPoolExecutor(self.num_register_threads, "register", _run_on, near) as registrars,
             ):
                 while wanted := self._take_wanted():
                     touched = {index: self._touch(touchers, index, num_threads) for index in wanted}
@@ -292,8 +290,8 @@ class HostArena:
         return self._stride if index < self.num_segments - 1 else _whole_pages(self._last_bytes)
 
     def _touch(self, touchers: ThreadPoolExecutor, index: int, num_threads: int) -> list[Future[None]]:
-        """Let all cores fault in the pages of one segment."""
-        span = self._span(index)
+        """Let all cores fault in the pages of one segment; on demand, whoever registers them does."""
+        span = 0 if self._on_demand else self._span(index)
         share = -(-span // num_threads // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES or _HUGE_PAGE_BYTES
         base = self._address + index * self._stride
         return [touchers.submit(self._touch_range, base + at, min(share, span - at)) for at in range(0, span, share)]
@@ -347,6 +345,8 @@ class HostArena:
     def _register(self, address: int, num_bytes: int) -> str | None:
         if not self._on_demand:
             return self._pinner.register(address, num_bytes)
+        for at in range(0, num_bytes, _HUGE_PAGE_BYTES):  # others may map memory in between
+            self._touch_range(address + at, min(_HUGE_PAGE_BYTES, num_bytes - at))
         with self._in_turn:
             with self._changed:
                 rest = max(0.0, self._rests_until - time.perf_counter())

@@ -380,7 +380,7 @@ def test_the_last_segment_may_be_smaller_and_is_mapped_to_its_own_pages():
 
 
 class NearDriver(Driver):
-    """One whose device is beside one processor. `touched` notes where pages were touched."""
+    """One whose device is beside one processor. `touched` notes where pages were touched, and which."""
 
     def __init__(self, processor: int) -> None:
         super().__init__()
@@ -392,17 +392,37 @@ class NearDriver(Driver):
 
 class NotingArena(InTurn):
     def _touch_range(self, address: int, num_bytes: int) -> None:
-        self._pinner.touched.append(os.sched_getaffinity(0))
+        self._pinner.touched.append((os.sched_getaffinity(0), address, address + num_bytes))
         super()._touch_range(address, num_bytes)
 
 
-def test_pages_are_touched_by_processors_beside_the_device():
+@pytest.mark.parametrize("on_demand", [False, True])
+def test_pages_are_touched_by_processors_beside_the_device(on_demand):
     before = os.sched_getaffinity(0)
     driver = NearDriver(min(before))
-    with NotingArena(4, 3 * PAGE_BYTES, pinner=driver) as host:
+    with NotingArena(4, 3 * PAGE_BYTES, pinner=driver, on_demand=on_demand) as host:
+        host.want(4)
         host.wait()
-    assert driver.touched and all(one == {driver.processor} for one in driver.touched)
+    assert driver.touched and all(one == {driver.processor} for one, _, _ in driver.touched)
     assert os.sched_getaffinity(0) == before
+
+
+def test_on_demand_pages_are_touched_a_few_at_a_time_before_they_are_pinned():
+    """Who maps memory meanwhile waits for those that are being touched."""
+    size, most = 5 * 2**20 + PAGE_BYTES, 2 * 2**20
+
+    class Checking(NearDriver):
+        def register(self, address: int, num_bytes: int) -> str | None:
+            pieces = sorted((begin, end) for _, begin, end in self.touched if address <= begin < address + num_bytes)
+            assert pieces[0][0] == address and pieces[-1][1] == address + num_bytes
+            assert all(end == begin for (_, end), (begin, _) in itertools.pairwise(pieces))
+            assert max(end - begin for begin, end in pieces) <= most
+            return super().register(address, num_bytes)
+
+    with NotingArena(3, size, pinner=Checking(min(os.sched_getaffinity(0))), on_demand=True) as host:
+        host.want(3)
+        host.wait()
+        assert host.pinned_bytes == 3 * size
 
 
 @pytest.mark.parametrize(
