@@ -5,6 +5,7 @@ while states are kept."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import http.client
 import json
 import os
@@ -20,6 +21,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from gpu_agents import CASES as AGENTS
 from gpu_common import Bench
 
 import nanoinfer
@@ -41,9 +43,6 @@ SERVED = (
     ("gpt-oss-20b", "11GiB", {}), ("qwen3-30b-a3b", "8GiB", dict(quantization="int4")),
     ("qwen3-30b-a3b", "11GiB", dict(quantization="int4")), ("gpt-oss-120b", "22GiB", {}),
 )  # fmt: skip
-NUM_AGENTS, AGENT_TURNS = 16, 6
-AGENT_PROMPT, AGENT_RESULT, AGENT_ANSWER = 2000, 400, 150
-AGENT_SEEDS = {True: (1, 2), False: (3, 4)}  # by whether answers are found: each run's prompts are new
 COLUMNS = {
     "case": "{case}",
     "slots": "{num_expert_slots}",
@@ -144,7 +143,8 @@ def state_gaps(bench: Bench) -> dict:
         sizes = dict(max_model_len=history + 600, max_num_seqs=4, enable_prefix_caching=is_kept)
         sizes |= dict(max_num_batched_tokens=bench.tokens(2048) // 64 * 64)
         llm = bench.llm(shape, gpu_memory_limit=bench.limit(60), **sizes, **options)
-        gaps = [_longest_gap(llm, history, seed) for seed in range(5)][2:]
+        with frozen():
+            gaps = [_longest_gap(llm, history, seed) for seed in range(5)][2:]
         found = dict(gap_seconds=min(gaps), num_snapshots=llm.stats()["num_snapshots"])
         result[f"{shape}, {history:,} tokens beside, states {name}"] = found
         release(llm)
@@ -162,10 +162,22 @@ def giving_way(bench: Bench) -> dict:
     num_blocks = sum(-(-tokens // block_size) + 1 for tokens in (length, 4 * block_size, 2 * block_size)) + 1
     sizes |= dict(num_gpu_blocks_override=num_blocks, max_model_len=max(length, 8 * block_size) + 4 * block_size)
     llm = bench.llm(shape, gpu_memory_limit=bench.limit(60), host_memory_limit=bench.limit(8), **sizes)
-    runs = [_gap_of_giving_way(llm, length, block_size, seed) for seed in range(3)]
+    with frozen():
+        runs = [_gap_of_giving_way(llm, length, block_size, seed) for seed in range(3)]
     result = {f"{shape}, {length:,} tokens, run {number}": run for number, run in enumerate(runs)}
     release(llm)
     return result
+
+
+@contextlib.contextmanager
+def frozen() -> Iterator[None]:
+    """Have the collector of garbage leave out what is there, as the server does: else a step waits 20 ms for it."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _gap_of_giving_way(llm: nanoinfer.LLM, length: int, block_size: int, seed: int) -> dict:
@@ -196,67 +208,7 @@ def _gap_of_giving_way(llm: nanoinfer.LLM, length: int, block_size: int, seed: i
     )
 
 
-def agents(bench: Bench) -> dict:
-    """Sixteen agents that call tools and are never idle: their answers are computed once more as parts of their next
-    prompts, as only what prefill has computed is found. Beside them the same whose answers are computed ahead, off the
-    clock, so that they are found. The better of two."""
-    return _agents(bench, bench.large, AGENT_TURNS, gpu_memory_limit=bench.limit(60))
-
-
-def agents_slots(bench: Bench) -> dict:
-    """The same with experts in slots."""
-    limits = dict(gpu_memory_limit=bench.limit(11), host_memory_limit=bench.limit(24))
-    return _agents(bench, "gpt-oss-20b" if bench.is_cuda else bench.small, AGENT_TURNS, **limits)
-
-
-def agents_streamed(bench: Bench) -> dict:
-    """The same with KV that is streamed, where a step takes some 0.1 s: two turns."""
-    limits = dict(gpu_memory_limit=bench.limit(60), host_memory_limit=bench.limit(24))
-    return _agents(bench, bench.large, 2, enable_cpu_offload=True, resident_kv_limit=0, **limits)
-
-
-def _agents(bench: Bench, shape: str, num_turns: int, **limits) -> dict:
-    longest = bench.tokens(AGENT_PROMPT) + num_turns * (bench.tokens(AGENT_RESULT) + bench.tokens(AGENT_ANSWER))
-    sizes = dict(max_model_len=longest + 64, max_num_seqs=NUM_AGENTS, enable_prefix_caching=True)
-    llm = bench.llm(shape, **sizes, **limits)
-    _loops(llm, bench, 0, False, num_turns)  # compiles, and has memory pinned
-    both = [
-        [_loops(llm, bench, seed, is_found, num_turns) for seed in seeds] for is_found, seeds in AGENT_SEEDS.items()
-    ]
-    found, computed = (max(runs, key=lambda run: run["tokens_per_second"]) for runs in both)
-    computed["ratio_to_found"] = computed["tokens_per_second"] / found["tokens_per_second"]
-    release(llm)
-    return {f"{shape}, answers found": found, f"{shape}, answers computed": computed}
-
-
-def _loops(llm: nanoinfer.LLM, bench: Bench, seed: int, is_found: bool, num_turns: int) -> dict:
-    """Play all agents, whose turns end together. is_found: whether a next turn finds the last answer."""
-    params = SamplingParams(temperature=1.0, max_tokens=bench.tokens(AGENT_ANSWER), ignore_eos=True)
-    texts = random_prompts(llm.engine.vocab_size, [bench.tokens(AGENT_PROMPT)] * NUM_AGENTS, seed)
-    seconds, num_tokens, first, cached = 0.0, 0, [], 0
-    for turn in range(num_turns):
-        prompts = [dict(prompt_token_ids=text) for text in texts]
-        each = [replace(params, seed=100 * seed + agent) for agent in range(NUM_AGENTS)]
-        begin = time.perf_counter()
-        outputs = llm.generate(prompts, each, use_tqdm=False)
-        seconds += time.perf_counter() - begin
-        num_tokens += sum(len(output.outputs[0].token_ids) for output in outputs)
-        first += [output.metrics.time_to_first_token for output in outputs]
-        cached += sum(output.metrics.num_cached_tokens for output in outputs)
-        texts = [[*text, *output.outputs[0].token_ids] for text, output in zip(texts, outputs, strict=True)]
-        if is_found and turn + 1 < num_turns:
-            ahead = [dict(prompt_token_ids=text) for text in texts]
-            llm.generate(ahead, replace(params, max_tokens=1), use_tqdm=False)
-        results = random_prompts(llm.engine.vocab_size, [bench.tokens(AGENT_RESULT)] * NUM_AGENTS, 1000 * seed + turn)
-        texts = [[*text, *result] for text, result in zip(texts, results, strict=True)]
-    found = dict(tokens_per_second=num_tokens / seconds, first_token_seconds=statistics.median(first))
-    return found | dict(num_cached_tokens=cached)
-
-
-CASES = {
-    case.__name__: case
-    for case in (served, turns, drafted, state_gaps, giving_way, agents, agents_slots, agents_streamed)
-}
+CASES = {case.__name__: case for case in (served, turns, drafted, state_gaps, giving_way)} | AGENTS
 
 
 def _longest_gap(llm: nanoinfer.LLM, history: int, seed: int) -> float:
