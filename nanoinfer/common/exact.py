@@ -110,13 +110,18 @@ def linear(
         return out
     if out is not None:
         return out.copy_(linear(x, weight, bias))
-    if weight.data_ptr() % _ALIGNMENT:  # as a library may choose by this, too
-        weight = weight.clone()
+    weight = aligned(weight)
     counts = row_counts(*weight.shape, weight.dtype, bias is not None, torch.get_num_threads())
     if len(x) <= counts[-1]:
         return _padded_linear(x, weight, bias, counts)
     parts = [_padded_linear(rows, weight, bias, counts) for rows in x.split(counts[-1])]
     return torch.cat(parts)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Return x, or a copy that begins where torch's allocator begins tensors: a library may choose the order of a
+    product's sums by that, too."""
+    return x.clone() if x.data_ptr() % _ALIGNMENT else x
 
 
 def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -206,7 +211,7 @@ def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """
     if not x.is_cpu:
         return function(x)
-    flat = x.reshape(-1)
+    flat = x.reshape(-1).contiguous()  # a column stays a view, whose values torch computes one by one
     count = flat.numel()  # not len, which is slow in Python
     num_added = -count % WIDTH
     if num_added or flat.data_ptr() % WIDTH:

@@ -216,7 +216,9 @@ def test_a_value_has_the_same_bits_at_every_place_of_any_tensor(function, dtype)
     for size in (1, 61, 64, 999):
         assert torch.equal(torch.cat([exact.elementwise(function, part) for part in x.split(size)]), wanted)
     strided = torch.stack((x, -x), dim=1)[:, 0]
-    assert torch.equal(exact.elementwise(function, strided), wanted)
+    for size in (len(x), 64, 1024):  # a column of whole vectors, too
+        assert torch.equal(exact.elementwise(function, strided[:size]), wanted[:size])
+        assert torch.equal(exact.elementwise(function, strided[:size, None]), wanted[:size, None])
     assert torch.equal(exact.elementwise(function, x.view(30, 1, 100)), wanted.view(30, 1, 100))
 
 
@@ -236,10 +238,11 @@ def test_every_call_is_of_whole_aligned_vectors_and_of_one_thread(count):
         sizes.append(len(x))
         return x + 1
 
-    x = torch.randn(count + 1)[1:]
-    assert torch.equal(exact.elementwise(function, x), x + 1)
-    assert max(sizes) < 32768, "torch gives larger loops to several threads"
-    assert sum(sizes) - count < exact.WIDTH
+    for x in (torch.randn(count + 1)[1:], torch.randn(count, 3)[:, 0], torch.randn(count, 2)[:, :1]):
+        sizes.clear()
+        assert torch.equal(exact.elementwise(function, x), x + 1)
+        assert max(sizes) < 32768, "torch gives larger loops to several threads"
+        assert sum(sizes) - count < exact.WIDTH
 
 
 @pytest.mark.parametrize("offset", [False, True])

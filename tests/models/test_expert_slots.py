@@ -41,7 +41,7 @@ def test_any_number_of_slots_gives_the_same_bits(path_of, family, quantization):
     is_large = quantization == "int4" or family in ("gpt_oss", "glm4_moe")
     path = path_of(family, num_layers=NUM_LAYERS.get(family, 2), **(LARGE if is_large else {}))
     resident = make_engine(path, **settings)
-    wanted, sparse = run(resident, *workload(1, 40, 4)), resident.runner.spec.sparse
+    wanted, sparse = run(resident, *workload(3, 40, 4)), resident.runner.spec.sparse
     assert not resident.stats()["expert_hits"] and resident.plan.expert_bytes == 0
     for slots, options in (
         (sparse.num_chosen, {}),
@@ -49,7 +49,7 @@ def test_any_number_of_slots_gives_the_same_bits(path_of, family, quantization):
         (sparse.num_experts, dict(max_num_seqs=2)),
     ):
         engine = make_engine(path, expert_slots=slots, **settings, **options)
-        assert run(engine, *workload(1, 40, 4)) == wanted, slots
+        assert run(engine, *workload(3, 40, 4)) == wanted, slots
         stats = engine.stats()
         assert stats["expert_fetches"] > 0 and stats["expert_hits"] > 0
         assert (stats["expert_evictions"] > 0) == (slots < sparse.num_experts)
