@@ -1,9 +1,9 @@
 """Pinned host memory of an exact size, usable from its first segment on.
 
 torch's pinned allocator rounds sizes up to a power of two and faults pages in on one core. This arena maps exactly the
-bytes asked for, lets all cores touch the pages (in huge pages where the kernel gives them), and registers them with the
-driver piece by piece in the background, through a `Pinner`. The order of these steps is what makes it fast: registering
-untouched memory faults every page in under a driver lock.
+bytes asked for, lets all cores touch the pages (in huge pages where the kernel gives them; on demand one core), and
+registers them with the driver piece by piece in the background, through a `Pinner`. The order of these steps is what
+makes it fast: registering untouched memory faults every page in under a driver lock.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _HUGE_PAGE_BYTES = 2 * 2**20
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module
 # One registration of 512 GiB or more fails on every driver seen; pieces also let the first ones be used early.
 MAX_REGISTER_BYTES = 16 * GIB
-# What others' copies and kernels wait for is one registration: of so much, below a millisecond.
+# What others' copies and kernels wait for is one registration: of so much, or of one row that takes more.
 PIECE_BYTES = 16 * 2**20
 
 
@@ -122,10 +122,8 @@ class HostArena:
                 f"are available, but the system does not map as much ({error}): {remedy}, or raise the "
                 "limit of address space (ulimit -v; vm.overcommit_memory=2 sets one for the whole machine)"
             ) from error
-        try:
+        with suppress(OSError, AttributeError):  # smaller pages are slower to register, and otherwise the same
             self._map.madvise(mmap.MADV_HUGEPAGE)
-        except (OSError, AttributeError):
-            pass  # smaller pages are slower to register, and otherwise the same
         self._buffer = torch.frombuffer(self._map, dtype=torch.uint8)
         self._address = self._buffer.data_ptr()
         self._registered: list[int] = []  # addresses
@@ -259,10 +257,10 @@ class HostArena:
 
     def _pin_all(self) -> None:
         try:
-            near, num_threads = (self._pinner.near(),), min(os.cpu_count() or 1, 8)  # more only queue up in the kernel
+            num_threads = 1 if self._on_demand else min(os.cpu_count() or 1, 8)  # more only queue up in the kernel
             with (
-                ThreadPoolExecutor(num_threads, "touch", _run_on, near) as touchers,
-                ThreadPoolExecutor(self.num_register_threads, "register", _run_on, near) as registrars,
+                ThreadPoolExecutor(num_threads, "touch", _run_on, (self._pinner.near(),)) as touchers,
+                ThreadPoolExecutor(self.num_register_threads, "register") as registrars,
             ):
                 while wanted := self._take_wanted():
                     touched = {index: self._touch(touchers, index, num_threads) for index in wanted}
@@ -290,15 +288,17 @@ class HostArena:
         return self._stride if index < self.num_segments - 1 else _whole_pages(self._last_bytes)
 
     def _touch(self, touchers: ThreadPoolExecutor, index: int, num_threads: int) -> list[Future[None]]:
-        """Let all cores fault in the pages of one segment; on demand, whoever registers them does."""
-        span = 0 if self._on_demand else self._span(index)
+        """Let all cores fault in the pages of one segment; on demand, one of them."""
+        span = self._span(index)
         share = -(-span // num_threads // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES or _HUGE_PAGE_BYTES
         base = self._address + index * self._stride
         return [touchers.submit(self._touch_range, base + at, min(share, span - at)) for at in range(0, span, share)]
 
     def _touch_range(self, address: int, num_bytes: int) -> None:
-        if not self._stop.is_set():
-            _populate(address, num_bytes)
+        step = _HUGE_PAGE_BYTES if self._on_demand else num_bytes  # others may map memory in between
+        for at in range(0, num_bytes, step):
+            if not self._stop.is_set():
+                populate(address + at, min(step, num_bytes - at))
 
     def _pin(self, index: int, touched: list[Future[None]]) -> None:
         for future in touched:
@@ -345,14 +345,14 @@ class HostArena:
     def _register(self, address: int, num_bytes: int) -> str | None:
         if not self._on_demand:
             return self._pinner.register(address, num_bytes)
-        for at in range(0, num_bytes, _HUGE_PAGE_BYTES):  # others may map memory in between
-            self._touch_range(address + at, min(_HUGE_PAGE_BYTES, num_bytes - at))
         with self._in_turn:
             with self._changed:
                 rest = max(0.0, self._rests_until - time.perf_counter())
                 self._changed.wait_for(lambda: self._stop.is_set() or self._num_waiting, rest)
             if self._stop.is_set():
                 raise _Stopped
+            if self._refusal is not None:  # meanwhile
+                return self._refusal
             begin = time.perf_counter()
             refusal = self._pinner.register(address, num_bytes)
             end = time.perf_counter()
@@ -383,7 +383,7 @@ def _run_on(processors: set[int] | None) -> None:
             os.sched_setaffinity(0, processors)
 
 
-def _populate(address: int, num_bytes: int) -> None:
+def populate(address: int, num_bytes: int) -> None:
     """Fault pages in for writing. ctypes releases the interpreter lock, so threads do it side by side."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _MADV_POPULATE_WRITE) == 0:

@@ -133,8 +133,10 @@ def draw_formats(generator: random.Random) -> dict:
     return dict(dtype=dtype, kv_cache_dtype=(["auto"] * 16 + ["int4", "k8v4", "int8", "fp8"])[drawn])
 
 
-def draw_engine(generator: random.Random, path, seed: int, requests: list, formats: dict, **more) -> LLMEngine:
-    """Pools, ring, budget, chunk and rows of any size that is allowed."""
+def draw_engine(
+    generator: random.Random, path, seed: int, requests: list, formats: dict, most_spare: int = 20, **more
+) -> LLMEngine:
+    """Pools, ring, budget, chunk and rows of any size that is allowed. most_spare: blocks beside the fewest."""
     mode, rows = generator.choice(["auto", True, False]), generator.randint(1, 8)
     drawn = generator.choice([16, 32, 48, 64, 100, 400])
     chunk = more.get("max_num_batched_tokens", drawn)
@@ -152,7 +154,7 @@ def draw_engine(generator: random.Random, path, seed: int, requests: list, forma
         max_num_batched_tokens=chunk,
         enable_prefix_caching=generator.random() < 0.8,
         capture_num_tokens=generator.choice([[], [8, 16], [chunk // 2, chunk]]),  # with mixed steps or without
-        num_gpu_blocks_override=generator.randint(fewest, fewest + 20),
+        num_gpu_blocks_override=fewest + min(generator.randint(0, 20), most_spare),
         host_memory_limit=2**28,
         ring_slot_bytes=generator.choice([2**17, 2**18]),
         num_ring_slots=generator.choice([2, 3, 4]),
@@ -173,7 +175,7 @@ def differing(path_of, seed: int, models: dict = MODELS) -> tuple[list[str], dic
     """Plays the workload of a seed; returns what differs from the request alone, and what happened."""
     generator = random.Random(seed)
     model = generator.choice(list(models))
-    slots = dict(expert_slots=random.Random(seed).randint(3, 4)) if models is SLOTTED else {}
+    slots = dict(expert_slots=random.Random(seed).randint(3, 4), most_spare=1) if models is SLOTTED else {}
     if models is STATEFUL:
         own = random.Random(seed)
         slots = dict(enable_prefix_caching=None, state_slots=own.choice([None, 1, 2, 3]))

@@ -41,6 +41,7 @@ def test_any_number_of_slots_gives_the_same_bits(path_of, family, quantization):
     is_large = quantization == "int4" or family in ("gpt_oss", "glm4_moe")
     path = path_of(family, num_layers=NUM_LAYERS.get(family, 2), **(LARGE if is_large else {}))
     resident = make_engine(path, **settings)
+    # One whose routers choose more experts than there are slots, in all families.
     wanted, sparse = run(resident, *workload(3, 40, 4)), resident.runner.spec.sparse
     assert not resident.stats()["expert_hits"] and resident.plan.expert_bytes == 0
     for slots, options in (

@@ -380,7 +380,7 @@ def test_the_last_segment_may_be_smaller_and_is_mapped_to_its_own_pages():
 
 
 class NearDriver(Driver):
-    """One whose device is beside one processor. `touched` notes where pages were touched, and which."""
+    """One whose device is beside one processor. `touched` notes where pages were touched."""
 
     def __init__(self, processor: int) -> None:
         super().__init__()
@@ -392,7 +392,7 @@ class NearDriver(Driver):
 
 class NotingArena(InTurn):
     def _touch_range(self, address: int, num_bytes: int) -> None:
-        self._pinner.touched.append((os.sched_getaffinity(0), address, address + num_bytes))
+        self._pinner.touched.append(os.sched_getaffinity(0))
         super()._touch_range(address, num_bytes)
 
 
@@ -403,26 +403,58 @@ def test_pages_are_touched_by_processors_beside_the_device(on_demand):
     with NotingArena(4, 3 * PAGE_BYTES, pinner=driver, on_demand=on_demand) as host:
         host.want(4)
         host.wait()
-    assert driver.touched and all(one == {driver.processor} for one, _, _ in driver.touched)
+    assert driver.touched and all(one == {driver.processor} for one in driver.touched)
     assert os.sched_getaffinity(0) == before
 
 
-def test_on_demand_pages_are_touched_a_few_at_a_time_before_they_are_pinned():
-    """Who maps memory meanwhile waits for those that are being touched."""
-    size, most = 5 * 2**20 + PAGE_BYTES, 2 * 2**20
+@pytest.mark.parametrize("refuse_from", [None, 1, 2, 5])
+@pytest.mark.filterwarnings("ignore:the system refused to pin")
+def test_on_demand_all_pages_are_touched_a_few_at_a_time_before_they_are_pinned(refuse_from, monkeypatch):
+    """Who maps memory meanwhile waits for those that are being touched; and what is refused, and ready, is there."""
+    size, touched, usual = 5 * 2**20 + PAGE_BYTES, [], pinned.populate
+    monkeypatch.setattr(pinned, "populate", lambda *given: (usual(*given), touched.append(given)))
+    monkeypatch.setattr(pinned, "PIECE_BYTES", 2**20)
 
-    class Checking(NearDriver):
+    def check(address: int, num_bytes: int) -> None:
+        pieces = sorted((at, at + count) for at, count in touched if at < address + num_bytes and at + count > address)
+        assert pieces[0][0] <= address and pieces[-1][1] >= address + num_bytes
+        assert all(end == begin for (_, end), (begin, _) in itertools.pairwise(pieces))
+        assert max(end - begin for begin, end in pieces) <= 2 * 2**20
+
+    class Checking(Driver):
         def register(self, address: int, num_bytes: int) -> str | None:
-            pieces = sorted((begin, end) for _, begin, end in self.touched if address <= begin < address + num_bytes)
-            assert pieces[0][0] == address and pieces[-1][1] == address + num_bytes
-            assert all(end == begin for (_, end), (begin, _) in itertools.pairwise(pieces))
-            assert max(end - begin for begin, end in pieces) <= most
+            check(address, num_bytes)
             return super().register(address, num_bytes)
 
-    with NotingArena(3, size, pinner=Checking(min(os.sched_getaffinity(0))), on_demand=True) as host:
+    driver = Checking(refuse_from)
+    with HostArena(3, size, pinner=driver, on_demand=True, num_rows=3) as host:
         host.want(3)
         host.wait()
-        assert host.pinned_bytes == 3 * size
+        assert (host.pinned_bytes == 3 * size) == (refuse_from is None)
+        assert refuse_from is None or driver.num_calls <= refuse_from + 1
+        for index in range(3):
+            check(host.segment(index).data_ptr(), size)
+    assert not driver.sizes
+
+
+def test_on_demand_too_little_memory_is_found_while_pages_are_touched(monkeypatch):
+    num_left, populate = 4, pinned.populate
+
+    def limited(address: int, num_bytes: int) -> None:
+        nonlocal num_left
+        num_left -= 1
+        if num_left < 0:
+            raise MemoryError("the system has no host memory left")
+        populate(address, num_bytes)
+
+    monkeypatch.setattr(pinned, "populate", limited)
+    driver = Driver()
+    with HostArena(3, 5 * 2**20, pinner=driver, on_demand=True) as host:  # three steps each
+        host.want(3)
+        with pytest.raises(MemoryError, match="no host memory left"):
+            host.wait(2)
+        assert host.num_ready == 1 and host.has_failed
+    assert not driver.sizes
 
 
 @pytest.mark.parametrize(
