@@ -271,12 +271,14 @@ class Forecaster:
         lengths, room = [context] * batch, memory.num_gpu_blocks - 1  # one is scratch
         num_full, num_all = num_blocks(self.spec, lengths)
         is_offload = config.enable_cpu_offload is True or num_all > room
-        if num_all > room:
+        # Nobody is let in without room for the block more that some windows see on the way there, and for steps.
+        steps = memory.step_reserve.resident_beside(context, batch, room)
+        most = batch * self.spec.kv_groups.most_blocks(context) + steps
+        if most > room:
             if not config.may_offload:
-                sizes = [format_size(number * layout.block_bytes) for number in (num_all, room)]
+                sizes = [format_size(number * layout.block_bytes) for number in (most, room)]
                 needed = f"{batch} x {context} tokens need a KV cache of {sizes[0]}"
                 return replace(asked, problem=f"{needed}, {sizes[1]} fit on the GPU")
-            # Nobody is let in without room for the block more that some windows see on the way there, and for steps.
             steps = memory.step_reserve.on_host_beside(context, batch, memory.num_host_blocks)
             most_full = batch * self.spec.kv_groups.most_full(context) + steps
             if most_full > memory.num_host_blocks:

@@ -274,3 +274,25 @@ def test_a_step_streams_what_was_forecast(long_path, batch, length):
             compared += bool(forecast)
             assert engine.stats()["kv_blocks_streamed"] == forecast, lengths
     assert compared > 5
+
+
+def test_as_many_sequences_fit_as_are_let_in_at_once(tmp_path):
+    """Windows see a block more on the way than at the end, and steps have a reserve."""
+    path, most = make_checkpoint("gemma3", tmp_path, sliding_window=40), {}
+    sizes = dict(block_size=16, max_num_batched_tokens=64, enable_cpu_offload=False, dtype="float32", device="cpu")
+
+    def fits(num_blocks: int) -> bool:
+        options = dict(num_gpu_blocks_override=num_blocks, host_memory="1MiB", gpu_memory="1GiB")
+        return nanoinfer.plan(path, context=320, batch=4, **options, **sizes).fits
+
+    least = next(count for count in range(40, 400) if fits(count))
+    for num_blocks in (least - 1, least):
+        sizes |= dict(num_gpu_blocks_override=num_blocks, max_num_seqs=4, max_model_len=320, host_memory_limit=2**20)
+        engine = make_engine(path, **sizes)
+        for number, prompt in enumerate(random_prompts(4, 300, 300, seed=1)):
+            engine.add_request(str(number), prompt, SamplingParams(max_tokens=20, ignore_eos=True))
+        most[num_blocks] = 0
+        while engine.has_work:
+            engine.step()
+            most[num_blocks] = max(most[num_blocks], len(engine.scheduler.running))
+    assert most == {least - 1: 3, least: 4}
