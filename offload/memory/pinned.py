@@ -1,7 +1,7 @@
 """Pinned host memory of an exact size, usable from its first segment on.
 
 torch's pinned allocator rounds sizes up to a power of two and faults pages in on one core. This arena maps exactly the
-bytes asked for, lets all cores touch the pages (in huge pages where the kernel gives them; on demand one core), and
+bytes asked for, lets all cores touch the pages (in huge pages where the kernel gives them; on demand two cores), and
 registers them with the driver piece by piece in the background, through a `Pinner`. The order of these steps is what
 makes it fast: registering untouched memory faults every page in under a driver lock.
 """
@@ -257,7 +257,7 @@ class HostArena:
 
     def _pin_all(self) -> None:
         try:
-            num_threads = 1 if self._on_demand else min(os.cpu_count() or 1, 8)  # more only queue up in the kernel
+            num_threads = min(os.cpu_count() or 1, 2 if self._on_demand else 8)  # more only queue up in the kernel
             with (
                 ThreadPoolExecutor(num_threads, "touch", _run_on, (self._pinner.near(),)) as touchers,
                 ThreadPoolExecutor(self.num_register_threads, "register") as registrars,
@@ -288,7 +288,7 @@ class HostArena:
         return self._stride if index < self.num_segments - 1 else _whole_pages(self._last_bytes)
 
     def _touch(self, touchers: ThreadPoolExecutor, index: int, num_threads: int) -> list[Future[None]]:
-        """Let all cores fault in the pages of one segment; on demand, one of them."""
+        """Let all cores fault in the pages of one segment; on demand, two of them."""
         span = self._span(index)
         share = -(-span // num_threads // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES or _HUGE_PAGE_BYTES
         base = self._address + index * self._stride

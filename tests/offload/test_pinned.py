@@ -438,18 +438,14 @@ def test_on_demand_all_pages_are_touched_a_few_at_a_time_before_they_are_pinned(
 
 
 def test_on_demand_too_little_memory_is_found_while_pages_are_touched(monkeypatch):
-    num_left, populate = 4, pinned.populate
+    def fail(address: int, num_bytes: int) -> None:
+        raise MemoryError("the system has no host memory left")
 
-    def limited(address: int, num_bytes: int) -> None:
-        nonlocal num_left
-        num_left -= 1
-        if num_left < 0:
-            raise MemoryError("the system has no host memory left")
-        populate(address, num_bytes)
-
-    monkeypatch.setattr(pinned, "populate", limited)
     driver = Driver()
-    with HostArena(3, 5 * 2**20, pinner=driver, on_demand=True) as host:  # three steps each
+    with HostArena(3, 5 * 2**20, pinner=driver, on_demand=True) as host:
+        host.want(1)
+        host.wait(1)
+        monkeypatch.setattr(pinned, "populate", fail)
         host.want(3)
         with pytest.raises(MemoryError, match="no host memory left"):
             host.wait(2)
