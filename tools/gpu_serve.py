@@ -143,7 +143,7 @@ def state_gaps(bench: Bench) -> dict:
         sizes = dict(max_model_len=history + 600, max_num_seqs=4, enable_prefix_caching=is_kept)
         sizes |= dict(max_num_batched_tokens=bench.tokens(2048) // 64 * 64)
         llm = bench.llm(shape, gpu_memory_limit=bench.limit(60), **sizes, **options)
-        with frozen():
+        with _frozen():
             gaps = [_longest_gap(llm, history, seed) for seed in range(5)][2:]
         found = dict(gap_seconds=min(gaps), num_snapshots=llm.stats()["num_snapshots"])
         result[f"{shape}, {history:,} tokens beside, states {name}"] = found
@@ -162,7 +162,7 @@ def giving_way(bench: Bench) -> dict:
     num_blocks = sum(-(-tokens // block_size) + 1 for tokens in (length, 4 * block_size, 2 * block_size)) + 1
     sizes |= dict(num_gpu_blocks_override=num_blocks, max_model_len=max(length, 8 * block_size) + 4 * block_size)
     llm = bench.llm(shape, gpu_memory_limit=bench.limit(60), host_memory_limit=bench.limit(8), **sizes)
-    with frozen():
+    with _frozen():
         runs = [_gap_of_giving_way(llm, length, block_size, seed) for seed in range(3)]
     result = {f"{shape}, {length:,} tokens, run {number}": run for number, run in enumerate(runs)}
     release(llm)
@@ -170,8 +170,8 @@ def giving_way(bench: Bench) -> dict:
 
 
 @contextlib.contextmanager
-def frozen() -> Iterator[None]:
-    """Have the collector of garbage leave out what is there, as the server does: else a step waits 20 ms for it."""
+def _frozen() -> Iterator[None]:
+    """Have the collector of garbage leave out what is there, as the server does: a step may wait 20 ms for it."""
     gc.collect()
     gc.freeze()
     try:

@@ -110,18 +110,13 @@ def linear(
         return out
     if out is not None:
         return out.copy_(linear(x, weight, bias))
-    weight = aligned(weight)
+    if weight.data_ptr() % _ALIGNMENT:  # as a library may choose by this, too
+        weight = weight.clone()
     counts = row_counts(*weight.shape, weight.dtype, bias is not None, torch.get_num_threads())
     if len(x) <= counts[-1]:
         return _padded_linear(x, weight, bias, counts)
     parts = [_padded_linear(rows, weight, bias, counts) for rows in x.split(counts[-1])]
     return torch.cat(parts)
-
-
-def aligned(x: Tensor) -> Tensor:
-    """Return x, or a copy that begins where torch's allocator begins tensors: a library may choose the order of a
-    product's sums by that, too."""
-    return x.clone() if x.data_ptr() % _ALIGNMENT else x
 
 
 def wide_linear(x: Tensor, weight: Tensor) -> Tensor:

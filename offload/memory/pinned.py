@@ -351,13 +351,13 @@ class HostArena:
                 self._changed.wait_for(lambda: self._stop.is_set() or self._num_waiting, rest)
             if self._stop.is_set():
                 raise _Stopped
-            if self._refusal is not None:  # meanwhile
+            if self._refusal is not None:  # of another thread's piece
                 return self._refusal
             begin = time.perf_counter()
-            refusal = self._pinner.register(address, num_bytes)
+            self._refusal = self._pinner.register(address, num_bytes)
             end = time.perf_counter()
             self._rests_until = 2 * end - begin
-            return refusal
+            return self._refusal
 
     def _warn(self) -> None:
         speed, pinned = "", f" to {self.pinned_bytes / GIB:.2f} GiB" if self.pinned_bytes else ""

@@ -34,7 +34,7 @@ def gated_delta(
         end, slot = int(runs.ends[begin]), int(runs.slots[begin])
         rows = slice(begin, min(begin + CHUNK, end))
         q_chunk, k_chunk, *others = (_of_heads(one[rows]) for one in (q, k, v, *gates))
-        made, left = _chunk(query(q_chunk), normed(k_chunk), *others, exact.aligned(state[slot]))
+        made, left = _chunk(query(q_chunk), normed(k_chunk), *others, state[slot])
         out[rows] = made[:, : rows.stop - begin].transpose(0, 1).to(out.dtype)
         state[slot] = state[int(runs.slots[rows.stop - 1])] = left
     rows = runs.rows[(runs.rows >= 0) & (runs.rows < num_live)].long()
